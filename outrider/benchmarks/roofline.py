@@ -90,7 +90,7 @@ class Traffic:
     def __init__(self, model: Model, drafter: Drafter | None = None) -> None:
         own = find_modules([model], Experts)
         self.weights = Weights(_dense_bytes(model, own), _sizes(own))
-        self.row_bytes = sum(_size(e.weight[0]) for e in _looked_up(model))
+        self.row_bytes = sum(e.format.weight_bytes / e.declared.num_outputs for e in _looked_up(model))
         self.caches = model.cache_layers()
         self.draft_weights = Weights(0, ())
         self.draft_caches: list[LayerCache] = []
@@ -135,18 +135,15 @@ def mean_context(prompt: int, outputs: int, window: int | None) -> float:
 
 
 def _dense_bytes(model: Model, experts: Sequence[Experts]) -> int:
-    total = sum(_size(slot.target) for slot in model.weights().values())
-    lookups = sum(_size(e.weight) for e in _looked_up(model))
-    # If a file's bits are kept, products read these instead of the numbers.
-    saved = sum(linear.in_features * linear.out_features * model.dtype.itemsize - linear.format.weight_bytes
-                for linear in find_modules([model], Linear))  # fmt: skip
-    return total - lookups - saved - sum(part.format.weight_bytes for part in experts)
+    total = sum(slot.nbytes for slot in model.weights().values())
+    lookups = sum(e.format.weight_bytes for e in _looked_up(model))
+    return total - lookups - sum(part.format.weight_bytes for part in experts)
 
 
 def _looked_up(model: Model) -> list[Embedding]:
     """Embeddings that are not also the weight of a product, so that only single rows are read."""
     formats = [linear.format for linear in find_modules([model], Linear)]
-    return [e for e in find_modules([model], Embedding) if not any(held.shares(e.weight) for held in formats)]
+    return [e for e in find_modules([model], Embedding) if not any(held is e.format for held in formats)]
 
 
 def _shared_bytes(head: LayeredModule, target: Model) -> int:

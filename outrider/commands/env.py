@@ -8,13 +8,8 @@ import platform
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 from outrider import __version__
-
-if TYPE_CHECKING:
-    from outrider.models.base import Model
-    from outrider.models.sources.base import ModelSource
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
             "llguidance", "transformers", "matplotlib")
@@ -99,11 +94,11 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The memory plan that an engine would make, from a model on the meta device, without weights."""
     from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
-    from outrider.formats.gguf import GgufLinear
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
     from outrider.runner.device import gpu_bytes, pick_device, pick_dtype
     from outrider.runner.memory import fit_max_len, plan_memory
+    from outrider.runner.target import declare_stored
 
     config = engine_config(args)
     device = pick_device(config.device)
@@ -115,8 +110,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)
     layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval)
-    keeps_bits = config.keep_quantized and GgufLinear.can_keep(dtype, device)
-    plan = plan_memory(config, layout, limits, device, weight_bytes=_weight_bytes(model, source, keeps_bits))
+    declare_stored(model, config, source, device)
+    plan = plan_memory(config, layout, limits, device, weight_bytes=sum(s.nbytes for s in model.weights().values()))
     limits = fit_max_len(config, layout, limits, plan)
     uncounted = [name for name, is_there in (
         ("the drafter", drafts), ("packed copies of the weights", device.type == "cpu" and config.packed_weights),
@@ -131,14 +126,3 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
                    f"{limits.max_len} tokens a request, {limits.max_drafts} drafts"),
     ]
 
-
-def _weight_bytes(model: Model, source: ModelSource, keeps_bits: bool) -> int:
-    """Bytes of the weights. `keeps_bits`: layers keep the file's bits of quantised weights instead of numbers. A
-    product that shares the embedding's weight has the bits beside the numbers."""
-    kept = source.kept_bytes() if keeps_bits else {}
-    total = 0
-    for name, slot in model.weights().items():
-        numbers = slot.target.numel() * slot.target.element_size()
-        bits = kept.get(name, 0) if slot.keeper is not None else 0
-        total += numbers if not bits else bits + numbers * ("embed" in name)
-    return total

@@ -1,24 +1,55 @@
-"""Formats: how the weights of linear layers and of experts are stored, and every product with them.
+"""Formats: how the weights of linear layers, embeddings and experts are stored, and every product with them.
 
-A format is one file. Nobody outside this package reads a weight tensor of a linear layer or of experts.
+A format is one file. It is built empty from a layer's declaration, and only it reads the weight's tensors.
 """
 
-from outrider.formats.base import KeptFormat, LinearFormat, NativeProduct, activate
+from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
+from outrider.formats.declared import (
+    ExpertsDeclaration,
+    InputCut,
+    LinearDeclaration,
+    ModelSize,
+    OutputCut,
+    Ranks,
+    RankSize,
+    StoredFormat,
+    StoredTensor,
+)
 from outrider.formats.dense import DenseLinear
+from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
 from outrider.formats.experts import DenseExperts, ExpertsFormat
-from outrider.formats.registry import register_format
-from outrider.formats.slots import HeadLayout, StoredWeight, WeightSlot
+from outrider.formats.registry import FormatChoice, register_format
+from outrider.formats.slots import HeadLayout, StoredWeight, TensorCut, WeightSlot, join_names
+from outrider.formats.summed import build_format
+from outrider.formats.weight_format import WeightFormat
 
 __all__ = [
+    "DenseExpansion",
     "DenseExperts",
     "DenseLinear",
+    "EmbeddingFormat",
+    "ExpansionDeclaration",
+    "ExpansionFormat",
+    "ExpertsDeclaration",
     "ExpertsFormat",
+    "FormatChoice",
     "HeadLayout",
-    "KeptFormat",
+    "InputCut",
+    "LinearDeclaration",
     "LinearFormat",
+    "ModelSize",
     "NativeProduct",
+    "OutputCut",
+    "RankSize",
+    "Ranks",
+    "StoredFormat",
+    "StoredTensor",
     "StoredWeight",
+    "TensorCut",
+    "WeightFormat",
     "WeightSlot",
     "activate",
+    "build_format",
+    "join_names",
     "register_format",
 ]

@@ -1,19 +1,17 @@
 """LinearFormat: the stored weight of one linear layer and every product with it.
 
-A format must implement `product`. Everything that may be fused with a product has a default here that composes the
-plain operations, so a format overrides only what it can do better.
+A format is built empty from a declaration and must implement `tensors` and `product`. Everything that may be fused with
+a product has a default here that composes the plain operations, so a format overrides only what it can do better.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, Self
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 
-from outrider.formats.slots import HeadLayout, StoredWeight, WeightSlot
+from outrider.formats.weight_format import MatrixFormat
 from outrider.kernels import native, ops
 
 
@@ -24,42 +22,13 @@ class NativeProduct(NamedTuple):
     max_rows: int  # for more token rows another product is faster
 
 
-class LinearFormat(ABC):
+class LinearFormat(MatrixFormat):
     """The weight [outputs, inputs] of a linear layer, perhaps with a bias [outputs]."""
-
-    def __init__(self, numbers: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """numbers: the weight in the model's dtype, on the meta device if the format keeps only the file's bits."""
-        self._numbers = numbers
-        self._bias = bias
-
-    # Loading
-
-    def slots(self, prefix: str, first: int, count: int, layout: HeadLayout | None = None) -> dict[str, WeightSlot]:
-        """The checkpoint's tensors of output features [first, first + count)."""
-        stop = first + count
-        keeper = partial(self._keep, first) if layout is None else None  # a format keeps rows in the file's order
-        slots = {f"{prefix}.weight": WeightSlot(self._numbers[first:stop], layout, keeper)}
-        if self._bias is not None:
-            slots[f"{prefix}.bias"] = WeightSlot(self._bias[first:stop], layout)
-        return slots
-
-    def _keep(self, first: int, stored: StoredWeight) -> bool:
-        """Hold the file's bits of the output features from `first` on until `finalize`, or answer False."""
-        return False
-
-    def finalize(self) -> LinearFormat:
-        """Called when all weights are in place. Returns the format that the layer uses from then on."""
-        return self
 
     def prepare(self, allow_copy: bool) -> int:
         """Choose the product for the device, perhaps with a second copy of the weight. Returns the bytes held beside
         those that the slots count."""
         return 0
-
-    def set_exact(self, exact: bool) -> None:
-        """Called before `prepare`. In exact mode a token row of a product has the same bits alone and among others."""
-        if exact:
-            raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
 
     @property
     def plain_weight(self) -> torch.Tensor | None:
@@ -74,18 +43,9 @@ class LinearFormat(ABC):
 
     # Questions about the weight
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight that one product reads."""
-        return self._numbers.numel() * self._numbers.element_size()
-
     def dense(self) -> torch.Tensor:
-        """The weight as numbers, made anew if only the file's bits are kept."""
-        return self._numbers
-
-    def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether the weight lies in this tensor, which another layer owns."""
-        return self._numbers is tensor
+        """The weight as numbers, made anew if the format keeps other bits."""
+        raise NotImplementedError(f"the weight format {type(self).__name__} does not make numbers of its bits")
 
     # Products
 
@@ -126,18 +86,9 @@ def activate(out: torch.Tensor, activation: str) -> torch.Tensor:
     return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation)
 
 
-class KeptFormat(LinearFormat):
-    """A format that keeps the bits of the file. It is registered for the kinds of stored weights that it can keep."""
+class EmbeddingFormat(LinearFormat):
+    """A format that also serves embeddings, and so a head that is tied to one."""
 
-    @classmethod
     @abstractmethod
-    def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether a model of this dtype on this device can use the format. If not, weights are dequantised."""
-
-    @classmethod
-    @abstractmethod
-    def from_parts(
-        cls, parts: Sequence[StoredWeight], bias: torch.Tensor | None, shared: torch.Tensor | None
-    ) -> Self | None:
-        """The format of a weight that came in parts, by output features; None if these parts cannot be kept together.
-        shared: the dequantised weight, if another layer holds it anyway."""
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The weight's rows of these tokens as numbers in the model's dtype: [tokens, inputs]."""

@@ -1,41 +1,25 @@
 """Formats of experts: the weights of equal MLPs without biases, and the products of token rows with chosen experts.
 
-The only format so far is dense. A rank of several would hold some of the experts, or a part of each, and its results
-would be summed over ranks after `mix`.
+The only format of the package is dense; `register_format` adds others.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
 from outrider.formats.base import LinearFormat
-from outrider.formats.slots import WeightSlot
+from outrider.formats.declared import ExpertsDeclaration, StoredFormat
+from outrider.formats.slots import WeightSlot, join_names
+from outrider.formats.weight_format import WeightFormat
 from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
 
 
-class ExpertsFormat(ABC):
+class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     """Every expert has a first projection (gate and up, or up alone) and a second one, down."""
-
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """Bytes of all experts."""
-
-    def set_exact(self, exact: bool) -> None:
-        """In exact mode a token row's result has the same bits, whatever the other token rows are and choose."""
-        if exact:
-            raise ValueError(f"exact=True: the format {type(self).__name__} of experts has no exact products")
-
-    @abstractmethod
-    def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
-        """(first projections, second projections) of a checkpoint with one tensor for all experts."""
-
-    @abstractmethod
-    def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
-        """([gate and up, or up], down) of a checkpoint with tensors for each expert."""
 
     @abstractmethod
     def mix(
@@ -52,26 +36,21 @@ class ExpertsFormat(ABC):
 class DenseExperts(ExpertsFormat):
     """One tensor in the model's dtype for each projection of all experts."""
 
-    def __init__(
-        self, num_experts: int, hidden_size: int, expert_size: int, *, is_gated: bool, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._expert_size = expert_size
+    def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat] = ()) -> None:
+        super().__init__(declared)
         self._experts = ops.experts
-        rows = 2 * expert_size if is_gated else expert_size
-        self._gate_up = empty_weight(num_experts, rows, hidden_size, dtype=dtype, device=device)
-        self._down = empty_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        num_experts, hidden, inner = declared.num_experts, declared.hidden_size, declared.num_inner
+        options = {"dtype": declared.dtype, "device": declared.device}
+        self._gate_up = empty_weight(num_experts, inner * len(declared.firsts), hidden, **options)
+        self._down = empty_weight(num_experts, hidden, inner, **options)
 
     @property
     def weight_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self._gate_up, self._down))
 
-    def joint_slots(self) -> tuple[WeightSlot, WeightSlot]:
-        return WeightSlot(self._gate_up), WeightSlot(self._down)
-
-    def expert_slots(self, expert: int) -> tuple[list[WeightSlot], WeightSlot]:
-        halves = self._gate_up[expert].split(self._expert_size)
-        return [WeightSlot(half) for half in halves], WeightSlot(self._down[expert])
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        slots = self.declared.slots(self._gate_up, self._down)
+        return {join_names(prefix, name): slot for name, slot in slots.items()}
 
     def set_exact(self, exact: bool) -> None:
         self._experts = ops.experts.variant(exact)

@@ -11,48 +11,59 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats.base import KeptFormat, NativeProduct
-from outrider.formats.slots import StoredWeight
-from outrider.kernels.quantized import QuantizedProduct, QuantizedRows, kept_bits_are_fast
+from outrider.formats.base import EmbeddingFormat, NativeProduct
+from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
+from outrider.kernels.buffers import empty_weight
+from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedProduct, QuantizedRows, kept_bits_are_fast
 
 
-class GgufLinear(KeptFormat):
-    def __init__(self, rows: QuantizedRows, bias: torch.Tensor | None, shared: torch.Tensor | None) -> None:
-        super().__init__(torch.empty(rows.shape, device="meta") if shared is None else shared, bias)
-        self._product = QuantizedProduct(rows, bias)
+class GgufLinear(EmbeddingFormat):
+    def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
+        super().__init__(declared, stored)
+        kind = stored[0].kind
+        row_bytes = declared.num_inputs // BLOCK * BLOCK_BYTES[kind]
+        data = empty_weight(declared.num_outputs, row_bytes, dtype=torch.uint8, device=declared.device)
+        self._rows = QuantizedRows(kind, data)
+        self._product: QuantizedProduct | None = None  # made by `finalize`: the native code looks at the scales
+        self._activation_bits = 32
 
     @classmethod
-    def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        return dtype == torch.float32 and device.type == "cpu" and kept_bits_are_fast()
+    def serves(cls, declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+        is_one_kind = len({held.kind for held in stored}) == 1
+        return (is_one_kind and declared.num_inputs % BLOCK == 0 and declared.dtype == torch.float32
+                and device.type == "cpu" and kept_bits_are_fast())
 
-    @classmethod
-    def from_parts(
-        cls, parts: Sequence[StoredWeight], bias: torch.Tensor | None, shared: torch.Tensor | None
-    ) -> GgufLinear | None:
-        rows = [part for part in parts if isinstance(part, QuantizedRows)]
-        is_one_kind = len(rows) == len(parts) and len({part.kind for part in rows}) == 1
-        return cls(QuantizedRows.joined(rows), bias, shared) if is_one_kind else None
+    def tensors(self) -> Sequence[StoredTensor]:
+        rows = self._rows
+        return (StoredTensor("weight", rows.blocks(), rows.kind, inputs_per_column=BLOCK, draw=rows.draw_blocks),)
 
-    @property
-    def weight_bytes(self) -> int:
-        return self._product.rows.data.nbytes
+    def finalize(self) -> None:
+        self._product = QuantizedProduct(self._rows, self._bias, self._activation_bits)
 
     def dense(self) -> torch.Tensor:
-        return self._product.rows.dequantize() if self._numbers.is_meta else self._numbers
+        return self._rows.dequantize()
 
     def prepare(self, allow_copy: bool) -> int:
-        return self.weight_bytes
+        return self._finalized.extra_bytes
 
     def set_exact(self, exact: bool) -> None:
         """The products are exact in any mode."""
 
     def use_int8_activations(self) -> float:
-        before = self._product
-        self._product = QuantizedProduct(before.rows, before.bias, activation_bits=8)
-        return self._product.rounding_error()
+        self._activation_bits = 8
+        self.finalize()
+        return self._finalized.rounding_error()
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        return self._finalized(x)
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._rows.look_up(tokens)
 
     def native_product(self) -> NativeProduct:
-        return NativeProduct(self._product.matrix, sys.maxsize)
+        return NativeProduct(self._finalized.matrix, sys.maxsize)
+
+    @property
+    def _finalized(self) -> QuantizedProduct:
+        assert self._product is not None, "the weights are not loaded"
+        return self._product

@@ -1,19 +1,64 @@
-"""The table from kinds of stored weights to the formats that keep them. `register_format` adds one from outside."""
+"""The table from kinds of stored weights to the formats that keep them. `register_format` adds one from outside.
+
+A layer gets the format that is registered for the kind of all its matrices, if it serves the layer's declaration.
+Otherwise the layer is dense, and its stored weights are dequantised while they are loaded.
+"""
 
 from __future__ import annotations
 
-from outrider.formats.base import KeptFormat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from outrider.formats.base import LinearFormat
+from outrider.formats.declared import StoredFormat
+from outrider.formats.expansion import ExpansionFormat
+from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
+from outrider.formats.weight_format import WeightFormat
 from outrider.kernels.quantized import KINDS
 
-_FORMATS: dict[str, type[KeptFormat]] = dict.fromkeys(KINDS, GgufLinear)
+Format = TypeVar("Format", bound=WeightFormat[Any])
+# For each way to use a weight, the formats by kind of stored weights.
+_FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
+    LinearFormat: dict.fromkeys(KINDS, GgufLinear),
+    ExpertsFormat: {},
+    ExpansionFormat: {},
+}
 
 
-def register_format(kind: str, format_class: type[KeptFormat]) -> None:
-    """Keep stored weights of this kind in this format from now on."""
-    _FORMATS[kind] = format_class
+def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
+    """Keep stored weights of this kind in this format from now on: in linear layers and embeddings, in experts or in
+    latent expansions, as its base class says."""
+    bases = [base for base in _FORMATS if issubclass(format_class, base)]
+    if not bases:
+        names = ", ".join(base.__name__ for base in _FORMATS)
+        raise TypeError(f"{format_class.__name__} is no weight format: derive it from one of {names}")
+    _FORMATS[bases[0]][kind] = format_class
 
 
-def format_for(kind: str) -> type[KeptFormat] | None:
-    """The format that keeps weights of this kind; None if they are dequantised while they are loaded."""
-    return _FORMATS.get(kind)
+@dataclass(frozen=True)
+class FormatChoice:
+    """Chooses the formats of a model's layers by how its source stores their matrices."""
+
+    stored_format: Callable[[str], StoredFormat | None]  # by a matrix's name, without ".weight"; None for numbers
+    device: torch.device  # the device on which the model runs; that of a declaration may be meta
+
+    def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
+        """What makes the format, derived from `base`, that keeps the bits of all these matrices; None if the layer must
+        be dense."""
+        (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
+        stored: list[StoredFormat] = []
+        for name in names:
+            found = self.stored_format(name)
+            if found is None or found.kind not in table:
+                return None  # at the first of experts' matrices, which may be many
+            stored.append(found)
+        chosen, *others = {table[held.kind] for held in stored}
+        if others or not issubclass(chosen, base) or not chosen.serves(declared, stored, self.device):
+            return None
+        return partial(chosen, stored=stored)
+

@@ -1,33 +1,44 @@
 """WeightSlot: where a tensor of a checkpoint goes. The loader fills slots; formats and layers hand them out.
 
 A slot is a view of the tensor that uses it, so several tensors of a checkpoint can lie in one weight (q, k and v; gate
-and up). A rank of several would cut its part of the checkpoint's tensor in `WeightSlot.store`.
+and up). A slot of one rank among several takes a part of the checkpoint's tensor, and knows the whole one's shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
+DUMMY_RANGE = 1e-3
+Draw: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
+
+
+def join_names(*names: str) -> str:
+    """A tensor's name in a checkpoint, from those of the modules around it; empty ones are left out."""
+    return ".".join(filter(None, names))
+
 
 class StoredWeight(Protocol):
-    """A weight [outputs, inputs] in the bits of its file. Sources yield it in place of a tensor."""
+    """A weight [outputs, inputs] in the bits of its file, with its scales. Sources yield it in place of a tensor, under
+    the name that the tensor of its numbers would have."""
 
-    kind: str  # name under which `formats.registry` finds the format that can keep it
+    @property
+    def kind(self) -> str:
+        """The kind of its `StoredFormat`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    def parts(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that a format keeps, by the last component of their names in the checkpoint."""
 
     def is_finite(self) -> bool: ...
 
     def dequantize(self) -> torch.Tensor:
         """The numbers that the bits stand for."""
-
-    def dequantize_into(self, target: torch.Tensor) -> None:
-        """Write the dequantised numbers into an existing tensor, with little memory beside it."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +57,39 @@ class HeadLayout:
 
 
 @dataclass(frozen=True)
+class TensorCut:
+    """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which lie one behind the other in
+    the rank's tensor. A packed tensor (gate and up) has a range for each of its segments."""
+
+    shape: tuple[int, ...]  # shape of the checkpoint's tensor
+    axis: int
+    ranges: tuple[range, ...]
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [tensor.narrow(self.axis, held.start, len(held)) for held in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+
+def draw_dummy(target: torch.Tensor, generator: torch.Generator) -> None:
+    """Random content for a model without a checkpoint: small numbers, or any bits in a tensor of integers."""
+    if target.dtype.is_floating_point and target.dtype.itemsize > 1:
+        target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+    elif target.dtype.is_floating_point:  # torch draws no numbers of 8 bits
+        target.copy_(torch.empty(target.shape, device=target.device).uniform_(-1, 1, generator=generator))
+    else:
+        limits = torch.iinfo(target.dtype)
+        target.random_(limits.min, limits.max, generator=generator)
+
+
+@dataclass(frozen=True)
 class WeightSlot:
-    """The view that a checkpoint's tensor fills."""
+    """The view that a checkpoint's tensor, or a part of it, fills."""
 
     target: torch.Tensor
     layout: HeadLayout | None = None  # None if the tensor has the target's order
-    keeper: Callable[[StoredWeight], bool] | None = None  # the format's offer to keep the file's bits
+    cut: TensorCut | None = None  # None if the target holds the whole tensor
+    kind: str | None = None  # the kind of stored weight whose bits it keeps; None for numbers, which are converted
+    draw: Draw = draw_dummy  # fills a target with random content that is valid in its format
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -60,16 +98,13 @@ class WeightSlot:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""
-        return tuple(self.target.shape)
+        return tuple(self.target.shape) if self.cut is None else self.cut.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the target; 0 if the layer keeps the file's bits, which `LinearFormat.prepare` counts."""
-        return 0 if self.target.is_meta else self.target.numel() * self.target.element_size()
+        return self.target.numel() * self.target.element_size()
 
     def store(self, tensor: torch.Tensor) -> None:
-        self.target.copy_(tensor if self.layout is None else self.layout.sort(tensor))
-
-    def keep(self, stored: StoredWeight) -> bool:
-        """Offer the file's bits to the layer's format. Returns False if it does not take them; then call `store`."""
-        return self.keeper is not None and self.keeper(stored)
+        """Copy the checkpoint's tensor, or the rank's part of it."""
+        part = tensor if self.cut is None else self.cut.part(tensor)
+        self.target.copy_(part if self.layout is None else self.layout.sort(part))

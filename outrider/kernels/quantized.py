@@ -26,7 +26,6 @@ EXPONENT_BITS = 0x7C00  # exponent of a float16; with all bits set it is an infi
 TRIAL_SHAPE = (8192, 2048)  # shape of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
-TILE_WEIGHTS = 1 << 21  # dequantised at once without native code: 8 MB stay in a cache
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,8 @@ class QuantizedRows:
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], self.data.shape[1] // BLOCK_BYTES[self.kind] * BLOCK
 
-    @classmethod
-    def joined(cls, parts: Sequence[QuantizedRows]) -> QuantizedRows:
-        assert len({part.kind for part in parts}) == 1
-        return parts[0] if len(parts) == 1 else cls(parts[0].kind, torch.cat([part.data for part in parts]))
+    def parts(self) -> dict[str, Tensor]:
+        return {"weight": self.blocks()}
 
     def is_finite(self) -> bool:
         """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
@@ -59,18 +56,19 @@ class QuantizedRows:
     def _num_scales(self) -> int:
         return 2 if self.kind == "Q4_1" else 1
 
-    def _blocks(self) -> Tensor:
+    def blocks(self) -> Tensor:
+        """[outputs, blocks of a row, bytes of a block]."""
         return self.data.view(self.data.shape[0], -1, BLOCK_BYTES[self.kind])
 
     def _scales(self) -> list[Tensor]:
         """Numbers of each block [outputs, blocks, 1]: its scale and, for Q4_1, what is added."""
-        blocks = self._blocks()
+        blocks = self.blocks()
         return [blocks[..., 2 * at : 2 * at + 2].contiguous().view(torch.float16).float()
                 for at in range(self._num_scales)]
 
     def dequantize(self) -> Tensor:
         """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
-        blocks, scales = self._blocks(), self._scales()
+        blocks, scales = self.blocks(), self._scales()
         if self.kind == "Q8_0":
             weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]
         else:
@@ -79,12 +77,16 @@ class QuantizedRows:
             weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
         return weights.view(self.shape)
 
-    def dequantize_into(self, target: Tensor) -> None:
-        if native.available() and target.is_contiguous() and target.dtype is torch.float32 and target.is_cpu:
-            return native.dequantize(self.matrix(None), 0, target)
-        step = max(1, TILE_WEIGHTS // self.shape[1])
-        for first in range(0, self.shape[0], step):
-            target[first : first + step] = QuantizedRows(self.kind, self.data[first : first + step]).dequantize()
+    def look_up(self, rows: Tensor) -> Tensor:
+        """The numbers of some rows, by the native code."""
+        found = torch.empty(len(rows), self.shape[1])
+        native.dequantize(QuantizedRows(self.kind, self.data[rows]).matrix(None), 0, found)
+        return found
+
+    def draw_blocks(self, target: Tensor, generator: torch.Generator) -> None:
+        """Random values in blocks [rows, blocks, bytes] whose scales are the smallest normal float16."""
+        target.random_(0, 256, generator=generator)
+        target[..., : 2 * self._num_scales] = torch.tensor([0, 4] * self._num_scales, dtype=torch.uint8)
 
     def matrix(self, bias: Tensor | None, activation_bits: int = 32) -> native.Matrix:
         """For the native code; with 8 activation bits its products round token rows: see `round_activations`."""
@@ -109,9 +111,8 @@ class QuantizedProduct:
     def __init__(self, rows: QuantizedRows, bias: Tensor | None, activation_bits: int = 32) -> None:
         self.rows, self.bias = rows, bias
         self.matrix = rows.matrix(bias, activation_bits)
-        self.extra_bytes = rows.data.nbytes
-        if self.matrix.data.data_ptr() != rows.data.data_ptr():
-            self.extra_bytes += self.matrix.data.nbytes
+        is_copied = self.matrix.data.data_ptr() != rows.data.data_ptr()
+        self.extra_bytes = self.matrix.data.nbytes if is_copied else 0
 
     def __call__(self, x: Tensor) -> Tensor:
         return native.product(x, self.matrix)

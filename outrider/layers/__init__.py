@@ -10,7 +10,7 @@ from outrider.layers.decoder import AttentionMLPLayer, LayerNames, PreNormLayer
 from outrider.layers.embedding import Embedding
 from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
 from outrider.layers.latent_attention import LatentAttention, LatentShape
-from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.linear import FusedLinear, Linear, TiedLinear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.moe import Experts, MoE
@@ -23,6 +23,6 @@ __all__ = [
     "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP",
     "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape",
     "MoE", "Module", "NothingAttends", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowAdapters", "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "TokenMixer", "Unnormed",
-    "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "RowAdapters", "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "TiedLinear", "TokenMixer",
+    "Unnormed", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

@@ -8,16 +8,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.formats.slots import WeightSlot
+from outrider.formats import FormatChoice, WeightFormat, WeightSlot, build_format, join_names
 from outrider.layers.context import StepContext
 from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
 
+Format = TypeVar("Format", bound=WeightFormat[Any])
 
 class Module:
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -28,8 +30,14 @@ class Module:
         """Every tensor that a checkpoint must hold for this module, by its name there."""
         slots: dict[str, WeightSlot] = {}
         for name, part in self.parts():
-            slots |= part.weights(f"{prefix}.{name}" if prefix and name else prefix or name)
+            slots |= part.weights(join_names(prefix, name))
         return slots
+
+    def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
+        """Choose the format of every weight by how the source stores it, before any weight is allocated. prefix: the
+        module's name in the checkpoint."""
+        for name, part in self.parts():
+            part.declare_formats(choice, join_names(prefix, name))
 
     def finalize(self) -> None:
         """Called after loading and before the first forward, to derive what depends on the weights; once more if a
@@ -50,6 +58,36 @@ class Parameter(Module):
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         return {prefix: WeightSlot(self.tensor)}
+
+
+class FormatModule(Module, Generic[Format]):
+    """A module whose weight is owned by a format. The format is made, and so the weight allocated, when it is first
+    asked for; until then a source may declare in which format it stores the weight."""
+
+    format_base: type[Format]  # what the module needs of a format
+
+    def __init__(self, declared: Any, make_dense: Callable[[Any], Format]) -> None:
+        self.declared = declared
+        self._make = make_dense
+
+    @cached_property
+    def format(self) -> Format:
+        made: Format = build_format(self.declared, self._make)
+        return made
+
+    def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
+        assert "format" not in self.__dict__, "the weight is allocated already"
+        names = (join_names(prefix, name) for name in self.declared.matrices())
+        self._make = choice.kept(self.format_base, self.declared, names) or self._make
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        return self.format.slots(prefix)
+
+    def finalize(self) -> None:
+        self.format.finalize()
+
+    def set_exact(self, exact: bool) -> None:
+        self.format.set_exact(exact)
 
 
 Kind = TypeVar("Kind")
@@ -164,7 +202,8 @@ class LayeredModule(Module):
         short: list[DecoderLayer] = []
         kinds = set()
         for index, layer in enumerate(self.layers):
-            shapes = tuple((name, slot.shape) for name, slot in layer.weights("").items())
+            shapes = tuple((name, slot.shape, slot.target.dtype, slot.kind)
+                           for name, slot in layer.weights("").items())  # fmt: skip
             kind = (type(layer), layer.rotary, shapes)
             short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
             kinds.add(kind)

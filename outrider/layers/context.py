@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Never, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from outrider.mixers import Attend, WantedRows
 
@@ -24,18 +23,19 @@ class StandIns:
     token_rows: torch.Tensor  # [n] int64
     values: torch.Tensor  # [n, hidden]
 
-    def look_up(self, tokens: torch.Tensor, weight: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """[tokens, hidden] the embedding of each token row."""
-        found = F.embedding(tokens, weight)
-        found = found if scale is None else found * scale
-        return found.index_copy(0, self.token_rows, self.values.to(found.dtype))
+    def put_into(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The embeddings of a step's ids [tokens, hidden], with these in the place of some."""
+        return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
 
 
 class LinearLayer(Protocol):
     """What adapters know of a layer: that it is this one (`is`), and its sizes."""
 
-    in_features: int
-    out_features: int
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
 
 
 class RowAdapters(Protocol):

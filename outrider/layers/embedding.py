@@ -1,37 +1,51 @@
-"""Token embedding. A head tied to it is a `Linear` that shares its weight.
+"""Token embedding. A head tied to it is a `TiedLinear`, which shares its format.
 
 The scale that Gemma applies is rounded to the weight's dtype, as its reference does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 
-from outrider.kernels.buffers import empty_weight
-from outrider.layers.base import Module, Parameter
+from outrider.formats import DenseLinear, EmbeddingFormat, LinearDeclaration, ModelSize
+from outrider.layers.base import FormatModule
 from outrider.layers.context import StepContext
 
 
-class Embedding(Module):
+class Embedding(FormatModule[EmbeddingFormat]):
+    declared: LinearDeclaration
+    format_base = EmbeddingFormat
+
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device, scale: float | None = None
     ) -> None:
-        self.weight = empty_weight(vocab_size, hidden_size, dtype=dtype, device=device)
+        sizes = {"": ModelSize(vocab_size)}
+        super().__init__(LinearDeclaration(ModelSize(hidden_size), sizes, False, dtype, device), DenseLinear)
+        self._numbers: torch.Tensor | None = None
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
-    def parts(self) -> Sequence[tuple[str, Module]]:
-        return (("weight", Parameter(self.weight)),)
+    @property
+    def weight(self) -> torch.Tensor:
+        """The table as numbers, for draft heads that read it themselves. A format that keeps other bits makes a copy of
+        its numbers for them, once."""
+        if self._numbers is None:
+            self._numbers = self.format.dense()
+        return self._numbers
+
+    def finalize(self) -> None:
+        super().finalize()
+        if self._numbers is not None and self._numbers is not (numbers := self.format.dense()):
+            self._numbers.copy_(numbers)
+
+    def set_exact(self, exact: bool) -> None:
+        """Looking rows up is exact in any mode; a tied head tells the format which products it needs."""
 
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
-        if context.stand_ins is not None:
-            return context.stand_ins.look_up(tokens, self.weight, self.scale)
-        return self.look_up(tokens)
+        x = self.look_up(tokens)
+        return x if context.stand_ins is None else context.stand_ins.put_into(x)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embedding of the ids themselves."""
-        x = F.embedding(tokens, self.weight)
+        x = self.format.look_up(tokens)
         return x if self.scale is None else x * self.scale

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.formats import DenseExpansion, ExpansionDeclaration, ExpansionFormat, ModelSize
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
@@ -45,45 +46,44 @@ class LayerNorm(Module):
         return ("weight", Parameter(self.weight)), ("bias", Parameter(self.bias))
 
 
-class LatentExpansion(Module):
+class LatentExpansion(FormatModule[ExpansionFormat]):
     """The projection from the latent space to the keys and values of each head, used from both sides."""
+
+    declared: ExpansionDeclaration
+    format_base = ExpansionFormat
 
     def __init__(self, num_heads: int, nope_dim: int, value_dim: int, latent_dim: int, *, dtype: torch.dtype,
                  device: torch.device) -> None:
-        self.weight = torch.empty(num_heads * (nope_dim + value_dim), latent_dim, dtype=dtype, device=device)
-        heads = self.weight.view(num_heads, nope_dim + value_dim, latent_dim)
-        self._to_latent, self._to_values = heads[:, :nope_dim].transpose(1, 2), heads[:, nope_dim:]
-        self._products, self._is_exact = ops.head_products, False
-
-    def parts(self) -> Sequence[tuple[str, Module]]:
-        return (("weight", Parameter(self.weight)),)
-
-    def set_exact(self, exact: bool) -> None:
-        self._products, self._is_exact = ops.head_products.variant(exact), exact
+        sizes = {"": ModelSize(num_heads * (nope_dim + value_dim))}
+        declared = ExpansionDeclaration(ModelSize(latent_dim), sizes, has_bias=False, dtype=dtype, device=device,
+                                        key_dim=nope_dim, value_dim=value_dim)
+        super().__init__(declared, DenseExpansion)
 
     def enter(self, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, index_q: torch.Tensor | None,
               index_in_pairs: bool) -> None:
         """queries [tokens, heads x (nope | rope) | index heads x dim] -> q [tokens, heads, latent | rope] and index_q
         [tokens, index heads, dim]."""
-        given = (queries, rope, q, self._to_latent, index_q, index_in_pairs)
-        if not self._is_exact and ops.enter_latents.has_kernel(*given):
-            ops.enter_latents(*given)
-            return
-        num_heads, latent_dim, nope_dim = self._to_latent.shape
+        declared, plain = self.declared, self.format.plain_parts
+        if plain is not None:
+            given = (queries, rope, q, plain[0], index_q, index_in_pairs)
+            if ops.enter_latents.has_kernel(*given):
+                ops.enter_latents(*given)
+                return
+        num_heads, nope_dim = declared.num_heads, declared.key_dim
         ops.rotate_queries(queries, rope, q, nope_dim, index_q, index_in_pairs)
         heads = queries[:, : num_heads * (nope_dim + rope.table.shape[1])].unflatten(1, (num_heads, -1))
-        # Products of the result with latents are those of the queries with keys.
-        self._products(heads[..., :nope_dim], self._to_latent, q[..., :latent_dim])
+        self.format.to_latent(heads[..., :nope_dim], q[..., : declared.num_inputs])
 
     def attend(self, bound: BoundLatentLayer, q: torch.Tensor) -> torch.Tensor:
         """The values [tokens, heads * value] that queries in the latent space attend to."""
-        values = None if self._is_exact else bound.values(q, self._to_values)
+        plain = self.format.plain_parts
+        values = None if plain is None else bound.values(q, plain[1])
         return self.expand(bound(q)) if values is None else values.flatten(1)
 
     def expand(self, latents: torch.Tensor) -> torch.Tensor:
         """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
-        values = latents.new_empty(*latents.shape[:2], self._to_values.shape[1])
-        self._products(latents, self._to_values, values)
+        values = latents.new_empty(*latents.shape[:2], self.declared.value_dim)
+        self.format.to_values(latents, values)
         return values.flatten(1)
 
 

@@ -1,8 +1,7 @@
-"""Linear layers: a layer knows the names of its tensors in the checkpoint; its format owns weight and products.
+"""Linear layers: a layer declares its sizes and the names of its matrices; its format owns weight and products.
 
-A layer knows nothing of models or files. With several ranks, each would hold a part of a layer: some output features
-(the format is built smaller, and its slots cut the checkpoint's tensor), or some input features; then the sum over
-ranks follows the product in `__call__`, and in `add_to` before the residual stream is changed.
+A layer knows nothing of models or files. With several ranks, each may hold a part of a layer, some output features or
+some input features, which its declaration says (`cut`).
 """
 
 from __future__ import annotations
@@ -11,37 +10,52 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.formats import DenseLinear, HeadLayout, LinearFormat, WeightSlot, activate
-from outrider.layers.base import Module
+from outrider.formats import (
+    DenseLinear,
+    FormatChoice,
+    HeadLayout,
+    InputCut,
+    LinearDeclaration,
+    LinearFormat,
+    ModelSize,
+    OutputCut,
+    RankSize,
+    activate,
+)
+from outrider.layers.base import FormatModule
 from outrider.layers.context import StepContext
+from outrider.layers.embedding import Embedding
 
 
-class Linear(Module):
+class Linear(FormatModule[LinearFormat]):
     """y = x W' + b."""
 
+    declared: LinearDeclaration
+    format_base = LinearFormat
+
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
-        self.format: LinearFormat = DenseLinear.empty(in_features, out_features, bias=bias, dtype=dtype, device=device)
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,
+        cut: OutputCut | InputCut | None = None,
+    ) -> None:  # fmt: skip
+        """in_features, out_features: those of the model, of which `cut` may leave this rank a part."""
+        sizes = {"": ModelSize(out_features)}
+        super().__init__(LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, cut=cut), DenseLinear)
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Linear:
-        """A layer on a weight [out, in] that another layer owns and loads: a head tied to the embedding."""
-        linear = cls.__new__(cls)
-        linear.out_features, linear.in_features = weight.shape
-        linear.format = DenseLinear(weight, is_shared=True)
+        """A layer on a weight [out, in] that exists already."""
+        out_features, in_features = weight.shape
+        linear = cls(in_features, out_features, bias=False, dtype=weight.dtype, device=weight.device)
+        linear.format = DenseLinear(linear.declared, weight=weight)
         return linear
 
-    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        return self.format.slots(prefix, 0, self.out_features)
+    @property
+    def in_features(self) -> RankSize:
+        return self.declared.num_inputs
 
-    def finalize(self) -> None:
-        self.format = self.format.finalize()
-
-    def set_exact(self, exact: bool) -> None:
-        self.format.set_exact(exact)
+    @property
+    def out_features(self) -> RankSize:
+        return self.declared.num_outputs
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self._adapted(self.format.product(x), x, context)
@@ -78,17 +92,22 @@ class FusedLinear(Linear):
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,
-        layouts: Mapping[str, HeadLayout] | None = None,
+        layouts: Mapping[str, HeadLayout] | None = None, cut: OutputCut | InputCut | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(in_features, sum(stored.values()), bias=bias, dtype=dtype, device=device)
-        self.stored = dict(stored)
-        self.layouts = dict(layouts or {})
+        sizes = {name: ModelSize(size) for name, size in stored.items()}
+        declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, layouts or {}, cut)
+        FormatModule.__init__(self, declared, DenseLinear)
 
-    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Slots under `prefix`.`name`, each a slice of the one weight."""
-        slots: dict[str, WeightSlot] = {}
-        first = 0
-        for name, size in self.stored.items():
-            slots |= self.format.slots(f"{prefix}.{name}", first, size, self.layouts.get(name))
-            first += size
-        return slots
+    @property
+    def stored(self) -> dict[str, int]:
+        return dict(self.declared.stored)
+
+
+class TiedLinear(Linear):
+    """A head with the weight of an embedding, which loads it: one format serves both."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        FormatModule.__init__(self, embedding.declared, lambda declared: embedding.format)
+
+    def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
+        """The embedding declares the format."""

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer that the families share: router, experts, shared expert, projections around them.
 
-Knows the names of its tensors, joint or expert by expert; a format owns the experts' weights and products.
+Declares its tensors, joint or expert by expert; a format owns the experts' weights and products.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import DenseExperts, ExpertsFormat, WeightSlot
+from outrider.formats import DenseExperts, ExpertsDeclaration, ExpertsFormat, InputCut, ModelSize
 from outrider.kernels import moe, ops
-from outrider.layers.base import FeedForward, Module
+from outrider.layers.base import FeedForward, FormatModule, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.router import Router
 
 
-class Experts(Module):
+class Experts(FormatModule[ExpertsFormat]):
     """Equal MLPs without biases, gated or not as their activation says."""
+
+    declared: ExpertsDeclaration
+    format_base = ExpertsFormat
 
     def __init__(
         self,
@@ -31,34 +34,19 @@ class Experts(Module):
         is_fused: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        cut: InputCut | None = None,
     ) -> None:
-        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert."""
+        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert. cut: the
+        rank holds a part of every expert's inner features."""
         assert activation in moe.GATED + moe.PLAIN
         self.num_experts = num_experts
         self.activation = activation
-        self.is_fused = is_fused
-        self.format: ExpertsFormat = DenseExperts(num_experts, hidden_size, expert_size, is_gated=self.is_gated,
-                                                  dtype=dtype, device=device)
+        sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
+        super().__init__(ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut), DenseExperts)
 
     @property
     def is_gated(self) -> bool:
         return self.activation in moe.GATED
-
-    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Slots for two tensors of all experts, or for one tensor of every expert and projection."""
-        if self.is_fused:
-            joint = ("gate_up_proj" if self.is_gated else "up_proj", "down_proj")
-            return {f"{prefix}.{name}": slot for name, slot in zip(joint, self.format.joint_slots(), strict=True)}
-        names = ("gate_proj", "up_proj") if self.is_gated else ("up_proj",)
-        slots: dict[str, WeightSlot] = {}
-        for expert in range(self.num_experts):
-            first, down = self.format.expert_slots(expert)
-            slots |= {f"{prefix}.{expert}.{name}.weight": slot for name, slot in zip(names, first, strict=True)}
-            slots[f"{prefix}.{expert}.down_proj.weight"] = down
-        return slots
-
-    def set_exact(self, exact: bool) -> None:
-        self.format.set_exact(exact)
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
                  added: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,6 +26,7 @@ from outrider.layers import (
     RopeParams,
     Rotary,
     StepContext,
+    TiedLinear,
     copy_stream,
 )
 from outrider.mixers import AttentionLayer, RecurrentMixer, WantedRows
@@ -135,7 +136,7 @@ class Decoder(Model):
             sizes.vocab_size, sizes.hidden_size, dtype=dtype, device=device, scale=embedding_scale
         )
         if sizes.is_tied:
-            self.lm_head = Linear.from_weight(self.embed_tokens.weight)
+            self.lm_head = TiedLinear(self.embed_tokens)
         else:
             self.lm_head = Linear(sizes.hidden_size, sizes.vocab_size, bias=False, dtype=dtype, device=device)
         self.norm = self.make_norm()
@@ -161,7 +162,7 @@ class Decoder(Model):
             (names.embedding, self.embed_tokens),
             (names.norm, self.norm),
             *((f"{names.layers}.{index}", layer) for index, layer in enumerate(self.layers)),
-            # A tied head has the embedding's tensor, of which it may keep the bits.
+            # A tied head has the embedding's tensor.
             (names.embedding if self.sizes.is_tied else names.output, self.lm_head),
         ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outrider.layers import FREQUENCIES, RopeParams
 from outrider.models.config_reader import ConfigError as ConfigError
 from outrider.models.config_reader import ConfigReader as ConfigReader
+from outrider.models.sources.quantization import KEY, read_quantization
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LEAST_SOFTCAP = 1e-3  # a cap is divided by; no cap is null
@@ -59,11 +60,11 @@ class Sizes:
 def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str = "hidden_act") -> None:
     """Refuse keys that change the arithmetic of any model and that no model here implements, and another activation
     than the family's own, which stands under `key`."""
-    quantization = config.get("quantization_config", dict, {})
-    is_block_scaled = (quantization.get("quant_method"), quantization.get("weight_block_size")) == ("fp8", [128, 128])
-    if quantization and not is_block_scaled:  # the files' reader makes plain numbers of those
-        raise config.refusal("quantization_config", "only unquantised weights and fp8 with scales of 128 x 128 blocks "
-                             "are; load such a checkpoint")
+    if quantization := config.get(KEY, dict, {}):
+        try:
+            read_quantization(quantization)
+        except ValueError as error:
+            raise config.refusal(KEY, str(error)) from None
     config.must_equal("pretraining_tp", 1, default=1)
     config.must_equal(key, activation, default=activation)
 

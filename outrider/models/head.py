@@ -65,8 +65,8 @@ class DraftHead(LayeredModule, ABC):
         in for ids, a table of this pass's own."""
         if context.stand_ins is None:
             return tokens, weight, scale
-        found = context.stand_ins.look_up(tokens, weight, scale)
-        return torch.arange(len(tokens), device=tokens.device), found, None
+        found = weight[tokens] if scale is None else weight[tokens] * scale
+        return torch.arange(len(tokens), device=tokens.device), context.stand_ins.put_into(found), None
 
     def module(self) -> DraftHead:
         """A head is the module that a drafter of its kind runs."""

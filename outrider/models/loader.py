@@ -11,12 +11,11 @@ from typing import TypeAlias
 
 import torch
 
-from outrider.formats import StoredWeight, WeightSlot
+from outrider.formats import FormatChoice, StoredFormat, StoredWeight, WeightSlot, join_names
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
 
-DUMMY_RANGE = 1e-3
 MOST_NAMED = 12  # in a message
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
@@ -32,22 +31,29 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
     return model
 
 
+def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | None],
+                    device: torch.device | None = None) -> None:
+    """Choose the formats of a model's weights by how its source stores them, before they are allocated. `device`: the
+    one on which the model will run, if it is only outlined on the meta device."""
+    model.declare_formats(FormatChoice(stored_format, device or model.device))
+
+
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
-               keep_quantized: bool = False, watch: Watch | None = None) -> None:
+               watch: Watch | None = None) -> None:
     """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` (a progress bar)
     gets the tensors and their number, and hands the tensors on."""
     if load_format == "dummy":
         return load_dummy(model, seed)
-    tensors = source.read(keep_quantized=keep_quantized)
+    tensors = source.read()
     load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
-    """Fill the model and finalize it. Tensors are copied; a file's bits are kept if a layer's format takes them."""
+    """Fill the model and finalize it. Stored weights are dequantised unless the layer's format keeps their bits."""
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
-    for name, tensor in _one_by_one(tensors, slots):
+    for name, tensor in _one_by_one(_in_parts(tensors, slots), slots):
         if name in missing:
             _store(name, tensor, slots[name])
             missing.remove(name)
@@ -71,9 +77,34 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
 
 
-def _one_by_one(
+def _in_parts(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, with the parts of a stored weight in its place where the layer's format keeps them, and its numbers
+    elsewhere."""
+    for name, tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            yield name, tensor
+        else:
+            yield from _kept_parts(name, tensor, slots) or [(name, tensor.dequantize())]
+        del tensor  # before the next one is read
+
+
+def _kept_parts(
+    name: str, stored: StoredWeight, slots: Mapping[str, WeightSlot]
+) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a stored weight by their own names; none if no format keeps them."""
+    parts = [(join_names(name.rpartition(".")[0], part), tensor) for part, tensor in stored.parts().items()]
+    if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
+        return []
+    if not stored.is_finite():
+        raise WeightError(f"tensor {name} holds NaN or Inf")
+    return parts
+
+
+def _one_by_one(
+    tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, WeightSlot]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, with a tensor of all experts split into one for each expert and projection if the model has slots
     for these. Files of one family have either form."""
     for name, tensor in tensors:
@@ -82,7 +113,6 @@ def _one_by_one(
             yield name, tensor
         else:
             parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-            assert isinstance(tensor, torch.Tensor)
             for expert, rows in enumerate(tensor):
                 for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
                     yield f"{experts}.{expert}.{part}.weight", own
@@ -92,10 +122,11 @@ def _one_by_one(
 
 
 def load_dummy(model: Model, seed: int) -> None:
-    """Fill every tensor from U(-1e-3, 1e-3), the same on every run with this seed and device, and finalize."""
+    """Fill every tensor from U(-1e-3, 1e-3), or with random bits of its format, and finalize. The same seed and device
+    give the same weights."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for slot in model.weights().values():
-        slot.target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
+        slot.draw(slot.target, generator)
     model.finalize()
 
 
@@ -106,19 +137,18 @@ def blank_model(model: Model) -> None:
     model.finalize()
 
 
-def _store(name: str, tensor: Stored, slot: WeightSlot) -> None:
+def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
-    if not isinstance(tensor, torch.Tensor):
-        if slot.keep(tensor):
-            if not tensor.is_finite():
-                raise WeightError(f"tensor {name} holds NaN or Inf")
-            return
-        tensor = tensor.dequantize()
-    if not tensor.is_floating_point():
+    if slot.kind is not None and tensor.dtype != slot.target.dtype:
+        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, a weight stored as {slot.kind} needs "
+                          f"{slot.target.dtype}")
+    if slot.kind is None and not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
     slot.store(tensor)
+    if not slot.target.is_floating_point():
+        return
     # After the copy: a value that only the model's dtype cannot hold shows too. The extremes carry NaN along.
-    low, high = torch.aminmax(slot.target)
+    low, high = torch.aminmax(slot.target.float() if slot.target.itemsize == 1 else slot.target)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         raise WeightError(f"tensor {name} holds NaN or Inf (as {slot.target.dtype})")

@@ -28,7 +28,7 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
     limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=outline.max_positions,
                            vocab_size=outline.vocab_size,
                            max_drafts=0 if speculative is None else speculative.num_speculative_tokens)
-    _check_weights(outline, {} if not config.keep_quantized else source.kept_bytes(), device)
+    _check_weights(outline, device)
     if speculative is not None:
         check_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
                                               config.seed, config.model))
@@ -43,13 +43,12 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
                          "request that you serve")
 
 
-def _check_weights(outline: Model, kept_bytes: dict[str, int], device: torch.device) -> None:
-    """`kept_bytes`: of weights that stay in their file's bits."""
+def _check_weights(outline: Model, device: torch.device) -> None:
     held, total, counted = device_bytes(device), 0, set[str]()
     for prefix, part in outline.parts():
         for name, slot in part.weights(prefix).items():
             if name not in counted:
-                total += kept_bytes.get(name, slot.target.numel() * slot.target.element_size())
+                total += slot.nbytes
                 counted.add(name)
         if total > held:  # before the names of what follows are listed: there may be millions
             raise ValueError(f"the weights take {total / GIB:.0f} GiB or more as {str(outline.dtype)[6:]}, and the "

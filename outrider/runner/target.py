@@ -13,7 +13,7 @@ from outrider.config import EngineConfig
 from outrider.kernels import ops
 from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
-from outrider.models.loader import Watch, fill_model
+from outrider.models.loader import Watch, declare_formats, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.check import check_target
@@ -32,9 +32,20 @@ def build_target(config: EngineConfig, source: ModelSource) -> Model:
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file))
-    check_target(config, source, build(device="meta"), device)
+    outline = build(device="meta")
+    declare_stored(outline, config, source, device)
+    check_target(config, source, outline, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        return build(device=device)
+        model = build(device=device)
+        declare_stored(model, config, source, device)
+        model.weights()  # formats allocate their weights when they are first asked for them
+    return model
+
+
+def declare_stored(model: Model, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+    """Let a model's layers keep weights in the format of their files, if the config allows it."""
+    if config.keep_quantized:
+        declare_formats(model, source.stored_format, device)
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
@@ -45,8 +56,7 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
-    fill_model(model, source, load_format=config.load_format, seed=config.seed, keep_quantized=config.keep_quantized,
-               watch=watch)
+    fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
 

@@ -91,7 +91,7 @@ class Worker:
     def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
              watch: Watch | None = None) -> Worker:
         model = build_target(config, source)
-        if not _needs_no_weights(config, source, model.device):
+        if not _needs_no_weights(config, model.device):
             fill_target(model, config, source, watch)
             return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars)
         blank_model(model)
@@ -124,12 +124,11 @@ class Worker:
             self.runner.graphs = graphs
 
 
-def _needs_no_weights(config: EngineConfig, source: ModelSource, device: torch.device) -> bool:
-    """Whether kernels can be compiled before weights are read: there are kernels to compile, no weight decides which
-    (those that keep a file's bits would), and no drafter from outside looks at the target's weights."""
+def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:
+    """Whether kernels can be compiled before weights are read: there are kernels to compile, and no drafter from
+    outside looks at the target's weights. The layers' formats, which decide which kernels these are, are declared."""
     methods = () if config.speculative is None else config.speculative.methods
-    return device.type == "cuda" and not source.kept_bytes() and all(
-        method in (AUTO_METHOD, *METHODS) for method in methods)
+    return device.type == "cuda" and all(method in (AUTO_METHOD, *METHODS) for method in methods)
 
 
 def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory | None]:

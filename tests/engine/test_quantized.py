@@ -13,7 +13,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from outrider.commands.env import _weight_bytes
+from outrider.formats import StoredFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import KINDS, QuantizedRows
@@ -25,7 +25,7 @@ from outrider.layers.mlp import GatedMLP
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.models.base import Model
-from outrider.models.loader import fill_model, load_weights
+from outrider.models.loader import blank_model, declare_formats, fill_model, load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
@@ -51,23 +51,27 @@ def need_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.formats.gguf.kept_bits_are_fast", lambda: True)
 
 
-def stored(model: Model, kinds: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    """Random weights: matrices in the kind of the first part of a name that fits, else Q4_1; vectors as numbers."""
-    for name, slot in model.weights().items():
+def kind_of(name: str, kinds: dict[str, str]) -> str:
+    """The kind of the first part of a name that fits, else Q4_1."""
+    return next((kind for part, kind in kinds.items() if part in name), "Q4_1")
+
+
+def stored(config: dict[str, Any], kinds: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    """Random weights: matrices in their kinds, vectors as numbers."""
+    for name, slot in build_model(config, dtype=torch.float32, device="meta").weights().items():
         values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
         if len(slot.shape) == 1:
             yield name, values + 1
             continue
-        kind = next((kind for part, kind in kinds.items() if part in name), "Q4_1")
+        kind = kind_of(name, kinds)
         yield name, QuantizedRows(kind, torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind])))
 
 
 def build(config: dict[str, Any], kinds: dict[str, str], keep: bool, dtype: torch.dtype = torch.float32) -> Model:
     model = build_model(config, dtype=dtype, device="cpu")
-    tensors = stored(model, kinds)
-    if not keep:
-        tensors = ((name, t.dequantize() if isinstance(t, QuantizedRows) else t) for name, t in tensors)
-    load_weights(model, tensors)
+    if keep:
+        declare_formats(model, lambda name: StoredFormat(kind_of(name, kinds)))
+    load_weights(model, stored(config, kinds))
     return model
 
 
@@ -99,12 +103,33 @@ def test_kept_weights_take_the_memory_of_their_bits() -> None:
     kept, numbers = build(CONFIG, {}, keep=True), build(CONFIG, {}, keep=False)
     vectors = sum(slot.nbytes for slot in numbers.weights().values() if len(slot.shape) == 1)
     matrices = [slot for slot in numbers.weights().values() if len(slot.shape) == 2]
-    embedding = kept.embed_tokens.weight.nbytes  # looked up as numbers
-    assert sum(slot.nbytes for slot in kept.weights().values()) == vectors + embedding
-    bits = prepare([kept], allow_copies=True)
-    assert bits == sum(slot.nbytes for slot in matrices) // 4 * 20 // 32
+    bits = sum(slot.nbytes for slot in matrices) // 4 * 20 // 32
+    assert sum(slot.nbytes for slot in kept.weights().values()) == vectors + bits
+    assert prepare([kept], allow_copies=True) == 0
     down, dense = (find_modules([model], GatedMLP)[0].down.format for model in (kept, numbers))
     assert torch.equal(down.dense(), dense.dense()) and down.weight_bytes == dense.weight_bytes // 4 * 20 // 32
+
+
+def test_numbers_of_a_kept_embedding_follow_the_weights_that_come_later() -> None:
+    """A draft head takes the target's table when it is made, which may be before the weights are read."""
+    model = build_model(CONFIG, dtype=torch.float32, device="cpu")
+    declare_formats(model, lambda name: StoredFormat("Q4_1"))
+    blank_model(model)
+    table = model.embed_tokens.weight
+    load_weights(model, stored(CONFIG, {}))
+    assert isinstance(model.embed_tokens.format, GgufLinear) and model.embed_tokens.weight is table
+    assert torch.equal(table, build(CONFIG, {}, keep=False).embed_tokens.weight)
+    tokens = torch.tensor([5, 0, 95, 5])
+    assert torch.equal(model.embed_tokens.look_up(tokens), table[tokens])
+
+
+def test_dummy_bits_are_finite_and_run() -> None:
+    model = build_model(CONFIG, dtype=torch.float32, device="cpu")
+    declare_formats(model, lambda name: StoredFormat("Q4_1"))
+    load_dummy(model, seed=3)
+    assert all(QuantizedRows("Q4_1", slot.target.flatten(1)).is_finite() and slot.target.unique().numel() > 200
+               for slot in model.weights().values() if slot.kind is not None)
+    assert outcome(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -116,7 +141,8 @@ def test_other_types_get_numbers(dtype: torch.dtype) -> None:
 
 def test_bits_that_hold_infinity_are_refused() -> None:
     model = build_model(CONFIG, dtype=torch.float32, device="cpu")
-    tensors = dict(stored(model, {}))
+    declare_formats(model, lambda name: StoredFormat("Q4_1"))
+    tensors = dict(stored(CONFIG, {}))
     rows = tensors["model.layers.1.mlp.up_proj.weight"]
     assert isinstance(rows, QuantizedRows)
     rows.data[5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
@@ -164,16 +190,19 @@ def test_eight_activation_bits_need_kept_bits() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_env_plans_with_the_bits_that_loading_keeps(tmp_path: Path, tied: bool) -> None:
+def test_an_outline_takes_the_bytes_that_loading_keeps(tmp_path: Path, tied: bool) -> None:
     write_gguf(tmp_path / "m.gguf", "Q8_0", tied=tied)
     source = resolve(tmp_path / "m.gguf")
     assert KEPT_KINDS == KINDS, "a source names the kinds without torch"
-    model = build_model(source.config, dtype=torch.float32, device="cpu")
-    fill_model(model, source, keep_quantized=True)
-    taken = sum(slot.nbytes for slot in model.weights().values()) + prepare([model], False)
-    planned = build_model(source.config, dtype=torch.float32, device="meta")
-    assert _weight_bytes(planned, source, keeps_bits=True) == taken
-    assert _weight_bytes(planned, source, keeps_bits=False) > taken
+    planned, kept, numbers = (build_model(source.config, dtype=torch.float32, device=device)
+                              for device in ("meta", "cpu", "cpu"))
+    declare_formats(planned, source.stored_format, torch.device("cpu"))
+    declare_formats(kept, source.stored_format)
+    taken = []
+    for model in (kept, numbers):
+        fill_model(model, source)
+        taken.append(sum(slot.nbytes for slot in model.weights().values()) + prepare([model], False))
+    assert sum(slot.nbytes for slot in planned.weights().values()) == taken[0] < taken[1]
 
 
 def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from outrider.formats import DenseExperts
 from outrider.kernels import experts_on_host, moe, ops
 from outrider.kernels.moe import RouteRule
 from outrider.layers import StepContext
@@ -84,7 +86,7 @@ def test_experts_in_fused_tensors_load_like_single_ones(folder_of: Folders, tmp_
     hf_model(folder_of("qwen3_moe")).save_pretrained(tmp_path, save_original_format=False)
     model: Any = build_model(read_config(tmp_path), dtype=torch.float32, device="cpu")
     for layer in model.layers:
-        layer.mlp.experts.is_fused = True
+        layer.mlp.experts.declared = replace(layer.mlp.experts.declared, is_joint=True)
     assert model.weights()["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 48, 64)
     load_weights(model, safetensors_tensors(tmp_path))
     tokens = tokens_of(seed=1, count=10)
@@ -217,7 +219,8 @@ def test_weights_of_single_experts_are_views_of_the_fused_ones() -> None:
         assert slots.keys() == {f"e.{expert}.{name}.weight" for expert in range(3) for name in names}
         for index, slot in enumerate(slots.values()):
             slot.target.fill_(index)
-        gate_up, down = (slot.target for slot in layer.format.joint_slots())
+        assert isinstance(layer.format, DenseExperts)
+        gate_up, down = layer.format._gate_up, layer.format._down
         assert down[2].eq(len(slots) - 1).all()
         first = [row.unique().tolist() for row in gate_up[1].split(4)]
         assert first == ([[3.0], [4.0]] if activation == "silu" else [[2.0]])

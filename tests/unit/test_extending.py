@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
 from outrider.cache.kinds import base as kinds_base
+from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter, Drafts, Step
-from outrider.formats import KeptFormat, StoredWeight, register_format
+from outrider.formats import (
+    EmbeddingFormat,
+    FormatChoice,
+    HeadLayout,
+    InputCut,
+    LinearDeclaration,
+    OutputCut,
+    Ranks,
+    StoredFormat,
+    StoredTensor,
+    register_format,
+)
 from outrider.formats import registry as formats_registry
 from outrider.kernels import ops
+from outrider.kernels.moe import Routed
 from outrider.layers import fuse
-from outrider.layers.base import DecoderLayer, find_modules
+from outrider.layers.base import DecoderLayer, FormatModule, find_modules
 from outrider.layers.decoder import PreNormLayer
-from outrider.layers.linear import Linear
+from outrider.layers.fuse import prepare
+from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.moe import Experts
 from outrider.mixers import cached
 from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
@@ -35,10 +56,15 @@ from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.models import registry as models_registry
 from outrider.models.base import Model
+from outrider.models.config import ConfigError
 from outrider.models.llama import Llama
-from outrider.models.loader import load_weights
+from outrider.models.loader import blank_model, declare_formats, load_weights
 from outrider.models.registry import build_model
-from tests.engine.harness import Ask, Rig, greedy
+from outrider.models.sources import quantization, resolve
+from outrider.models.sources.base import WeightError
+from outrider.runner.target import build_target, fill_target, load_target
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy
+from tests.models.oracle import LOGIT_ROWS
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
@@ -52,7 +78,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """A weight as a source of tensors would yield it: whole numbers and one scale for each output feature."""
+    """A stored weight as a source yields it: whole numbers and one scale for each output feature."""
 
     values: torch.Tensor  # [outputs, inputs] int8
     scales: torch.Tensor  # [outputs, 1]
@@ -62,6 +88,9 @@ class Int8Rows:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.values.shape)
 
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.values, "weight_scale": self.scales}
+
     def is_finite(self) -> bool:
         return bool(self.scales.isfinite().all())
 
@@ -69,50 +98,94 @@ class Int8Rows:
         return self.values * self.scales
 
 
-class Int8Linear(KeptFormat):
+class Int8Linear(EmbeddingFormat):
     """Scales what comes out of the product, so that no dequantised weight is ever made."""
 
-    def __init__(self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__(torch.empty(values.shape, dtype=scales.dtype, device="meta"), bias)
-        self._values, self._scales = values, scales
+    def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
+        super().__init__(declared, stored)
+        outputs, inputs, device = declared.num_outputs, declared.num_inputs, declared.device
+        self._values = torch.empty(outputs, inputs, dtype=torch.int8, device=device)
+        self._scales = torch.empty(outputs, 1, dtype=declared.dtype, device=device)
 
     @classmethod
-    def can_keep(cls, dtype: torch.dtype, device: torch.device) -> bool:
-        return dtype == torch.float64
+    def serves(cls, declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+        return declared.dtype == torch.float64
 
-    @classmethod
-    def from_parts(
-        cls, parts: Sequence[StoredWeight], bias: torch.Tensor | None, shared: torch.Tensor | None
-    ) -> Int8Linear | None:
-        rows = [part for part in parts if isinstance(part, Int8Rows)]
-        return cls(torch.cat([r.values for r in rows]), torch.cat([r.scales for r in rows]), bias)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self._values.nbytes + self._scales.nbytes
+    def tensors(self) -> list[StoredTensor]:
+        return [StoredTensor("weight", self._values, kind="int8_rows"),
+                StoredTensor("weight_scale", self._scales, inputs_per_column=None)]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         out = (x @ self._values.to(x.dtype).T) * self._scales.T
         return out if self._bias is None else out + self._bias
 
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._values[tokens] * self._scales[tokens]
 
-def int8_tensors(model: Model, keep: bool) -> Iterator[tuple[str, Any]]:
-    """Random weights; those of linear layers as int8 rows, or as the numbers they stand for."""
+
+class Int8Checkpoint(quantization.Quantization):
+    """The form of files whose config says `"quantization_config": {"quant_method": "int8_rows"}`."""
+
+    beside = (".weight_scale",)
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        if settings.get("bits", 8) != 8:
+            raise ValueError("bits must be 8")
+
+    def stored_format(self, name: str) -> StoredFormat:
+        return StoredFormat("int8_rows")
+
+    def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Int8Rows:
+        return Int8Rows(tensors[".weight"], tensors[".weight_scale"])
+
+
+def int8_tensors(config: dict[str, Any] = CONFIG) -> Iterator[tuple[str, torch.Tensor | Int8Rows]]:
+    """Random weights, matrices as int8 rows."""
     generator = torch.Generator().manual_seed(3)
-    for name, slot in model.weights().items():
-        if len(slot.shape) == 1 or "embed" in name:
+    for name, slot in build_model(config, dtype=torch.float64, device="meta").weights().items():
+        if len(slot.shape) == 1:
             yield name, torch.randn(slot.shape, generator=generator, dtype=torch.float64) * 0.2 + 1
             continue
         values = torch.randint(-127, 128, slot.shape, generator=generator, dtype=torch.int8)
-        scales = torch.rand(slot.shape[0], 1, generator=generator, dtype=torch.float64) / 256
-        rows = Int8Rows(values, scales)
-        yield name, rows if keep else rows.dequantize()
+        scales = torch.rand(slot.shape[0], 1, generator=generator, dtype=torch.float64)
+        yield name, Int8Rows(values, scales / (32 if "embed" in name else 256))
 
 
 def loaded(keep: bool, dtype: torch.dtype = torch.float64) -> Model:
     model = build_model(CONFIG, dtype=dtype, device="cpu")
-    load_weights(model, int8_tensors(model, keep))
+    if keep:
+        declare_formats(model, lambda name: StoredFormat("int8_rows"))
+    load_weights(model, int8_tensors())
     return model
+
+
+def save_int8(path: Path, **settings: Any) -> Path:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in int8_tensors():
+        parts = {"weight": stored} if isinstance(stored, torch.Tensor) else stored.parts()
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    config = CONFIG | {"quantization_config": {"quant_method": "int8_rows"} | settings}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+class Allocated(TorchDispatchMode):
+    """Counts all bytes of memory that torch's operations allocate, freed or not: an upper bound of the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.bytes += storage.nbytes() if storage.data_ptr() not in given else 0
+        return made
 
 
 def outcome(model: Model, **settings: Any) -> list[list[int]]:
@@ -121,26 +194,182 @@ def outcome(model: Model, **settings: Any) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in rig.run(asks)]
 
 
+DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "auto": False}
+
+
 @pytest.fixture
 def int8_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats_registry, "_FORMATS", dict(formats_registry._FORMATS))
+    monkeypatch.setattr(formats_registry, "_FORMATS", {use: dict(t) for use, t in formats_registry._FORMATS.items()})
+    monkeypatch.setattr(quantization, "_METHODS", dict(quantization._METHODS))
     register_format("int8_rows", Int8Linear)
+    quantization.register_quantization("int8_rows", Int8Checkpoint)
 
 
 @pytest.mark.usefixtures("int8_format")
-def test_a_weight_format_needs_one_product_and_gives_the_tokens_of_its_numbers() -> None:
-    kept, numbers = loaded(keep=True), loaded(keep=False)
-    formats = [linear.format for linear in find_modules([kept], Linear)]
-    assert all(isinstance(held, Int8Linear) for held in formats) and len(formats) == 4 * 2 + 1
-    assert sum(slot.nbytes for slot in kept.weights().values()) < sum(s.nbytes for s in numbers.weights().values()) / 4
-    assert outcome(kept) == outcome(numbers)
+def test_a_weight_format_serves_a_whole_engine_without_a_dense_copy(tmp_path: Path) -> None:
+    """From the config of a folder to tokens: these are the tokens of the dequantised model."""
+    folder = save_int8(tmp_path / "int8")
+    source = resolve(folder)
+    tokens, allocated, held = [], [], []
+    for keep in (True, False):
+        config = EngineConfig(str(folder), **(SETTINGS | {"dtype": "float64", "keep_quantized": keep}))
+        with Allocated() as counted:
+            model = load_target(config, source)
+        allocated.append(counted.bytes)
+        held.append(sum(slot.nbytes for slot in model.weights().values()))
+        tokens.append([outcome(model), outcome(model, speculative_config=DRAFTS)])
+        formats = [module.format for module in find_modules([model], FormatModule)]
+        assert len(formats) == 4 * 2 + 2 and all(isinstance(made, Int8Linear) == keep for made in formats)
+    assert tokens[0] == tokens[1] and tokens[0][0] == tokens[0][1]
+    numbers = sum(math.prod(t.shape) for _, t in int8_tensors() if not isinstance(t, torch.Tensor))
+    assert held[0] < 2 * numbers < held[1] / 3
+    assert allocated[0] < 3 * numbers < 8 * numbers <= allocated[1], "of float64 numbers each takes eight bytes"
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_a_kept_format_starts_blank_and_takes_dummy_weights(tmp_path: Path) -> None:
+    config = EngineConfig(str(save_int8(tmp_path / "int8")), **(SETTINGS | {"dtype": "float64"}))
+    source = resolve(config.model)
+    model = build_target(config, source)
+    blank_model(model)
+    prepare([model], allow_copies=False)
+    fill_target(model, config, source, None)
+    assert outcome(model) == outcome(loaded(keep=True)), "weights that come later are the same weights"
+    (tmp_path / "int8" / "model.safetensors").unlink()
+    dummy = load_target(replace(config, load_format="dummy"), source.without_keys(()))
+    assert all(isinstance(module.format, Int8Linear) for module in find_modules([dummy], Linear)) and outcome(dummy)
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_what_a_format_cannot_take_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization_config.* bits must be 8"):
+        load_target(EngineConfig(str(folder := save_int8(tmp_path / "int4", bits=4)), **SETTINGS), resolve(folder))
+    model = build_model(CONFIG, dtype=torch.float64, device="cpu")
+    declare_formats(model, lambda name: StoredFormat("int8_rows"))
+    tensors = dict(int8_tensors())
+    name = "model.layers.1.mlp.up_proj"
+    rows = tensors[f"{name}.weight"]
+    assert isinstance(rows, Int8Rows)
+    with pytest.raises(WeightError, match=f"{name}.weight has dtype torch.float64, a weight stored as int8_rows needs"):
+        load_weights(model, (tensors | {f"{name}.weight": rows.dequantize()}).items())
+    with pytest.raises(WeightError, match=f"{name}.weight holds NaN or Inf"):
+        load_weights(model, (tensors | {f"{name}.weight": Int8Rows(rows.values, rows.scales / 0)}).items())
+    with pytest.raises(WeightError, match=f"missing: {name}.weight_scale"):
+        load_weights(model, (tensors | {f"{name}.weight": rows.values}).items())
 
 
 @pytest.mark.usefixtures("int8_format")
 def test_a_format_that_cannot_serve_a_model_leaves_it_to_the_dense_one() -> None:
     model = loaded(keep=True, dtype=torch.float32)
-    assert not any(isinstance(linear.format, Int8Linear) for linear in find_modules([model], Linear))
+    assert not any(isinstance(module.format, Int8Linear) for module in find_modules([model], FormatModule))
     assert outcome(model)
+
+
+# A part of a layer for each of two ranks
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_slots_of_a_rank_load_exactly_its_part() -> None:
+    options: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+    stored, layouts = {"q": 8, "k": 4, "packed": 12}, {"packed": HeadLayout(2, (4, 2), is_reversed=True)}
+    files = {f"{name}.weight": torch.randn(size, 6, dtype=torch.float64) for name, size in stored.items()}
+    files |= {f"{name}.bias": torch.randn(size, dtype=torch.float64) for name, size in stored.items()}
+
+    def layer(cut: Any) -> FusedLinear:
+        made = FusedLinear(6, stored, bias=True, layouts=layouts, cut=cut, **options)
+        for name, slot in made.weights().items():
+            assert slot.shape == tuple(files[name].shape), "errors name the file's shape"
+            slot.store(files[name])
+        return made
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    # The layout has the second part of a head first.
+    q, k, v, gate = layer(None)(x, LOGIT_ROWS).split((8, 4, 4, 8), dim=1)
+    for rank in range(2):
+        part = layer(OutputCut(Ranks(rank, 2), pieces={"k": 1}))
+        assert part.out_features == 4 + 4 + 6 and sum(slot.nbytes for slot in part.weights().values()) == 14 * 7 * 8
+        halves = [whole.chunk(2, dim=1)[rank] for whole in (q, v, gate)]
+        torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((halves[0], k, *halves[1:]), dim=1))
+    with pytest.raises(ValueError, match="8 features cannot be cut into 3 equal parts"):
+        layer(OutputCut(Ranks(0, 3)))
+
+
+@pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "by expert"])
+def test_parts_of_experts_add_up(is_joint: bool) -> None:
+    def experts(rank: int | None) -> Experts:
+        cut = None if rank is None else InputCut(Ranks(rank, 2), lambda partial: partial)
+        made = Experts(3, 4, 6, activation="silu", is_fused=is_joint, dtype=torch.float64, device=torch.device("cpu"),
+                       cut=cut)
+        for name, slot in made.weights("experts").items():
+            seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            slot.store(torch.randn(slot.shape, generator=seed, dtype=torch.float64))
+        return made
+
+    x, routed = torch.randn(5, 4, dtype=torch.float64), Routed(torch.arange(10).view(5, 2) % 3, torch.rand(5, 2))
+    whole, *parts = (experts(rank) for rank in (None, 0, 1))
+    assert [p.format.weight_bytes * 2 for p in parts] == [whole.format.weight_bytes] * 2
+    assert {n: s.shape for n, s in parts[1].weights().items()} == {n: s.shape for n, s in whole.weights().items()}
+    torch.testing.assert_close(parts[0](x, routed, LOGIT_ROWS) + parts[1](x, routed, LOGIT_ROWS, x),
+                               whole(x, routed, LOGIT_ROWS, x))
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_a_format_from_outside_can_be_cut_by_input_features() -> None:
+    rows = Int8Rows(torch.randint(-127, 128, (5, 6), dtype=torch.int8), torch.rand(5, 1, dtype=torch.float64))
+    x, total = torch.randn(2, 6, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
+    for rank in range(2):
+        layer = Linear(6, 5, bias=False, dtype=torch.float64, device=torch.device("cpu"),
+                       cut=InputCut(Ranks(rank, 2), lambda partial: partial))
+        layer.declare_formats(FormatChoice(lambda name: StoredFormat("int8_rows"), torch.device("cpu")))
+        slots = layer.weights("x")
+        assert {name: slot.shape for name, slot in slots.items()} == {"x.weight": (5, 6), "x.weight_scale": (5, 1)}
+        slots["x.weight"].store(rows.values)
+        slots["x.weight_scale"].store(rows.scales)
+        total += layer(x.chunk(2, dim=1)[rank], LOGIT_ROWS)
+    torch.testing.assert_close(total, x @ rows.dequantize().T)
+
+
+def two_layers(up_cut: Any, down_cut: Any) -> tuple[Linear, Linear]:
+    options: dict[str, Any] = {"bias": True, "dtype": torch.float64, "device": torch.device("cpu")}
+    up, down = Linear(8, 12, cut=up_cut, **options), Linear(12, 8, cut=down_cut, **options)
+    generator = torch.Generator().manual_seed(1)
+    for slot in (*up.weights().values(), *down.weights().values()):  # whole numbers: sums are not rounded
+        slot.store(torch.randint(-9, 10, slot.shape, generator=generator).double())
+    return up, down
+
+
+def run_mlp(up: Linear, down: Linear, x: torch.Tensor) -> torch.Tensor:
+    residual = x.clone()
+    down.add_to(residual, up.activated(x, "relu2", LOGIT_ROWS), LOGIT_ROWS)
+    return residual
+
+
+def run_rank(ranks: Ranks, x: list[list[float]], other: Any, answer: Any) -> None:
+    """The process of one rank. other: the pipe to the other rank."""
+
+    def sum_over_ranks(partial: torch.Tensor) -> torch.Tensor:
+        other.send(partial.tolist())
+        parts = [partial, torch.tensor(other.recv(), dtype=partial.dtype)]
+        return parts[ranks.rank] + parts[1 - ranks.rank]  # in the order of ranks, so that both have the same bits
+
+    torch.set_num_threads(1)
+    up, down = two_layers(OutputCut(ranks), InputCut(ranks, sum_over_ranks))
+    result = run_mlp(up, down, torch.tensor(x, dtype=torch.float64))
+    answer.send((up.out_features, down.in_features, result.tolist()))
+
+
+def test_two_processes_add_up_to_the_whole_layer() -> None:
+    x = (torch.arange(24.0, dtype=torch.float64) - 11).view(3, 8)
+    context = multiprocessing.get_context("fork")  # a process that imports torch anew takes seconds
+    pipes, answers = context.Pipe(), [context.Pipe() for _ in range(2)]
+    processes = [context.Process(target=run_rank, args=(Ranks(rank, 2), x.tolist(), pipes[rank], answers[rank][1]))
+                 for rank in range(2)]
+    for process in processes:
+        process.start()
+    results = [answer.recv() if answer.poll(60) else None for answer, _ in answers]
+    for process in processes:
+        process.join()
+    assert results == [(6, 6, run_mlp(*two_layers(None, None), x).tolist())] * 2
 
 
 # A fused layer
@@ -308,11 +537,11 @@ def test_a_model_family_is_a_class_and_a_name(monkeypatch: pytest.MonkeyPatch) -
     models_registry.register("ParallelLlamaForCausalLM", ParallelLlama)
     config = CONFIG | {"architectures": ["ParallelLlamaForCausalLM"]}
     model = build_model(config, dtype=torch.float64, device="cpu")
-    load_weights(model, int8_tensors(model, keep=False))
+    load_weights(model, int8_tensors(config))
     assert not any("post_attention_layernorm" in name for name in model.weights())
     whole = outcome(model)
     assert whole != outcome(loaded(keep=False)), "the layers are other ones"
-    drafted = outcome(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3, "auto": False})
+    drafted = outcome(model, speculative_config=DRAFTS)
     assert drafted == whole
 
 

@@ -17,7 +17,7 @@ from outrider.models.config_reader import ConfigReader, without_keys
 if TYPE_CHECKING:
     import torch
 
-    from outrider.kernels.quantized import QuantizedRows
+    from outrider.formats import StoredFormat, StoredWeight
 
 
 class SourceError(ValueError):
@@ -54,18 +54,23 @@ class ModelSource(ABC):
     def tensor_names(self) -> set[str]:
         """Names of all tensors in the files, of which no tensor is read."""
 
+    def stored_format(self, name: str) -> StoredFormat | None:
+        """How the files store the matrix of this name (without ".weight"), told from headers alone; None for plain
+        numbers."""
+        return None
+
     @abstractmethod
+    def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+        """The tensors of the files, one at a time; matrices with a stored format as stored weights, with their scales.
+        Each call reads the files anew."""
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each call reads the files anew, one tensor at a time."""
+        """The tensors of the files as plain numbers."""
+        import torch
 
-    def read(self, *, keep_quantized: bool) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-        """Tensors for the loader. `keep_quantized`: quantised weights come in the file's own bits; the loader
-        dequantises those that a layer cannot keep."""
-        return self.tensors()
-
-    def kept_bytes(self) -> dict[str, int]:
-        """Bytes of the quantised weights that `read` can yield in the file's own bits, by name."""
-        return {}
+        for name, tensor in self.read():
+            yield name, tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize()
+            del tensor  # before the next one is read: two would be in memory otherwise
 
     @abstractmethod
     def tokenizer(self) -> Path | dict[str, Any]:

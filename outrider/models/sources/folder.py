@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.core.fields import INT32, Range, check_value, shown
 from outrider.models.config_reader import ConfigError, ConfigReader
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.quantization import KEY, Quantization, find_quantization
 
 if TYPE_CHECKING:
     import torch
+
+    from outrider.formats import StoredFormat, StoredWeight
 
 
 class FolderSource(ModelSource):
@@ -28,10 +32,27 @@ class FolderSource(ModelSource):
 
         return safetensors_names(self.path)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stored_format(self, name: str) -> StoredFormat | None:
+        quantization, names = self._quantization, self._held_names
+        is_stored = KEY in self.config if names is None else name + quantization.beside[0] in names
+        return quantization.stored_format(name) if is_stored else None
+
+    @cached_property
+    def _quantization(self) -> Quantization:
+        return find_quantization(self.config)
+
+    @cached_property
+    def _held_names(self) -> set[str] | None:
+        """Names of the tensors, asked for every matrix; None if the weights are not here, for a dummy model."""
+        try:
+            return self.tensor_names()
+        except FileNotFoundError:
+            return None
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         from outrider.models.sources.safetensors_files import safetensors_tensors
 
-        return safetensors_tensors(self.path)
+        return safetensors_tensors(self.path, self._quantization)
 
     def tokenizer(self) -> Path:
         return self.path

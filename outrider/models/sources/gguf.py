@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, dequa
 if TYPE_CHECKING:
     import torch
 
-    from outrider.kernels.quantized import QuantizedRows
+    from outrider.formats import StoredFormat, StoredWeight
 
 ARCHITECTURES = ("llama",)
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
@@ -44,19 +45,22 @@ class GgufSource(ModelSource):
     def tensor_names(self) -> set[str]:
         return {hf_name(entry.name, self.path) for entry in self.header.tensors.values() if entry.name != ROPE_FACTORS}
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from outrider.models.sources.gguf_weights import dequantised_tensors
+    def stored_format(self, name: str) -> StoredFormat | None:
+        from outrider.formats import StoredFormat
 
-        return dequantised_tensors(self.header)
+        kind = self._kinds.get(f"{name}.weight")
+        return StoredFormat(kind) if kind in KEPT_KINDS else None
 
-    def read(self, *, keep_quantized: bool) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        """Kinds of all matrices, by name."""
+        return {hf_name(entry.name, self.path): entry.kind.name for entry in self.header.tensors.values()
+                if len(entry.shape) == 2 and entry.name != ROPE_FACTORS}  # fmt: skip
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         from outrider.models.sources.gguf_weights import read_tensors
 
-        return read_tensors(self.header) if keep_quantized else self.tensors()
-
-    def kept_bytes(self) -> dict[str, int]:
-        return {hf_name(entry.name, self.path): entry.num_bytes for entry in self.header.tensors.values()
-                if entry.kind.name in KEPT_KINDS and len(entry.shape) == 2}
+        return read_tensors(self.header)
 
     def tokenizer(self) -> dict[str, Any]:
         return self.header.metadata

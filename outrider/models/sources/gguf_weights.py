@@ -15,11 +15,6 @@ from outrider.models.sources.gguf_header import Header, TensorEntry
 from outrider.models.sources.gguf_tensors import KEPT_KINDS, ROPE_FACTORS, dequantised, hf_name, raw_bytes
 
 
-def dequantised_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, stored in read_tensors(header):
-        yield name, stored if isinstance(stored, torch.Tensor) else stored.dequantize()
-
-
 def read_tensors(header: Header) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     heads = header.metadata["llama.attention.head_count"]
     kv_heads = header.metadata.get("llama.attention.head_count_kv", heads)

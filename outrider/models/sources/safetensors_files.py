@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outrider.formats import StoredWeight
 from outrider.models.sources.base import WeightError
-from outrider.models.sources.block_scaled import SCALES, dequantize_blocks
+from outrider.models.sources.quantization import Quantization
 
 MAPPED_BYTES = 32 << 20  # after reading this many bytes files are opened anew, which drops the pages read so far
 
 
-def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json. Weights with
-    scales for their blocks come as plain numbers.
+def safetensors_tensors(
+    folder: str | Path, quantization: Quantization | None = None
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json. With a
+    quantization, tensors that belong together are yielded as one stored weight.
 
     Largest first: a tensor is in memory twice while it is copied, and what the model has not yet been given is not
     in memory at all, so the largest costs nothing extra when it comes first."""
@@ -28,20 +31,29 @@ def safetensors_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]
     handles: dict[Path, Any] = {}
     mapped = 0
     for size, name, path in sizes:
-        if name.endswith(SCALES) and name.removesuffix(SCALES) in path_of:
+        if quantization is not None and quantization.is_beside(name, path_of):
             continue  # goes with its weight
         if path not in handles:
             handles[path] = _open(path)
         tensor = _tensor(handles[path], name, path)
-        if name + SCALES in path_of:
-            scales = path_of[name + SCALES]
-            tensor = dequantize_blocks(name, tensor, _tensor(_open(scales), name + SCALES, scales))
-        yield name, tensor
+        yield (name, tensor) if quantization is None else _joined(quantization, name, tensor, path_of)
         del tensor  # before the next one is read
         mapped += size
         if mapped >= MAPPED_BYTES:
             handles.clear()
             mapped = 0
+
+
+def _joined(
+    quantization: Quantization, name: str, tensor: torch.Tensor, path_of: Mapping[str, Path]
+) -> tuple[str, torch.Tensor | StoredWeight]:
+    """The tensor, or the stored weight that it makes with those beside it."""
+    matrix = name.removesuffix(quantization.suffix)
+    beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
+    if not name.endswith(quantization.suffix) or not beside:
+        return name, tensor
+    tensors = {end: _tensor(_open(path_of[other]), other, path_of[other]) for end, other in beside.items()}
+    return matrix + quantization.plain_suffix, quantization.join(matrix, {quantization.suffix: tensor} | tensors)
 
 
 def safetensors_names(folder: str | Path) -> set[str]:
