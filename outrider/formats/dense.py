@@ -15,12 +15,13 @@ from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
 from outrider.kernels import ops
 from outrider.kernels.buffers import empty_weight
-from outrider.kernels.native.products import CpuProduct, make_product
+from outrider.kernels.native.products import CpuProduct
 
 
 class ProductOps(NamedTuple):
     """The operations of the table that carry out products, ordinary or exact."""
 
+    prepare: ops.Operation[..., CpuProduct | None]
     linear: ops.Operation[..., torch.Tensor]
     wide: ops.Operation[..., torch.Tensor]
     gated: ops.Operation[..., torch.Tensor]
@@ -30,7 +31,7 @@ class ProductOps(NamedTuple):
     @classmethod
     def from_mode(cls, exact: bool) -> ProductOps:
         rows: tuple[ops.Operation[..., Any], ...] = (
-            ops.linear, ops.linear_wide, ops.gated_linear, ops.relu2_linear, ops.linear_add
+            ops.prepare_linear, ops.linear, ops.linear_wide, ops.gated_linear, ops.relu2_linear, ops.linear_add
         )  # fmt: skip
         return cls(*(row.variant(exact) for row in rows))
 
@@ -43,7 +44,7 @@ class DenseLinear(EmbeddingFormat):
         super().__init__(declared)
         shape = declared.num_outputs, declared.num_inputs
         self._weight = empty_weight(*shape, dtype=declared.dtype, device=declared.device) if weight is None else weight
-        self._cpu_product: CpuProduct | None = None  # chosen by `prepare`
+        self._prepared: CpuProduct | None = None
         self._exact, self._ops = False, ProductOps.from_mode(False)
 
     def tensors(self) -> Sequence[StoredTensor]:
@@ -59,18 +60,16 @@ class DenseLinear(EmbeddingFormat):
         self._exact, self._ops = exact, ProductOps.from_mode(exact)
 
     def prepare(self, allow_copy: bool) -> int:
-        if not self._weight.is_cpu:
-            return 0
-        self._cpu_product = make_product(self._weight, self._bias, packed=allow_copy, exact=self._exact)
-        return self._cpu_product.extra_bytes
+        self._prepared = self._ops.prepare(self._weight, self._bias, allow_copy)
+        return 0 if self._prepared is None else self._prepared.extra_bytes
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        if self._cpu_product is not None:
-            return self._cpu_product(x)
+        if self._prepared is not None:
+            return self._prepared(x)
         return self._ops.linear(x, self._weight, self._bias)
 
     def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        if self._cpu_product is not None or self._exact:  # the bits of a part may be others than those of the whole
+        if self._prepared is not None or self._exact:  # the bits of a part may be others than those of the whole
             return super().part(x, first, stop)
         bias = None if self._bias is None else self._bias[first:stop]
         return self._ops.linear(x, self._weight[first:stop], bias)
@@ -82,14 +81,14 @@ class DenseLinear(EmbeddingFormat):
         return out if self._bias is None else out.add_(self._bias)
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        if self._bias is not None or self._cpu_product is not None:
+        if self._bias is not None or self._prepared is not None:
             return super().activated(x, activation)
         if activation == "relu2":
             return self._ops.relu2(x, self._weight)
         return self._ops.gated(x, self._weight, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        if self._cpu_product is not None:
+        if self._prepared is not None:
             super().add_to(residual, x)
         else:
             self._ops.add(residual, x, self._weight, self._bias)
@@ -104,7 +103,7 @@ class DenseLinear(EmbeddingFormat):
         return self._ops.add.has_kernel(row, row, self._weight, self._bias)
 
     def native_product(self) -> NativeProduct | None:
-        chosen = self._cpu_product
+        chosen = self._prepared
         if chosen is None or chosen.matrix is None:
             return None
         return NativeProduct(chosen.matrix, chosen.few_rows.stop - 1)

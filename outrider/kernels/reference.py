@@ -6,11 +6,16 @@ here reads a device value on the host. Knows nothing of layers, models or batche
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.sampling_keys import CountTable
+
+if TYPE_CHECKING:
+    from outrider.kernels.native.products import CpuProduct
 
 # Most gathered key elements at a time; bounds the memory of attention over long page tables.
 MAX_GATHERED = 1 << 24
@@ -229,6 +234,12 @@ def _attend(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]."""
     return F.linear(x, weight, bias)
+
+
+def prepare_linear(weight: Tensor, bias: Tensor | None = None, packed: bool = False) -> CpuProduct | None:
+    """A product with one weight [outputs, inputs] that is made ready for many calls; None if `linear` needs nothing of
+    the kind. packed: a second copy of the weight may be held."""
+    return None
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:

@@ -43,6 +43,12 @@ def product(operation: Operation[..., Any], *options: Any, bias: bool = False) -
     return lambda rows: operation(x[rows], weight, *options, *more)
 
 
+def prepared_product(rows: torch.Tensor) -> torch.Tensor:
+    made = ops.prepare_linear.variant(exact=True)(random(66, WIDTH, seed=1), random(66, seed=2))
+    assert made is not None
+    return made(random(ROWS, WIDTH)[rows])
+
+
 def linear_add(rows: torch.Tensor) -> torch.Tensor:
     residual = random(ROWS, 66, seed=3)[rows]
     ops.linear_add.variant(exact=True)(residual, random(ROWS, WIDTH)[rows], random(66, WIDTH, seed=1))
@@ -188,6 +194,7 @@ SHOWN: dict[str, list[Call]] = {
     "gelu_scale": [lambda rows: ops.gelu_scale(random(ROWS, WIDTH)[rows], random(ROWS, WIDTH, seed=1)[rows])],
     "cap_logits": [lambda rows: ops.cap_logits(random(ROWS, WIDTH, dtype=torch.float32, scale=9)[rows], 5.0)],
     "exact_linear": [product(ops.linear.variant(exact=True)), product(ops.linear.variant(exact=True), bias=True)],
+    "exact_prepare_linear": [prepared_product],
     "exact_linear_wide": [product(ops.linear_wide.variant(exact=True))],
     "exact_gated_linear": [product(ops.gated_linear.variant(exact=True), "silu"),
                            product(ops.gated_linear.variant(exact=True), "gelu_pytorch_tanh")],
@@ -208,7 +215,7 @@ SHOWN: dict[str, list[Call]] = {
 }
 # Shown by whole engines: the sampler's chunks need rows of requests (tests/engine/test_exact_mode.py).
 SHOWN_BY_ENGINES = {"sample_chunk"}
-ON_CPU_ONLY = {"rope_write", "paged_attention"}
+ON_CPU_ONLY = {"rope_write", "paged_attention", "exact_prepare_linear"}
 
 
 def own_operations() -> dict[str, Operation[..., Any]]:

@@ -103,3 +103,8 @@ def make_product(weight: Tensor, bias: Tensor | None = None, packed: bool = Fals
     native kernel, and none otherwise. With `exact` a row's result has the same bits for every number of token rows.
     """
     return CpuProduct(weight, bias, packed, exact)
+
+
+def make_exact_product(weight: Tensor, bias: Tensor | None = None, packed: bool = False) -> CpuProduct:
+    """`make_product` for exact mode."""
+    return make_product(weight, bias, packed, exact=True)

@@ -215,6 +215,11 @@ linear = Operation(
     Kernel("library", "cuda", float32_products.summed_product, FLOAT32, float32_products.takes_rows),
     exact=exact.linear,
 )
+prepare_linear = Operation(
+    reference.prepare_linear,
+    Kernel("host", "cpu", "outrider.kernels.native.products:make_product"),
+    exact=exact.prepare_linear,
+)
 linear_wide = Operation(
     reference.linear_wide,
     native_kernel("outrider.kernels.native:linear", FLOAT32, conditions.is_few_rows_for_native),

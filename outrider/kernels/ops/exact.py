@@ -70,6 +70,11 @@ linear = Operation(
     triton_kernel("outrider.kernels.triton.exact_linear:exact_linear", SIXTEEN_BITS),
     name="exact_linear", exact=ROW_BY_ROW,
 )
+prepare_linear = Operation(
+    reference.prepare_linear,
+    Kernel("host", "cpu", "outrider.kernels.native.products:make_exact_product"),
+    name="exact_prepare_linear", exact=ROW_BY_ROW,
+)
 linear_wide = Operation(
     row_by_row(reference.linear_wide),
     native_kernel("outrider.kernels.native:linear", FLOAT32, checks.takes_linear),
