@@ -21,10 +21,11 @@ from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
 from outrider.sched.prompt_time import PromptTime
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 
 # Milliseconds of steps with prompts by their tokens, as a server of llama8b measures them when it starts. Without
@@ -188,9 +189,9 @@ class Simulation:
     def _enter(self, now: float) -> None:
         while self.entering and self.entering[0][0] <= now:
             _, request_id, own, sent = heapq.heappop(self.entering)
-            asked = RequestInput(SamplingParams(max_tokens=None), end_len=own.num_in + own.num_out, seed=0)
+            asked = CheckedRequest((request_id % 997,) * own.num_in, SamplingParams(max_tokens=None, seed=0))
             self.sent[request_id], self.asked[request_id] = sent, own
-            self.scheduler.add(Request(request_id, [request_id % 997] * own.num_in, asked))
+            self.scheduler.add(Request(request_id, asked, own.num_in + own.num_out))
 
     def run(self) -> Figures:
         now = device_free = 0.0

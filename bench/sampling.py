@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernel_harness import Bench, graph_us, sets  # noqa: E402
 
 from outrider.core import Admission, Limits  # noqa: E402
+from outrider.core.checked_request import CheckedRequest  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.sample import (  # noqa: E402
     History,
@@ -70,8 +71,8 @@ class Sampler:
                         max_list_ints=1 << 22)  # fmt: skip
         rows, tokens = SamplingRows(limits, CUDA), torch.randint(0, 5000, (num + 1, LENGTH))
         rows.admit([
-            Admission(row=i + 1, token_ids=tokens[i + 1].tolist(), prompt_len=128, computed=0, max_len=LENGTH,
-                      eos_ids=(), params=one, sample_index=0, seed=i)
+            Admission(i + 1, CheckedRequest(tuple(tokens[i + 1, :128].tolist()), replace(one, seed=i)), computed=0,
+                      max_len=LENGTH, output_ids=tokens[i + 1, 128:].tolist())
             for i, one in enumerate(params)
         ])  # fmt: skip
         assert not rows.lists.unplaced

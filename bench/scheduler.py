@@ -22,9 +22,10 @@ from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 
 REQUESTS = (16, 64, 256, 1024)
@@ -70,10 +71,10 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     counts = FixedDrafts(drafts) if drafts else None
     scheduler = Scheduler(CacheManager(layout, num_pages, limits), limits, drafts=counts)
     prompt = [i % 1000 for i in range(context)]
-    params = SamplingParams(max_tokens=None)
+    params = SamplingParams(max_tokens=None, seed=0)
     for index in range(num_requests):
         length = context - index % PAGE_TOKENS
-        scheduler.add(Request(index, prompt[:length], RequestInput(params, end_len=context + room, seed=0)))
+        scheduler.add(Request(index, CheckedRequest(tuple(prompt[:length]), params), context + room))
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.update(StepResult(batch.step, [

@@ -28,6 +28,7 @@ from typing import Any
 import uvicorn
 
 from outrider.async_llm import AsyncLLM
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
 from outrider.engine.stats import EngineStats
@@ -46,7 +47,7 @@ class FakeEngine:
         self.stats = EngineStats()
         self.limits = SimpleNamespace(max_requests=1024, max_len=1 << 20, vocab_size=1000)
         self.tokenizer = None
-        self.checks = SimpleNamespace(check=lambda *args, **options: None)
+        self.checks = SimpleNamespace(grammars=None, check_all=self._check_all)
         self.runner = SimpleNamespace(close=lambda: None)
         self._live: dict[str, list[Any]] = {}  # key, tokens that are left
 
@@ -61,8 +62,14 @@ class FakeEngine:
     def idle(self, quiet_seconds: float) -> float | None:
         return None
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> None:
-        self._live[request_id] = [SampleKey(request_id, 0, 0, RequestMetrics()), params.max_tokens]
+    @staticmethod
+    def _check_all(prompts: list[Any], params: list[SamplingParams], priorities: list[int]) -> list[CheckedRequest]:
+        return [CheckedRequest(tuple(prompt["prompt_token_ids"]), own)
+                for prompt, own in zip(prompts, params, strict=True)]
+
+    def add(self, requests: dict[str, CheckedRequest]) -> None:
+        for request_id, request in requests.items():
+            self._live[request_id] = [SampleKey(request_id, 0, 0, RequestMetrics()), request.sampling.max_tokens]
 
     def abort(self, request_id: str) -> None:
         self._live.pop(request_id, None)

@@ -23,7 +23,7 @@ that lie elsewhere (`outrider.sampling_params`, `outrider.inputs`, `outrider.out
 """
 # Public names of classes that the engine uses itself. They may change, and are left out.
 INTERNAL = {
-    "AsyncLLM": {"around", "engine", "increments"},
+    "AsyncLLM": {"around", "check", "engine", "follow", "increments"},
     "CompletionOutput": {"add_logprobs", "logprobs"},
     "EmbeddingRequestOutput": {"from_pooled"},
     "EngineArgs": {"for_streams", "limits", "speculative", "steps_in_flight"},

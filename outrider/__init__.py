@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from outrider.core.pooling import (
         EmbeddingRequestOutput,
         PoolingOutput,
-        PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from outrider.core.pooling_params import PoolingParams
     from outrider.core.prompts import PromptType as PromptType
     from outrider.core.prompts import TextPrompt, TokensPrompt
     from outrider.core.structured import StructuredOutputsParams
@@ -46,7 +46,7 @@ HOMES = {
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
     "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
     "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
-    "PoolingParams": ("outrider.core.pooling", "PoolingParams"),
+    "PoolingParams": ("outrider.core.pooling_params", "PoolingParams"),
     "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
     "PromptType": ("outrider.core.prompts", "PromptType"),
     "ScoringRequestOutput": ("outrider.core.pooling", "ScoringRequestOutput"),

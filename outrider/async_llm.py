@@ -12,13 +12,15 @@ from itertools import count
 from typing import Any, Never, cast
 
 from outrider.compat.engine_args import config_for
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value
 from outrider.core.outputs import OutputIncrement, RequestOutput
-from outrider.core.params import SamplingParams, check_params
-from outrider.core.pooling import Output, PoolingParams, PoolingRequestOutput, RequestParams, empty_output
+from outrider.core.params import SamplingParams, need_sampling_params
+from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
+from outrider.core.pooling_params import PoolingParams, RequestParams
+from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
-from outrider.engine.prompts import EncodedPrompt, Prompt, encode_prompt
 from outrider.engine.start import start_engine
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
@@ -35,10 +37,10 @@ class AsyncLLM(Front):
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = config_for("AsyncLLM", model, settings).for_streams()
-        self._start(start_engine(config), config.model)
+        self._start(start_engine(config))
 
-    def _start(self, engine: Engine, name: str) -> None:
-        super()._start(engine, name)  # the engine is read-only outside its thread
+    def _start(self, engine: Engine) -> None:
+        super()._start(engine)  # the engine is read-only outside its thread
         self._ids = count()
         self._owner = EngineThread(engine)
 
@@ -48,7 +50,7 @@ class AsyncLLM(Front):
         """Raises ValueError for a request that cannot be served. The last output is finished."""
         refuse_misplaced(self.generate, misplaced)
         refuse_adapter(lora_request)
-        params = check_params(SamplingParams() if sampling_params is None else sampling_params)
+        params = need_sampling_params(SamplingParams() if sampling_params is None else sampling_params)
         async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
             async for output in outputs:
                 yield cast(RequestOutput, output)
@@ -62,36 +64,45 @@ class AsyncLLM(Front):
             async for output in outputs:
                 yield cast(PoolingRequestOutput, output)
 
-    async def increments(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *,
-                         priority: int = 0) -> AsyncGenerator[list[OutputIncrement], None]:
-        """As `generate`, but yields what steps have added since the reader last looked, and copies nothing."""
-        stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), params.n)
-        async with self._opened(stream, await self._encode(prompt), check_params(params), priority):
+    async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0) -> list[CheckedRequest]:
+        """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, and a long text
+        is tokenized, in a thread."""
+        checks, num = self.engine.checks, len(prompts)
+
+        def check() -> list[CheckedRequest]:
+            return checks.check_all(prompts, [params] * num, [priority] * num)
+
+        if checks.grammars is not None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            return await asyncio.wrap_future(checks.grammars.start_check(check))
+        return await asyncio.to_thread(check) if any(map(_is_long, prompts)) else check()
+
+    async def increments(self, request: CheckedRequest,
+                         request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
+        """What steps have added to a request since the reader last looked. Copies nothing."""
+        stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), request.num_samples)
+        async with self._opened(stream, request):
+            while not stream.is_done:
+                yield await stream.next()
+
+    async def follow(self, request: CheckedRequest, request_id: str | None = None) -> AsyncGenerator[Output, None]:
+        """The growing output of a request."""
+        output = empty_output(self._name_request(request_id), request)
+        stream = GrowingOutput(output, asyncio.get_running_loop())
+        async with self._opened(stream, request):
             while not stream.is_done:
                 yield await stream.next()
 
     async def _grow(self, prompt: Prompt, params: RequestParams, request_id: str | None,
                     priority: int) -> AsyncGenerator[Output, None]:
-        request_id = self._name_request(request_id)
-        encoded = await self._encode(prompt)
-        output = empty_output(request_id, encoded.text, encoded.token_ids, params)
-        stream = GrowingOutput(output, asyncio.get_running_loop())
-        async with self._opened(stream, encoded, params, priority):
-            while not stream.is_done:
-                yield await stream.next()
+        (request,) = await self.check([prompt], params, priority)
+        async with aclosing(self.follow(request, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     @asynccontextmanager
-    async def _opened(self, stream: Stream, encoded: EncodedPrompt, params: RequestParams,
-                      priority: int) -> AsyncGenerator[None, None]:
+    async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
         """The stream's request runs until the block is left."""
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.wrap_future(self.engine.checks.start_form_check(params.structured_outputs))
-
-        def add() -> None:
-            self.engine.add(stream.request_id, encoded.token_ids, params, priority=priority,
-                            cache_salt=encoded.cache_salt, bidirectional_spans=encoded.bidirectional_spans)
-
-        self._owner.open(stream, add)
+        self._owner.open(stream, request)
         try:
             yield
         finally:
@@ -142,11 +153,10 @@ class AsyncLLM(Front):
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            return await asyncio.to_thread(encode_prompt, prompt, self.get_tokenizer)
-        return encode_prompt(prompt, self.get_tokenizer)
+
+def _is_long(prompt: Prompt) -> bool:
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return isinstance(text, str) and len(text) > LONG_TEXT
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

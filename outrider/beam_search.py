@@ -5,7 +5,7 @@ The prefix cache keeps what beams have in common, so a round computes one token 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
@@ -54,8 +54,8 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]  # the best first
 
 
-def beam_search(prompts: list[list[int]], params: BeamSearchParams, generate: Generate, tokenizer: Tokenizer | None,
-                eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
+def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams, generate: Generate,
+                tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
     """The `beam_width` best sequences of every prompt, by log-probability over length."""
     if not isinstance(params, BeamSearchParams):
         raise ValueError(f"params must be a BeamSearchParams, got {shown(params)}")

@@ -48,18 +48,18 @@ class Front:
         return cls(**asdict(engine_args))
 
     @classmethod
-    def around(cls, engine: Engine, name: str = "this model") -> Self:
+    def around(cls, engine: Engine) -> Self:
         """A front for an engine that is already built; it belongs to the front from now on."""
         self = cls.__new__(cls)
-        self._start(engine, name)
+        self._start(engine)
         return self
 
-    def _start(self, engine: Engine, name: str) -> None:
-        self.engine, self._name = engine, name
+    def _start(self, engine: Engine) -> None:
+        self.engine = engine
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where it has none."""
-        return self.engine.need_tokenizer(self._name)
+        return self.engine.checks.need_tokenizer()
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

@@ -8,23 +8,23 @@ from typing import Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.engine_args import config_for
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.pooling import (
     EmbeddingRequestOutput,
     Output,
-    PoolingParams,
     PoolingRequestOutput,
-    RequestParams,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from outrider.core.pooling_params import PoolingParams, RequestParams
+from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
-from outrider.engine.prompts import Prompt, encode_prompt
-from outrider.engine.request_loop import Ask, Caller, RequestLoop
+from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.engine.start import start_engine
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 
@@ -37,10 +37,10 @@ class LLM(Front):
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         config = config_for("LLM", model, settings)
-        self._start(start_engine(config), config.model)
+        self._start(start_engine(config))
 
-    def _start(self, engine: Engine, name: str) -> None:
-        super()._start(engine, name)
+    def _start(self, engine: Engine) -> None:
+        super()._start(engine)
         self._loop = RequestLoop(engine)
 
     def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
@@ -102,14 +102,16 @@ class LLM(Front):
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers of each prompt, found by following several at once."""
-        encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
-        if any(prompt.cache_salt is not None or prompt.bidirectional_spans for prompt in encoded):
+        given = _as_list(prompts)
+        if any(prompt.get(key) is not None for prompt in given if isinstance(prompt, dict)
+               for key in ("cache_salt", "bidirectional_spans")):
             raise ValueError("beam_search: a prompt's 'cache_salt' and 'bidirectional_spans' are not supported")
 
         def generate(beams: list[list[int]], ask: SamplingParams) -> list[RequestOutput]:
             return self.generate(beams, ask, use_tqdm=False)
 
-        return beam_search([prompt.token_ids for prompt in encoded], params, generate, self.engine.tokenizer,
+        checked = self._check(given, SamplingParams(), 0)
+        return beam_search([request.token_ids for request in checked], params, generate, self.engine.tokenizer,
                            self.engine.eos_ids, self.engine.limits)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
@@ -122,7 +124,7 @@ class LLM(Front):
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
         caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
-        self._loop.add(caller, self._asks(prompts, params, priority))
+        self._loop.add(caller, self._check(prompts, params, priority))
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
@@ -170,10 +172,10 @@ class LLM(Front):
 
     def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
              priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
-        asks, caller = self._asks(prompts, params, priority), Caller()
+        requests, caller = self._check(prompts, params, priority), Caller()
         done: dict[str, Output] = {}
-        with RequestBar(use_tqdm, len(asks)) as progress:  # before a request is started: a caller's own bar may fail
-            ids = self._loop.add(caller, asks)
+        with RequestBar(use_tqdm, len(requests)) as progress:  # before requests start: a caller's own bar may fail
+            ids = self._loop.add(caller, requests)
             with closing(self._loop.follow(caller)) as outputs:
                 for output in outputs:
                     if output.finished:
@@ -181,12 +183,11 @@ class LLM(Front):
                         progress.finish(output)
         return [done[request_id] for request_id in ids]
 
-    def _asks(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
-              priority: int | Sequence[int]) -> list[Ask]:
-        encoded = [encode_prompt(prompt, self.get_tokenizer) for prompt in _as_list(prompts)]
-        own_params: list[RequestParams] = _per_prompt("sampling_params", params, len(encoded))
-        own_priority = _per_prompt("priority", priority, len(encoded))
-        return [Ask(*ask) for ask in zip(encoded, own_params, own_priority, strict=True)]
+    def _check(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
+               priority: int | Sequence[int]) -> list[CheckedRequest]:
+        given = _as_list(prompts)
+        own_params: list[RequestParams] = _per_prompt("sampling_params", params, len(given))
+        return self.engine.checks.check_all(given, own_params, _per_prompt("priority", priority, len(given)))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -50,7 +50,7 @@ class Loaded:
         """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
         engine = engine_around(config, worker or self.worker(config), self.tokenizer, self._grammars)
         freeze_heap(engine)
-        return LLM.around(engine, self.name)
+        return LLM.around(engine)
 
     @property
     def _grammars(self) -> GrammarCompiler | None:

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 from outrider.core import RequestOutput, SamplingParams
+from outrider.core.prompts import Prompt
 from outrider.engine.progress import bar
-from outrider.engine.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 

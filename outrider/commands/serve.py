@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         started = start_engine(engine, in_process=True)
         if tracing is not None and config.trace_steps_per_second:
             started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
-        return AsyncLLM.around(started, names[0])
+        return AsyncLLM.around(started)
 
     host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
                       end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))

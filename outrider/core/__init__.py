@@ -5,11 +5,11 @@ from outrider.core.lengths import Bound, Settled
 from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import HiddenReport
 from outrider.core.step import (
     Admission,
     CheckpointWrite,
     Finish,
-    HiddenReport,
     HostDraft,
     PageWrite,
     RequestResult,

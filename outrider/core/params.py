@@ -157,11 +157,15 @@ def request_seed(engine_seed: int, num_accepted: int) -> int:
     return int.from_bytes(digest, "little") >> 11
 
 
-def check_params(given: object) -> SamplingParams:
-    """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
+def need_sampling_params(given: object) -> SamplingParams:
     if not isinstance(given, SamplingParams):
         raise ValueError(f"sampling_params must be a SamplingParams, got {shown(given)}")
-    own = replace(given)
+    return given
+
+
+def check_params(given: object) -> SamplingParams:
+    """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
+    own = replace(need_sampling_params(given))
     for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         setattr(own, name, copy.copy(getattr(own, name)))
     if own.structured_outputs is not None:

@@ -1,4 +1,4 @@
-"""PoolingParams and the outputs of requests that ask for hidden states instead of text. Names follow vLLM's. No torch.
+"""Outputs of requests that ask for hidden states instead of text. Names follow vLLM's. No torch.
 
 The hidden states are those after the model's final norm, which the head would make logits of.
 """
@@ -6,54 +6,16 @@ The hidden states are those after the model's final norm, which the head would m
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from outrider.core.fields import Count, OneOf, check_fields, check_names
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.core.step import HiddenReport
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Vectors: TypeAlias = NDArray[np.float32]
-
-REPORTS = {"last": HiddenReport.LAST, "mean": HiddenReport.SUM, "all": HiddenReport.ALL}
-# Fields of vLLM's PoolingParams that Outrider does not have, with what to do instead.
-REFUSED_FIELDS = {
-    "truncate_prompt_tokens": "truncate the prompt yourself",
-    "use_activation": "use normalize",
-    "task": "use LLM.embed, LLM.score or LLM.encode",
-    "returned_token_ids": "use pooling='all' and choose",
-    "step_tag_id": "use pooling='all' and choose",
-}
-
-
-@dataclass
-class PoolingParams:
-    """How the hidden states of a prompt become its embedding."""
-
-    pooling: Annotated[str, OneOf(tuple(REPORTS))] = "last"  # all: one vector for each token
-    normalize: bool = True  # vectors of length 1
-    dimensions: Count | None = None  # the first so many of each vector; None: all
-
-    def __new__(cls, *args: Any, **fields: Any) -> PoolingParams:
-        check_names("PoolingParams", cls, fields, REFUSED_FIELDS)
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_fields("PoolingParams: ", self)
-
-    @property
-    def report(self) -> HiddenReport:
-        return REPORTS[self.pooling]
-
-    def checked(self, hidden_size: int) -> PoolingParams:
-        """A copy, checked again: a caller may have changed fields, and may change them later."""
-        if self.dimensions is not None and self.dimensions > hidden_size:
-            raise ValueError(f"dimensions={self.dimensions} exceeds the {hidden_size} dimensions of this model")
-        return replace(self)
 
 
 @dataclass
@@ -146,11 +108,11 @@ class ScoringRequestOutput:
 
 
 Output: TypeAlias = RequestOutput | PoolingRequestOutput
-RequestParams: TypeAlias = SamplingParams | PoolingParams
 
 
-def empty_output(request_id: str, prompt: str | None, token_ids: list[int], params: RequestParams) -> Output:
+def empty_output(request_id: str, request: CheckedRequest) -> Output:
     """The output of a request that has just been added."""
-    if isinstance(params, PoolingParams):
-        return PoolingRequestOutput(request_id, prompt, token_ids)
-    return RequestOutput.empty(request_id, prompt, token_ids, params)
+    token_ids = list(request.token_ids)
+    if not request.generates:
+        return PoolingRequestOutput(request_id, request.text, token_ids)
+    return RequestOutput.empty(request_id, request.text, token_ids, request.sampling)

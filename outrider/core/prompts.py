@@ -1,8 +1,8 @@
-"""Prompts as dicts, by the names that vLLM gives them."""
+"""The forms in which callers give prompts, by the names that vLLM gives them."""
 
 from __future__ import annotations
 
-from typing import NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 
 class TextPrompt(TypedDict):
@@ -18,3 +18,4 @@ class TokensPrompt(TypedDict):
 
 
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+Prompt: TypeAlias = str | list[int] | dict[str, Any]  # as it comes, before it is checked

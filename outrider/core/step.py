@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.drafter_faults import DrafterFault
 from outrider.core.params import SamplingParams
 from outrider.core.spans import MarkedSpan
@@ -33,30 +34,35 @@ class Finish(enum.IntEnum):
         return None if self is Finish.NO else self.name.lower()
 
 
-class HiddenReport(enum.Enum):
-    """Hidden states of a prompt that the results of its steps carry. A request with any ends with its prompt."""
-
-    NONE = "none: the request generates tokens"
-    LAST = "the last token's"
-    SUM = "the sum over the tokens of each step"
-    ALL = "every token's"
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
     """Everything the device must know about a request that takes a row, at its start or after a preemption."""
 
     row: int
-    token_ids: list[int]  # all known tokens: the prompt, and after a preemption its settled outputs
-    prompt_len: int
+    request: CheckedRequest
     computed: int  # tokens whose cache a prefix hit provides
     max_len: int  # known tokens at which the device ends the request
-    eos_ids: tuple[int, ...]  # end the request unless ignore_eos
-    params: SamplingParams
-    sample_index: int  # which of the n samples of a prompt
-    seed: int
+    eos_ids: tuple[int, ...] = ()  # end the request unless ignore_eos
+    sample_index: int = 0  # which of the n samples of a prompt
+    output_ids: list[int] = field(default_factory=list)  # settled outputs, after a preemption
     checkpoint: list[int] = field(default_factory=list)  # pages with the recurrent state after `computed` tokens
-    hidden: HiddenReport = HiddenReport.NONE
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_known(self) -> int:
+        return self.prompt_len + len(self.output_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All known tokens: the prompt and the settled outputs."""
+        return [*self.request.token_ids, *self.output_ids]
 
 
 @dataclass(frozen=True, slots=True)

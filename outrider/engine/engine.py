@@ -6,7 +6,6 @@ runner may live in another thread or process.
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import os
@@ -16,22 +15,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from outrider.core import FaultRecord, Finish, Limits, StepResult
-from outrider.core.fields import Text, check_value
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
-from outrider.core.params import SamplingParams, request_seed
-from outrider.core.pooling import PoolingParams, RequestParams
+from outrider.core.params import request_seed
+from outrider.core.pooling_params import PoolingParams
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
-from outrider.engine.pooling import PooledOutput, pooling_input
-from outrider.engine.request_checks import CheckedRequest, RequestChecks
+from outrider.engine.pooling import PooledOutput
+from outrider.engine.request_checks import RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
 from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import Runner, WorkerDied
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
 
@@ -59,7 +57,8 @@ class Engine:
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
-                 grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None) -> None:
+                 grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
+                 model_name: str = "this model") -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
         host drafters."""
@@ -72,7 +71,7 @@ class Engine:
         self.trace: StepTrace | None = None  # set before the first step, by whoever wants some steps traced
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
-        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars)
+        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name)
         self._host_faults = host_faults
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
@@ -106,30 +105,17 @@ class Engine:
         """Whether the request has been added and has not ended."""
         return request_id in self._live
 
-    def need_tokenizer(self, name: str) -> Tokenizer:
-        """`name`: the model's, for the message where there is none."""
-        if self.tokenizer is None:
-            raise ValueError(f"{name} has no tokenizer files: give prompts as token ids")
-        return self.tokenizer
-
     # Requests
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-            cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> None:
-        """Check and queue a request; raises ValueError, with nothing changed, if it cannot be served."""
-        check_value("request_id", Text, request_id)
-        self.queue({request_id: self.checks.check(prompt_token_ids, params, priority=priority, cache_salt=cache_salt,
-                                                  bidirectional_spans=bidirectional_spans)})
-
-    def queue(self, checked: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
-        """Queue all requests, by id, or none: whatever can be refused is made or asked for before anything changes.
-        Returns the requests with the seeds that were drawn for them."""
+    def add(self, requests: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
+        """Queue requests, by id, atomically: if one is refused, with a ValueError, none is added. Returns the requests
+        with the seeds that were drawn for them."""
         self.check_running()
-        for request_id in checked:
+        for request_id in requests:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
-        seeded = {request_id: self._with_seed(asked, self._num_accepted + index)
-                  for index, (request_id, asked) in enumerate(checked.items())}
+        seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
+                  for index, (request_id, asked) in enumerate(requests.items())}
         self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
         self._num_accepted += len(seeded)
         for asked in seeded.values():
@@ -140,11 +126,11 @@ class Engine:
         """Go on with a request after `reset`. `known`: the first tokens of those of its samples that have not ended.
         Returns their texts so far."""
         live = self._new_live(request_id, queued)
-        live.samples = [own for own in live.samples if own[0].input.sample_index in known]
+        live.samples = [own for own in live.samples if own[0].sample_index in known]
         live.num_left = len(known)
         texts = {}
         for request, sample in live.samples:
-            index = request.input.sample_index
+            index = request.sample_index
             request.token_ids += known[index]
             texts[index] = sample.replay(known[index])
         self._enter([live] if known else [])
@@ -260,37 +246,24 @@ class Engine:
             raise EngineError(f"the engine belongs to process {self._process_id}, from which this one was forked: "
                               "start an engine in this process, or ask the other one")
 
-    def _with_seed(self, asked: CheckedRequest, num_before: int) -> CheckedRequest:
-        """`num_before`: requests that were accepted before it."""
-        if not isinstance(asked.params, SamplingParams) or asked.params.seed is not None:
-            return asked
-        params = copy.copy(asked.params)  # checked, lists and all
-        params.seed = request_seed(self._seed, num_before)
-        return asked._replace(params=params)
-
-    def _new_live(self, request_id: str, queued: CheckedRequest) -> _Live:
-        """A request and its way out, which nobody knows yet."""
-        token_ids, params, priority, cache_salt, spans = queued
-        keys = () if cache_salt is None else (f"salt={cache_salt}",)
+    def _new_live(self, request_id: str, asked: CheckedRequest) -> _Live:
+        """Build the request and the objects that turn its tokens into outputs; nothing is registered yet."""
+        params, prompt_len = asked.params, len(asked.token_ids)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            request = Request(next(self._ids), token_ids, pooling_input(params, len(token_ids), priority, keys, spans))
-            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, len(token_ids))
-            return _Live(request_id, metrics, [(request, pooled)], None, 1)
-        assert params.seed is not None
-        limit = self.limits.max_len if params.max_tokens is None else len(token_ids) + params.max_tokens
+            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len)
+            return _Live(request_id, metrics, [(Request(next(self._ids), asked, prompt_len), pooled)], None, 1)
+        limit = self.limits.max_len if params.max_tokens is None else prompt_len + params.max_tokens
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
-            own = RequestInput(params, min(limit, self.limits.max_len), params.seed, self.eos_ids, index, priority,
-                               keys, spans=spans)
-            request = Request(next(self._ids), token_ids, own)
-            key = SampleKey(request_id, index, params.seed, metrics)
+            request = Request(next(self._ids), asked, min(limit, self.limits.max_len), self.eos_ids, index)
+            key = SampleKey(request_id, index, asked.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))
-        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(len(token_ids), self.tokenizer)
+        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(prompt_len, self.tokenizer)
         return _Live(request_id, metrics, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
-        """All of them, or none."""
+        """Register all requests atomically: if one is refused, none is added."""
         self.scheduler.add(*(request for live in lives for request, _ in live.samples))
         self._live |= {live.request_id: live for live in lives}
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
@@ -307,7 +280,7 @@ class Engine:
         elif not result.finish and live.prompt_logprobs is None and result.hidden is None:
             return  # a part of its prompt was computed
         try:
-            if live.prompt_logprobs is not None and result.prompt_logprobs and not request.input.sample_index:
+            if live.prompt_logprobs is not None and result.prompt_logprobs and not request.sample_index:
                 assert isinstance(sample, SampleOutput)
                 entries = live.prompt_logprobs.take(result.epoch, result.prompt_logprobs)
                 increments.append(sample.add_prompt_logprobs(entries))

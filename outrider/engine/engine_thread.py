@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.quiet import wait_for
@@ -32,8 +33,8 @@ class EngineThread:
 
     # From any thread
 
-    def open(self, stream: Stream, add: Callable[[], None]) -> None:
-        self._send(lambda: self._add(stream, add))
+    def open(self, stream: Stream, request: CheckedRequest) -> None:
+        self._send(lambda: self._add(stream, request))
 
     def leave(self, stream: Stream) -> None:
         """The reader is gone; a request that still runs is aborted."""
@@ -103,7 +104,7 @@ class EngineThread:
     def _stop(self) -> None:
         self._stops = True
 
-    def _add(self, stream: Stream, add: Callable[[], None]) -> None:
+    def _add(self, stream: Stream, request: CheckedRequest) -> None:
         if self.error is not None:  # it has ended while the command waited
             tell(stream.loop, stream.fail, _copy(self.error))
             return
@@ -113,7 +114,7 @@ class EngineThread:
             tell(stream.loop, stream.fail, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
         try:
-            add()
+            self._engine.add({stream.request_id: request})
         except Exception as error:  # refused, with nothing changed
             tell(stream.loop, stream.fail, error)
             return
@@ -131,7 +132,7 @@ class EngineThread:
             self._engine.abort(stream.request_id)
 
     def _deliver(self, increments: list[OutputIncrement]) -> None:
-        """To every event loop its increments in one call."""
+        """Deliver the increments to each event loop with one `call_soon_threadsafe`."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, OutputIncrement]]] = {}
         for increment in increments:
             stream = self._streams.get(increment.sample.request_id)

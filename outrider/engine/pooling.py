@@ -1,4 +1,4 @@
-"""Requests for hidden states: how they are scheduled, and how the vectors of their steps become an embedding."""
+"""Requests for hidden states: how the vectors of their steps become an embedding."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import numpy as np
 
 from outrider.core import Finish, RequestResult
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
-from outrider.core.params import SamplingParams
-from outrider.core.pooling import PoolingParams, PoolingRequestOutput
-from outrider.core.spans import PromptSpans
-from outrider.sched.request import RequestInput
+from outrider.core.pooling import PoolingRequestOutput
+from outrider.core.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
     from outrider.core.pooling import Vectors
-
-# Nothing is sampled and nothing drafted for such a request; a row has parameters all the same.
-NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, detokenize=False, speculative=False)
-
-
-def pooling_input(params: PoolingParams, prompt_len: int, priority: int, cache_keys: tuple[str, ...],
-                  spans: PromptSpans) -> RequestInput:
-    return RequestInput(NOTHING_SAMPLED, prompt_len, 0, priority=priority, cache_keys=cache_keys, hidden=params.report,
-                        spans=spans)
 
 
 class PooledOutput:

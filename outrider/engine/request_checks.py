@@ -1,38 +1,28 @@
-"""RequestChecks: everything that may be wrong with a request, found before the engine takes it.
+"""RequestChecks: makes a CheckedRequest of what a caller gave, once, before the engine takes it.
 
-Reads the engine's limits and what it was started with; changes nothing, so any thread may ask.
+Everything that may be wrong with a request is found here. Reads the engine's limits and what it was started with;
+changes nothing, so any thread may ask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.core import Limits
-from outrider.core.fields import check_value, shown
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
-from outrider.core.pooling import PoolingParams, RequestParams
+from outrider.core.pooling_params import PoolingParams, RequestParams
+from outrider.core.prompts import Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
-from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer
 
-
-class CheckedRequest(NamedTuple):
-    """A request that the engine can serve."""
-
-    token_ids: list[int]
-    params: RequestParams  # with their words as tokens
-    priority: int
-    cache_salt: str | None
-    spans: PromptSpans = NO_SPANS
-
-    @property
-    def num_samples(self) -> int:
-        return self.params.n if isinstance(self.params, SamplingParams) else 1
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "bidirectional_spans")
+ONLY_TEXT = "only text and token ids are served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +35,43 @@ class RequestChecks:
     max_logprobs: int
     takes_spans: bool  # prompts may mark spans
     grammars: GrammarCompiler | None
+    model_name: str  # for messages
 
-    def check(self, prompt_token_ids: list[int], params: RequestParams, *, priority: int = 0,
-              cache_salt: str | None = None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-        return self.check_prompt(prompt_token_ids, self.check_params(params), priority, cache_salt, bidirectional_spans)
+    def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
+        (request,) = self.check_all([prompt], [params], [priority])
+        return request
 
-    def check_prompt(self, prompt_token_ids: list[int], params: RequestParams, priority: int,
-                     cache_salt: str | None, bidirectional_spans: Sequence[Any] = ()) -> CheckedRequest:
-        """Like `check`, with parameters from `check_params`."""
+    def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
+                  priorities: Sequence[int]) -> list[CheckedRequest]:
+        """One request for each prompt. May take long where a prompt is a long text, and seconds where a grammar must be
+        compiled. Requests often share parameters, which are checked once."""
+        given = {id(own): own for own in params}
+        checked = {key: self._check_params(own) for key, own in given.items()}
+        return [self._check(prompt, checked[id(own)], priority)
+                for prompt, own, priority in zip(prompts, params, priorities, strict=True)]
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.model_name} has no tokenizer files: give prompts as token ids")
+        return self.tokenizer
+
+    def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
+        given = _as_dict(prompt)
+        text, token_ids, salt, spans = map(given.get, PROMPT_KEYS)
+        check_value("prompt_token_ids", list | tuple | None, token_ids)
+        check_value("prompt", str | None, text)
+        check_value("bidirectional_spans", list | tuple | None, spans)
         check_value("priority", Priority, priority)
-        check_value("cache_salt", str | None, cache_salt)
-        self._check_tokens(prompt_token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
-        spans = self._check_spans(bidirectional_spans, len(prompt_token_ids)) if bidirectional_spans else NO_SPANS
-        return CheckedRequest(prompt_token_ids, params, priority, cache_salt, spans)
+        check_value("cache_salt", str | None, salt)
+        if token_ids is None:
+            assert isinstance(text, str), "a prompt has a text or token ids"
+            token_ids = self.need_tokenizer().encode(text)
+        token_ids = tuple(token_ids)
+        self._check_tokens(token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
+        return CheckedRequest(token_ids, params, text, priority, salt,
+                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS)
 
-    def check_params(self, given: RequestParams) -> RequestParams:
+    def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
         if isinstance(given, PoolingParams):
             return given.checked(self.limits.hidden_size)
@@ -74,20 +86,12 @@ class RequestChecks:
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.eos_ids, limits)
         if params.structured_outputs is not None:
-            self._need_grammars().check(params.structured_outputs.to_plain())
+            if self.grammars is None:
+                raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+            self.grammars.check(params.structured_outputs)
         return params
 
-    def start_form_check(self, form: StructuredOutputsParams) -> Future[None]:
-        """Compiles a grammar that is new, which may take seconds, in a thread: whoever must not wait for that in
-        `check` calls this before."""
-        return self._need_grammars().start_check(form.to_plain())
-
-    def _need_grammars(self) -> GrammarCompiler:
-        if self.grammars is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        return self.grammars
-
-    def _check_tokens(self, token_ids: list[int], max_len: int) -> None:
+    def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
         if len(token_ids) > max_len:
@@ -123,3 +127,22 @@ class RequestChecks:
             for text in (word.lstrip(), " " + word.lstrip()):
                 words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         return replace(params, bad_words_token_ids=tuple(words))
+
+
+def _as_dict(prompt: Prompt) -> dict[str, Any]:
+    """The prompt in its one form that has a place for everything."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, (list, tuple)):
+        return {"prompt_token_ids": prompt}
+    if not isinstance(prompt, dict):
+        raise ValueError(f"a prompt is a text, token ids or a dict, got {shown(prompt)}")
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids', got "
+                         f"{', '.join(map(str, prompt)) or 'nothing'}")
+    for key in prompt:
+        if key not in PROMPT_KEYS and prompt[key] is not None:
+            hint = did_you_mean(str(key), PROMPT_KEYS) or ":"
+            raise ValueError(f"a prompt's {shown(key)} is not supported{hint} {ONLY_TEXT}; known are "
+                             f"{', '.join(PROMPT_KEYS)}")
+    return prompt

@@ -15,21 +15,12 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, cast
+from typing import cast
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
-from outrider.core.pooling import Output, RequestParams, empty_output
+from outrider.core.pooling import Output, empty_output
 from outrider.engine.engine import Engine
-from outrider.engine.prompts import EncodedPrompt
-from outrider.engine.request_checks import CheckedRequest
-
-
-class Ask(NamedTuple):
-    """One request of a caller."""
-
-    prompt: EncodedPrompt
-    params: RequestParams
-    priority: int = 0
 
 
 class Caller:
@@ -65,35 +56,26 @@ class RequestLoop:
         self._lock = threading.RLock()
         self._is_at_work = False  # in `_add` or `_next_of`, or one of them was interrupted
 
-    def add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
-        """Ids of the requests. One that cannot be served raises ValueError before any is started."""
+    def add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
+        """Ids of the requests. One that the engine refuses raises ValueError before any is started."""
         with self._lock:
             self._is_at_work = True
-            ids = self._add(caller, asks)
+            ids = self._add(caller, requests)
             self._is_at_work = False
         return ids
 
-    def _add(self, caller: Caller, asks: Sequence[Ask]) -> list[str]:
+    def _add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
         self._tidy()
-        texts, checked = {}, {}
-        given = {id(ask.params): ask.params for ask in asks}  # requests often share parameters: checked once
-        params = {key: self._engine.checks.check_params(own) for key, own in given.items()}
-        for ask in asks:
-            request_id = str(next(self._ids))
-            texts[request_id] = ask.prompt.text
-            checked[request_id] = self._engine.checks.check_prompt(
-                ask.prompt.token_ids, params[id(ask.params)], ask.priority, ask.prompt.cache_salt,
-                ask.prompt.bidirectional_spans)
-        caller.left.update(checked)
+        asked = {str(next(self._ids)): request for request in requests}
+        caller.left.update(asked)
         self._is_mid_change = True
         try:
-            queued = self._engine.queue(checked)
+            queued = self._engine.add(asked)
         except Exception:  # refused, with nothing changed
             self._is_mid_change = False
             raise
         for request_id, own in queued.items():
-            output = empty_output(request_id, texts[request_id], own.token_ids, own.params)
-            self._followed[request_id] = _Followed(own, output, weakref.ref(caller))
+            self._followed[request_id] = _Followed(own, empty_output(request_id, own), weakref.ref(caller))
         self._is_mid_change = False
         return list(queued)
 

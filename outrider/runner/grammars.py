@@ -93,12 +93,12 @@ class GrammarRows:
         for admission in admissions:
             self._rows.pop(admission.row, None)
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
-            params, prompt_len = admission.params, admission.prompt_len
+            params = admission.params
             if params.structured_outputs is not None:
                 assert self._grammars is not None, "the engine has let a grammar pass that nobody compiles"
                 self._rows[admission.row] = RowGrammar(
-                    params, self._grammars.start(params.structured_outputs), admission.token_ids[prompt_len:],
-                    prompt_len, len(admission.token_ids), stop_ids_of(params, admission.eos_ids))
+                    params, self._grammars.start(params.structured_outputs), list(admission.output_ids),
+                    admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids))
 
     def reset(self) -> None:
         self._rows.clear()

@@ -40,7 +40,7 @@ class RowParams:
         for admission in admissions:
             row, params = admission.row, admission.params
             self._by_row[row] = params
-            is_plain = params.is_plain and admission.hidden is HiddenReport.NONE
+            is_plain = params.is_plain and admission.request.generates
             (self._not_plain.discard if is_plain else self._not_plain.add)(row)
             self._num_logprobs.pop(row, None)
             if params.logprobs is not None:
@@ -49,8 +49,8 @@ class RowParams:
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
             self._hidden.pop(row, None)
-            if admission.hidden is not HiddenReport.NONE:
-                self._hidden[row] = (admission.hidden, admission.max_len)
+            if not admission.request.generates:
+                self._hidden[row] = (admission.request.hidden, admission.max_len)
 
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
@@ -113,11 +113,11 @@ class RowState:
         tokens: list[int] = []
         for admission in admissions:
             start = admission.row * self.tokens.shape[1]
-            cells.append(torch.arange(start, start + len(admission.token_ids)))
+            cells.append(torch.arange(start, start + admission.num_known))
             tokens += admission.token_ids
         self.tokens.view(-1).index_copy_(0, send(torch.cat(cells), self.device),
                                          to_device(tokens, torch.int64, self.device))
-        fields = to_device([[a.row, len(a.token_ids), a.computed] for a in admissions], torch.int64, self.device)
+        fields = to_device([[a.row, a.num_known, a.computed] for a in admissions], torch.int64, self.device)
         rows, known, computed = fields.unbind(1)
         for table in self.page_tables:
             table.index_fill_(0, rows, NULL_PAGE)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
+from outrider.core.checked_request import NO_REQUEST
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.synthetic import SyntheticAcceptance
@@ -170,7 +171,7 @@ class DeviceStep:
     @torch.inference_mode()
     def load_filling(self, count: int) -> None:
         """Load what filling the drafter's slots of so many rows launches, with dead rows."""
-        dead = Admission(NULL_ROW, [0, 0], 1, 1, 2, (), SamplingParams(), 0, 0)
+        dead = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])
         self.drafting.load_filling([dead] * count, lambda admissions: dead_view(self._view_of_admitted(admissions)))
 
     def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:

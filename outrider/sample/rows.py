@@ -110,7 +110,7 @@ def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, voc
     min_tokens = params.min_tokens if params.edits_early_stops else 0  # stages run for all rows if one asks for them
     counts = (min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
     num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
-    return [top_k, admission.seed, admission.sample_index, *counts, flags_of(params, vocab), num_logprobs,
+    return [top_k, admission.request.seed, admission.sample_index, *counts, flags_of(params, vocab), num_logprobs,
             places.bias_start, places.bias_len, places.words_start, places.num_words]
 
 

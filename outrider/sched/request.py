@@ -1,7 +1,8 @@
 """Request: the host's view of one generation, from arrival to its last run.
 
-Three types: RequestInput is what the request asks and never changes; Request is where it stands; RequestStats is what
-was counted on the way. The truth about lengths is on the device; here are the settled length and the bound (see core).
+Three types: CheckedRequest is what the request asks and never changes; Request is where one of its samples stands;
+RequestStats is what was counted on the way. The truth about lengths is on the device; here are the settled length and
+the bound (see core).
 """
 
 from __future__ import annotations
@@ -9,47 +10,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.core import NULL_ROW, Admission, Bound, Finish, HiddenReport, Settled
+from outrider.core import NULL_ROW, Admission, Bound, Finish, Settled
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import SamplerLoad
-from outrider.core.params import SamplingParams
-from outrider.core.spans import NO_SPANS, PromptSpans
 
 
 class State(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestInput:
-    """Everything a request asks, beside its prompt."""
-
-    params: SamplingParams
-    end_len: int  # known tokens at which the request ends
-    seed: int
-    eos_ids: tuple[int, ...] = ()
-    sample_index: int = 0
-    priority: int = 0
-    cache_keys: tuple[str, ...] = ()  # salt and whatever else must be equal for pages to be shared
-    hidden: HiddenReport = HiddenReport.NONE
-    spans: PromptSpans = NO_SPANS
-
-    @property
-    def has_form(self) -> bool:
-        """Whether a grammar says which tokens may be sampled."""
-        return self.params.structured_outputs is not None
-
-    @property
-    def reads_prefix_cache(self) -> bool:
-        """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
-        if self.hidden in (HiddenReport.SUM, HiddenReport.ALL):
-            return False
-        return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
-
-    @property
-    def generates(self) -> bool:
-        return self.hidden is HiddenReport.NONE
 
 
 @dataclass(slots=True)
@@ -65,20 +34,23 @@ class Request:
     """Progress of one generation: its lengths, row, state and epoch."""
 
     __slots__ = (
-        "id", "input", "stats", "token_ids", "prompt_len", "end_len", "max_drafts", "sampler_load", "state", "epoch",
-        "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled", "covered", "next_event",
-        "num_proposed", "folded", "num_pending", "arrived_at", "prompt_done_at", "shares_promises", "finish", "error",
+        "id", "input", "end_len", "eos_ids", "sample_index", "stats", "token_ids", "prompt_len", "max_drafts",
+        "sampler_load", "state", "epoch", "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled",
+        "covered", "next_event", "num_proposed", "folded", "num_pending", "arrived_at", "prompt_done_at",
+        "shares_promises", "finish", "error",
     )  # fmt: skip
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], asked: RequestInput) -> None:
+    def __init__(self, request_id: int, asked: CheckedRequest, end_len: int, eos_ids: tuple[int, ...] = (),
+                 sample_index: int = 0) -> None:
+        """end_len: known tokens at which the request ends."""
         self.id = request_id
         self.input = asked
+        self.end_len, self.eos_ids, self.sample_index = end_len, eos_ids, sample_index
         self.stats = RequestStats()
-        self.token_ids = list(prompt_token_ids)  # the prompt and the settled outputs
-        self.prompt_len = len(prompt_token_ids)
-        self.end_len = asked.end_len  # here too: it is read for every request in every step
-        self.max_drafts = asked.params.max_drafts  # the caller's ceiling; None leaves it to the engine
-        self.sampler_load = SamplerLoad.from_params(asked.params)
+        self.token_ids = list(asked.token_ids)  # the prompt and the settled outputs
+        self.prompt_len = len(asked.token_ids)
+        self.max_drafts = asked.sampling.max_drafts  # the caller's ceiling; None leaves it to the engine
+        self.sampler_load = SamplerLoad.from_params(asked.sampling)
         self.state = State.WAITING
         self.epoch = 0  # rises with every preemption: results of an older epoch are dropped
         self.row = NULL_ROW
@@ -108,9 +80,8 @@ class Request:
     def admission(self, checkpoint: list[int]) -> Admission:
         """Everything that the device must learn of the request before its first step in this row. checkpoint: pages of
         the recurrent state that it begins from."""
-        asked = self.input
-        return Admission(self.row, list(self.token_ids), self.prompt_len, self.settled.at_least, self.end_len,
-                         asked.eos_ids, asked.params, asked.sample_index, asked.seed, checkpoint, asked.hidden)
+        return Admission(self.row, self.input, self.settled.at_least, self.end_len, self.eos_ids, self.sample_index,
+                         self.token_ids[self.prompt_len :], checkpoint)
 
     def leave_row(self) -> None:
         """Results of steps in flight no longer count for the request."""

@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob
 from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
 from outrider.server.forms import ForcedCalls, chat_form, forced_calls
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
+from outrider.server.generation import Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, new_id
@@ -22,15 +23,15 @@ PROMPT_END = 16  # tokens of the prompt in which a template may have opened a re
 
 
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
-    model, asks, choices = await prepare_chat(service, body, tenant)
-    run = _Chat(service, body, asks, model, choices)
+    model, requests, choices = await prepare_chat(service, body, tenant)
+    run = _Chat(service, body, requests, model, choices)
     timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
 async def prepare_chat(service: Service, body: ChatRequest,
-                       tenant: str | None) -> tuple[str, list[Ask], list[ParsedChoice]]:
-    """The model's name, what to ask of the engine, and parsers by sample if the model's text needs any."""
+                       tenant: str | None) -> tuple[str, list[CheckedRequest], list[ParsedChoice]]:
+    """The model's name, the one checked request, and parsers by sample if the model's text needs any."""
     model = service.check_model(body.model)
     _check(body, service.config.tool_call_parser)
     forced = forced_calls(body, service.config.tool_call_parser)
@@ -49,12 +50,12 @@ async def prepare_chat(service: Service, body: ChatRequest,
     if choice is not None:
         more["skip_special_tokens"] = False  # markers often are special tokens
     try:
-        asks = await service.asks(body, [prompt], tenant, **more)
+        requests = await service.check_sampled(body, [prompt], tenant, **more)
     except ApiError as error:
         raise error.renamed(_own_names(body)) from None
     # Only now: until the engine agrees, `n` may be any number.
-    others = [_parsed_choice(service, body, forced, prompt_end) for _ in range(1, asks[0].num_samples)]
-    return model, asks, [own for own in (choice, *others) if own is not None]
+    others = [_parsed_choice(service, body, forced, prompt_end) for _ in range(1, requests[0].num_samples)]
+    return model, requests, [own for own in (choice, *others) if own is not None]
 
 
 def _parsed_choice(service: Service, body: ChatRequest, forced: ForcedCalls | None,
@@ -93,17 +94,17 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 class _Chat:
-    """One request to the route, from its checked ask to its answer."""
+    """One body of the route, from its checked request to its answer."""
 
-    def __init__(self, service: Service, body: ChatRequest, asks: Sequence[Ask], model: str,
+    def __init__(self, service: Service, body: ChatRequest, requests: Sequence[CheckedRequest], model: str,
                  choices: Sequence[ParsedChoice]) -> None:
-        self._service, self._body, self._asks, self._choices = service, body, asks, choices
+        self._service, self._body, self._requests, self._choices = service, body, requests, choices
         self._id = new_id("chatcmpl")
         self._model, self._created = model, int(time.time())
-        self._usage = Usage(asks)
+        self._usage = Usage(requests)
 
     async def answer(self) -> dict[str, Any]:
-        (last,) = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
+        (last,) = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json()}
@@ -114,11 +115,11 @@ class _Chat:
         return answer
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].num_samples
+        n = self._requests[0].num_samples
         reader = ChangeReader(keeps_runs=bool(self._body.return_run_lengths))
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
-        async with aclosing(self._service.run(self._asks, self._id)) as parts:
+        async with aclosing(self._service.run(self._requests, self._id)) as parts:
             async for i, increments in parts:
                 self._usage.update(i, increments)
                 chunks = [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.errors import ApiError
-from outrider.server.generation import Ask, Change, ChangeReader, Usage, finite, named, whole_outputs
+from outrider.server.generation import Change, ChangeReader, Usage, finite, named, whole_outputs
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, new_id
 from outrider.server.token_log import TokenLog
@@ -31,23 +32,24 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
         max_tokens = 1  # nothing but the prompt is wanted: the token after it is left out of the answer
-    asks = await service.asks(body, prompts, tenant, **more, max_tokens=max_tokens)
-    run = _Completion(service, body, asks, model)
+    requests = await service.check_sampled(body, prompts, tenant, **more, max_tokens=max_tokens)
+    run = _Completion(service, body, requests, model)
     timeout = service.deadline(body)
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
 class _Completion:
-    """One request to the route, from its checked asks to its answer."""
+    """One body of the route, from its checked requests to its answer."""
 
-    def __init__(self, service: Service, body: CompletionRequest, asks: Sequence[Ask], model: str) -> None:
-        self._service, self._body, self._asks = service, body, asks
+    def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[CheckedRequest],
+                 model: str) -> None:
+        self._service, self._body, self._requests = service, body, requests
         self._id = new_id("cmpl")
         self._head = {"id": self._id, "object": "text_completion", "created": int(time.time()), "model": model}
-        self._usage = Usage(asks)
+        self._usage = Usage(requests)
 
     async def answer(self) -> dict[str, Any]:
-        outputs = await whole_outputs(self._service.run(self._asks, self._id), self._asks, self._usage)
+        outputs = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
         choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
                    for i, output in enumerate(outputs) for sample in output.outputs]
         if self._body.max_tokens == 0:
@@ -56,17 +58,18 @@ class _Completion:
                              "metrics": self._usage.metrics_to_json()}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        n = self._asks[0].num_samples
+        n = self._requests[0].num_samples
         has_text = self._service.host.llm.engine.tokenizer is not None
         readers = [ChangeReader(i * n, has_text=has_text, keeps_runs=bool(self._body.return_run_lengths))
-                   for i in range(len(self._asks))]
-        num_logs = 0 if self._body.logprobs is None else n * len(self._asks)
+                   for i in range(len(self._requests))]
+        num_logs = 0 if self._body.logprobs is None else n * len(self._requests)
         logs = [self._token_log() for _ in range(num_logs)]  # by choice
         echoes = {}  # by choice, until it is given
         if self._body.echo:
-            echoes = {i * n + k: self._prompt_text(ask.token_ids) for i, ask in enumerate(self._asks) for k in range(n)}
+            echoes = {i * n + k: self._prompt_text(list(request.token_ids))
+                      for i, request in enumerate(self._requests) for k in range(n)}
         head = compact(self._head)[:-1]
-        async with aclosing(self._service.run(self._asks, self._id)) as parts:
+        async with aclosing(self._service.run(self._requests, self._id)) as parts:
             async for i, increments in parts:
                 self._usage.update(i, increments)
                 if self._body.max_tokens == 0:

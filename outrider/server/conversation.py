@@ -24,15 +24,15 @@ class Conversation:
     async def prepare(self, tenant: str | None) -> None:
         """Raises what is wrong with the request."""
         try:
-            self.model, asks, self._choices = await prepare_chat(self._service, self._body, tenant)
+            self.model, requests, self._choices = await prepare_chat(self._service, self._body, tenant)
         except ApiError as error:
             raise error.renamed(self._names) from None
-        self._asks = asks
-        self.usage = Usage(asks)
+        self._requests = requests
+        self.usage = Usage(requests)
 
     async def events(self, request_id: str) -> AsyncGenerator[list[Event], None]:
         reader = ChangeReader()
-        async with aclosing(self._service.run(self._asks, request_id)) as parts:
+        async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:
                 self.usage.update(i, increments)
                 for change in reader.read(increments):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from outrider.core.pooling import PoolingParams
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.pooling import PoolingRequestOutput
+from outrider.core.pooling_params import PoolingParams
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Ask
 from outrider.server.protocol import Prompts, Scheduled
 from outrider.server.service import Service, new_id
 from outrider.server.work import JsonWork, Work
@@ -40,31 +41,31 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: st
                                dimensions=body.dimensions)
     except ValueError as error:
         raise bad_value(error, EmbeddingRequest.model_fields) from None
-    asks = service.checked_asks(body, prompts, params, tenant)
-    return JsonWork(_answer(service, body, asks, model), service.deadline(body))
+    requests = await service.check(body, prompts, params, tenant)
+    return JsonWork(_answer(service, body, requests, model), service.deadline(body))
 
 
-async def _answer(service: Service, body: EmbeddingRequest, asks: Sequence[Ask], model: str) -> dict[str, Any]:
+async def _answer(service: Service, body: EmbeddingRequest, requests: Sequence[CheckedRequest],
+                  model: str) -> dict[str, Any]:
     request_id = new_id("embd")
-    with service.admission.admit(len(asks), service.host.llm.engine.limits.max_requests):
+    with service.admission.admit(len(requests), service.host.llm.engine.limits.max_requests):
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_embedding(service, ask, f"{request_id}-{i}")) for i, ask in enumerate(asks)]
+                tasks = [group.create_task(_embedding(service, request, f"{request_id}-{i}"))
+                         for i, request in enumerate(requests)]
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
     write = _base64 if body.encoding_format == "base64" else _floats
     data = [{"object": "embedding", "index": i, "embedding": write(task.result())} for i, task in enumerate(tasks)]
-    num_tokens = sum(len(ask.token_ids) for ask in asks)
+    num_tokens = sum(len(request.token_ids) for request in requests)
     return {"id": request_id, "object": "list", "model": model, "data": data,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}}
 
 
-async def _embedding(service: Service, ask: Ask, request_id: str) -> Vectors:
-    assert isinstance(ask.params, PoolingParams)
-    outputs = service.host.llm.encode(ask.prompt, ask.params, request_id, priority=ask.priority)
-    async with aclosing(outputs):
+async def _embedding(service: Service, request: CheckedRequest, request_id: str) -> Vectors:
+    async with aclosing(service.host.llm.follow(request, request_id)) as outputs:
         async for output in outputs:
-            if output.outputs.data is not None:
+            if isinstance(output, PoolingRequestOutput) and output.outputs.data is not None:
                 return output.outputs.data
     raise ApiError(503, "the engine ended the request; try again", retry_after=1)
 

@@ -9,36 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from outrider.async_llm import AsyncLLM
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
-from outrider.core.params import SamplingParams
-from outrider.core.pooling import RequestParams
+from outrider.core.pooling import empty_output
 from outrider.core.step import TokenLogprobs
 from outrider.server.metrics import ServerMetrics
 
 LOWEST = -9999.0  # JSON has no infinity
 Increments: TypeAlias = AsyncGenerator[tuple[int, list[OutputIncrement]], None]  # with the index of their prompt
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One prompt of a request."""
-
-    token_ids: list[int]
-    params: RequestParams
-    priority: int = 0
-    cache_salt: str | None = None
-
-    @property
-    def num_samples(self) -> int:
-        return self.params.n if isinstance(self.params, SamplingParams) else 1
-
-    @property
-    def prompt(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt}
 
 
 class Change(NamedTuple):
@@ -105,8 +86,8 @@ def _join(one: OutputIncrement, other: OutputIncrement) -> OutputIncrement:
 class Usage:
     """Tokens of a request so far, over all its prompts and samples."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self._num_prompt = sum(len(ask.token_ids) for ask in asks)
+    def __init__(self, requests: Sequence[CheckedRequest]) -> None:
+        self._num_prompt = sum(len(request.token_ids) for request in requests)
         self._num_completion = 0
         self._metrics: dict[int, RequestMetrics] = {}  # by prompt; the engine's own
 
@@ -142,25 +123,23 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
             "num_accepted_tokens_per_pos": by_position}
 
 
-async def generate(llm: AsyncLLM, asks: Sequence[Ask], request_id: str, metrics: ServerMetrics) -> Increments:
+async def generate(llm: AsyncLLM, requests: Sequence[CheckedRequest], request_id: str,
+                   metrics: ServerMetrics) -> Increments:
     """Increments with the index of their prompt. Closing the generator aborts every prompt."""
-    if len(asks) == 1:
-        async with aclosing(_timed(llm, asks[0], request_id, metrics)) as parts:
+    if len(requests) == 1:
+        async with aclosing(_timed(llm, requests[0], request_id, metrics)) as parts:
             async for increments in parts:
                 yield 0, increments
     else:
-        streams = [_timed(llm, ask, f"{request_id}-{i}", metrics) for i, ask in enumerate(asks)]
+        streams = [_timed(llm, request, f"{request_id}-{i}", metrics) for i, request in enumerate(requests)]
         async with aclosing(_merged(streams)) as pairs:
             async for pair in pairs:
                 yield pair
 
 
-async def whole_outputs(parts: Increments, asks: Sequence[Ask], usage: Usage) -> list[RequestOutput]:
+async def whole_outputs(parts: Increments, requests: Sequence[CheckedRequest], usage: Usage) -> list[RequestOutput]:
     """The finished output of each prompt."""
-    outputs = []
-    for ask in asks:
-        assert isinstance(ask.params, SamplingParams)
-        outputs.append(RequestOutput.empty("", None, ask.token_ids, ask.params))
+    outputs = [cast(RequestOutput, empty_output("", request)) for request in requests]
     async with aclosing(parts):
         async for i, increments in parts:
             usage.update(i, increments)
@@ -169,12 +148,11 @@ async def whole_outputs(parts: Increments, asks: Sequence[Ask], usage: Usage) ->
     return outputs
 
 
-async def _timed(llm: AsyncLLM, ask: Ask, request_id: str,
+async def _timed(llm: AsyncLLM, request: CheckedRequest, request_id: str,
                  metrics: ServerMetrics) -> AsyncGenerator[list[OutputIncrement], None]:
-    assert isinstance(ask.params, SamplingParams)
-    timer = metrics.timer(request_id, len(ask.token_ids), ask.params)
+    timer = metrics.timer(request_id, len(request.token_ids), request.sampling)
     try:
-        async with aclosing(llm.increments(ask.prompt, ask.params, request_id, priority=ask.priority)) as parts:
+        async with aclosing(llm.increments(request, request_id)) as parts:
             async for increments in parts:
                 timer.observe(increments)
                 yield increments

@@ -6,18 +6,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
-from outrider.core.pooling import RequestParams
-from outrider.core.structured import StructuredOutputsParams
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.pooling_params import RequestParams
+from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Ask, Increments, generate
+from outrider.server.generation import Increments, generate
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ChatMessage, Sampled, Scheduled, Tool
 from outrider.server.settings import ServerConfig
@@ -113,40 +114,30 @@ class Service:
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
-    async def asks(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None, **more: Any) -> list[Ask]:
-        """One ask per prompt, each of which the engine has agreed to."""
+    async def check_sampled(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None,
+                            **more: Any) -> list[CheckedRequest]:
+        """One request for each prompt. `more`: sampling parameters that the body spells differently."""
         params = body.sampling(**more)
         vocab_size = self.host.llm.engine.limits.vocab_size
         if len(params.allowed_token_ids or ()) > vocab_size:
             raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
                                 f"has {vocab_size}", param="allowed_token_ids")
-        if params.structured_outputs is not None:
-            await self._check_form(body, params.structured_outputs)
-        return self.checked_asks(body, prompts, params, tenant)
+        names: tuple[tuple[str, str], ...] = ()
+        if body.structured_outputs is None:  # the form is another field's; behind reasoning it is part of a grammar
+            own = "tools" if body.response_format is None else "response_format.json_schema.schema"
+            names = (("structured_outputs.json", own), ("structured_outputs.grammar", own))
+        return await self.check(body, prompts, params, tenant, names)
 
-    async def _check_form(self, body: Sampled, form: StructuredOutputsParams) -> None:
-        """A grammar that is new may take seconds to compile."""
-        try:
-            await asyncio.wrap_future(self.host.llm.engine.checks.start_form_check(form))
-        except ValueError as error:
-            message = str(error)
-            if body.structured_outputs is None:
-                # Behind reasoning a schema is part of a grammar too.
-                own = "tools" if body.response_format is None else "response_format.json_schema.schema"
-                message = message.replace("structured_outputs.json", own).replace("structured_outputs.grammar", own)
-            raise bad_value(ValueError(message), type(body).model_fields) from None
-
-    def checked_asks(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams,
-                     tenant: str | None) -> list[Ask]:
+    async def check(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams, tenant: str | None,
+                    names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
+        """One request for each prompt. `names`: names in the engine's messages, each with the body's own."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
-        asks = [Ask(prompt, params, body.priority or 0, salt) for prompt in prompts]
-        checks = self.host.llm.engine.checks
+        given: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
         try:
-            for ask in asks:
-                checks.check(ask.token_ids, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
+            return await self.host.llm.check(given, params, body.priority or 0)
         except ValueError as error:
-            raise bad_value(error, type(body).model_fields) from None
-        return asks
+            message = reduce(lambda text, name: text.replace(*name), names, str(error))
+            raise bad_value(ValueError(message), type(body).model_fields) from None
 
     def deadline(self, body: Scheduled) -> float | None:
         """Seconds that the request may take: its own limit or the server's, whichever is less."""
@@ -154,12 +145,12 @@ class Service:
 
     # Running
 
-    async def run(self, asks: Sequence[Ask], request_id: str) -> Increments:
+    async def run(self, requests: Sequence[CheckedRequest], request_id: str) -> Increments:
         """Increments with the index of their prompt."""
         llm = self.host.llm
-        num_samples = sum(ask.num_samples for ask in asks)
+        num_samples = sum(request.num_samples for request in requests)
         with self.admission.admit(num_samples, llm.engine.limits.max_requests):
-            async with aclosing(generate(llm, asks, request_id, self.metrics)) as pairs:
+            async with aclosing(generate(llm, requests, request_id, self.metrics)) as pairs:
                 async for pair in pairs:
                     yield pair
 

@@ -19,6 +19,8 @@ from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import RequestParams
+from outrider.core.prompts import Prompt
 from outrider.drafters.base import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
@@ -122,6 +124,10 @@ class Ask:
     spans: tuple[tuple[int, int], ...] = ()
 
 
+def add_request(engine: Engine, request_id: str, prompt: Prompt, params: RequestParams, priority: int = 0) -> None:
+    engine.add({request_id: engine.checks.check(prompt, params, priority)})
+
+
 class GrowingOutputs:
     """A front in its simplest form: what an engine's increments make of its requests' outputs."""
 
@@ -131,7 +137,8 @@ class GrowingOutputs:
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0,
             spans: Sequence[tuple[int, int]] = ()) -> None:
-        self._engine.add(request_id, prompt, params, priority=priority, bidirectional_spans=spans)
+        given = {"prompt_token_ids": prompt, "bidirectional_spans": spans}
+        add_request(self._engine, request_id, given, params, priority)
         self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
 
     def step(self) -> list[RequestOutput]:

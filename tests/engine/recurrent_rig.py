@@ -16,7 +16,7 @@ import torch
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
-from outrider.core.params import SamplingParams
+from outrider.core.checked_request import NO_REQUEST
 from outrider.layers import StepContext
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
@@ -156,8 +156,8 @@ class BackendRig:
     def admit(self, row: int, seed: int, computed: int = 0, pages: Sequence[int] = ()) -> Stream:
         stream = self.streams[row] = Stream(row, seed)
         stream.computed = computed
-        self.rows.admit([Admission(row, [0] * (computed + 1), 1, computed, LENGTH, (), SamplingParams(), 0, 0,
-                                   list(pages))])
+        self.rows.admit([Admission(row, NO_REQUEST, computed, LENGTH, output_ids=[0] * computed,
+                                   checkpoint=list(pages))])
         self.check()
         return stream
 

@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
 from outrider.models.base import Model
-from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, random_model, save_folder, tiny_model
+from tests.engine.harness import (
+    CONFIGS,
+    VOCAB,
+    Ask,
+    Rig,
+    add_request,
+    greedy,
+    prompt_of,
+    random_model,
+    save_folder,
+    tiny_model,
+)
 
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "num_pages": 32}
 LLAMA = CONFIGS["llama"]
@@ -136,9 +147,9 @@ def test_a_list_of_parameters_must_fit_the_prompts(llm: LLM) -> None:
 
 def test_a_request_id_in_use_is_refused() -> None:
     with Rig(tiny_model("llama")) as rig:
-        rig.engine.add("a", [5, 6], greedy(4))
+        add_request(rig.engine, "a", [5, 6], greedy(4))
         with pytest.raises(ValueError, match="request id 'a' is in use"):
-            rig.engine.add("a", [5, 6], greedy(4))
+            add_request(rig.engine, "a", [5, 6], greedy(4))
         while rig.engine.has_work:
             rig.engine.step()
         rig.assert_clean()

@@ -19,7 +19,7 @@ import pytest
 from outrider import LLM, SamplingParams, cli
 from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS
 from outrider.config import EngineConfig, SpeculativeConfig
-from tests.engine.harness import CONFIGS, Rig, byte_tokenizer, greedy, save_folder, tiny_model
+from tests.engine.harness import CONFIGS, Rig, add_request, byte_tokenizer, greedy, save_folder, tiny_model
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 
@@ -118,9 +118,9 @@ def test_speculative_keys_that_must_be_there() -> None:
 def test_a_priority_is_refused_before_anything_is_queued(rig: Rig) -> None:
     """Others wait meanwhile: a heap that holds something compares what is pushed."""
     for i in range(9):
-        rig.engine.add(f"before {i}", [5, 6], greedy(2))
+        add_request(rig.engine, f"before {i}", [5, 6], greedy(2))
     ids = map(str, count())
-    check(lambda value: rig.engine.add(next(ids), [5, 6], greedy(2), priority=value), "priority", int)
+    check(lambda value: add_request(rig.engine, next(ids), [5, 6], greedy(2), priority=value), "priority", int)
     while rig.engine.has_work:
         rig.engine.step()
     rig.assert_clean()
@@ -129,15 +129,12 @@ def test_a_priority_is_refused_before_anything_is_queued(rig: Rig) -> None:
 def test_what_is_not_a_prompt_or_parameters(rig: Rig) -> None:
     for case, value in BAD.items():
         with pytest.raises(ValueError, match="sampling_params must be a SamplingParams"):
-            rig.engine.add("x", [5, 6], value)
+            add_request(rig.engine, "x", [5, 6], value)
         with pytest.raises(ValueError, match="prompt token id"):
-            rig.engine.add("x", [5, value], greedy(2))
-        if case not in ("text", "number as text"):
-            with pytest.raises(ValueError, match="request_id must be a text"):
-                rig.engine.add(value, [5, 6], greedy(2))
+            add_request(rig.engine, "x", [5, value], greedy(2))
         if case not in ("text", "number as text", "none", "empty text"):
             with pytest.raises(ValueError, match="cache_salt must be a text or None"):
-                rig.engine.add("x", [5, 6], greedy(2), cache_salt=value)
+                rig.engine.checks.check({"prompt_token_ids": [5, 6], "cache_salt": value}, greedy(2))
     assert not rig.engine.has_work
 
 

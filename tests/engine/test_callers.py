@@ -79,7 +79,7 @@ def test_an_async_stream_that_is_closed_unread_starts_nothing() -> None:
     async def main() -> None:
         async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
             for opened in (async_llm.generate(list(SOME_PROMPT), greedy(9), request_id="mine"),
-                           async_llm.increments(list(SOME_PROMPT), greedy(9), request_id="mine"),
+                           async_llm.increments(async_llm.engine.checks.check(list(SOME_PROMPT), greedy(9)), "mine"),
                            async_llm.chat([{"role": "user", "content": "x"}], request_id="mine"),
                            async_llm.encode(list(SOME_PROMPT), request_id="mine")):
                 await opened.aclose()

@@ -341,7 +341,7 @@ def test_a_worker_in_a_process_says_what_its_drafter_did(tmp_path: Path) -> None
     found = []
     for in_process, speculative in ((False, None), (True, drafts)):
         config = EngineConfig(model, speculative_config=speculative, **options)
-        with logged() as lines, LLM.around(start_engine(config, in_process=in_process), model) as llm:
+        with logged() as lines, LLM.around(start_engine(config, in_process=in_process)) as llm:
             outputs = llm.generate([list(prompt) for prompt in PROMPTS], [ask.params for ask in ASKS])
             found.append(tokens_of(outputs))
     assert found[0] == found[1]

@@ -16,6 +16,7 @@ from tests.engine.harness import (
     CONFIGS,
     Ask,
     Rig,
+    add_request,
     byte_tokenizer,
     greedy,
     prompt_of,
@@ -208,7 +209,7 @@ def test_a_run_of_requests_without_seeds_repeats_with_the_engine(folder: Path) -
                     with pytest.raises(ValueError):
                         engine.generate("hello", replace(unseeded, **bad))
                 with pytest.raises(ValueError):
-                    engine.engine.add("x", [1], unseeded, priority="high")  # type: ignore[arg-type]
+                    add_request(engine.engine, "x", [1], unseeded, priority="high")  # type: ignore[arg-type]
             return [output.outputs[0].text for output in first + engine.generate("hello", unseeded)]
 
     assert run(0) == run(0, refuses=True)

@@ -49,7 +49,7 @@ def make_llm(family: str, *, drafts: bool) -> LLM:
     config = EngineConfig("tiny", **SETTINGS | {"max_num_seqs": 3, "max_num_batched_tokens": 24, "num_pages": 80})
     drafter = NgramDrafter(3, min_n=1, max_n=4) if drafts else None
     worker = Worker(config, random_model(CONFIGS[family], torch.float64, 3), eos_ids=(257,), drafter=drafter)
-    return LLM.around(engine_around(config, worker, tokenizer()), family)
+    return LLM.around(engine_around(config, worker, tokenizer()))
 
 
 Answer = list[tuple[list[int], str, str | None]]

@@ -154,12 +154,15 @@ def test_whatever_adding_raises_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
         stream = llm.generate(PROMPTS[0], greedy(20))
         await anext(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(type(rig.engine.checks), "check", lambda *_, **__: {}["no such key"])
+            patch.setattr(rig.engine, "_new_live", lambda *_: {}["no such key"])
             with pytest.raises(KeyError, match="no such key"):
                 await anext(llm.generate([5, 6], greedy(2)))
         for request_id in ([], {}, None, ""):
             with pytest.raises(ValueError, match="request_id must be a text"):
                 await llm.abort(request_id)  # type: ignore[arg-type]
+            if request_id is not None:
+                with pytest.raises(ValueError, match="request_id must be a text"):
+                    await anext(llm.generate([5, 6], greedy(2), request_id=request_id))  # type: ignore[arg-type]
         assert [output async for output in stream][-1].finished and llm.is_running
 
     with_async(body)

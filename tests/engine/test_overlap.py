@@ -13,7 +13,7 @@ import pytest
 
 from outrider.core import ScheduledBatch
 from outrider.core.params import SamplingParams
-from tests.engine.harness import CONFIGS, SETTINGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import CONFIGS, SETTINGS, Ask, Rig, add_request, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.runners import DelayedRunner, PicklingRunner, ProcessRunner
 
 LENGTH = 12
@@ -99,7 +99,7 @@ def test_pages_and_rows_of_the_dead_go_to_the_living(family: str, expected: list
     with Rig(tiny_model(family), depth=3, max_num_seqs=1, num_pages=13, max_num_batched_tokens=16) as rig:
         runner = delayed(rig, 2)
         for _ in range(6):
-            rig.engine.add("dead", ASKS[1].prompt, ASKS[1].params)
+            add_request(rig.engine, "dead", ASKS[1].prompt, ASKS[1].params)
             for _ in range(4):
                 rig.engine.step()
             assert runner.lags == [] or rig.scheduler._in_flight

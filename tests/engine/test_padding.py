@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from outrider.cache.groups import CacheLayout, Group, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
-from outrider.core import NULL_PAGE, NULL_ROW, Admission, Limits, PageWrite, ScheduledBatch
-from outrider.core.params import SamplingParams
+from outrider.core import NULL_PAGE, NULL_ROW, Limits, PageWrite, ScheduledBatch
 from outrider.mixers.batch import BatchView, ExactQueries, check_rows
 from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.runner.batch import EagerShape, Inputs, PaddedSize, build_inputs, pack_eager
 from outrider.runner.rows import RowState
+from tests.unit.made_requests import made_admission
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=64, max_drafts=3, vocab_size=100)
@@ -54,7 +54,7 @@ def build(members: list[Member], padded: PaddedSize | None = None) -> tuple[Inpu
     for row, member in zip(rows, members, strict=True):
         known = member.computed + member.num_known
         tokens = [(row * 7 + i) % LIMITS.vocab_size for i in range(known)]
-        state.admit([Admission(row, tokens, 1, member.computed, LIMITS.max_len, (), SamplingParams(), 0, 0)])
+        state.admit([made_admission(row, tokens, LIMITS.max_len, prompt_len=1, computed=member.computed)])
         state.alive[row] = member.is_alive
         state.drafts[row] = torch.arange(LIMITS.max_drafts) + 50
         state.num_drafts[row] = member.live_drafts

@@ -102,7 +102,7 @@ def test_no_logit_row_and_no_draft_belongs_to_such_a_request(tmp_path: Path) -> 
     batches: list[ScheduledBatch] = rig.batches
     assert sum(sum(batch.num_known) for batch in batches) == 120
     assert not any(any(batch.samples) or any(batch.num_drafts) for batch in batches)
-    assert {admission.hidden for batch in batches for admission in batch.admissions} == {HiddenReport.SUM}
+    assert {admission.request.hidden for batch in batches for admission in batch.admissions} == {HiddenReport.SUM}
 
 
 def test_hidden_states_that_are_not_finite_end_the_request(tmp_path: Path) -> None:

@@ -141,5 +141,5 @@ def test_bad_spans_are_refused(spans: Any, message: str) -> None:
 def test_an_engine_that_cannot_serve_spans_says_which_can() -> None:
     with Rig(tiny_model("llama", torch.float32), attention_backend="native") as rig:
         with pytest.raises(ValueError, match="attention_backend='flex'"):
-            rig.engine.add("a", PROMPT, greedy(2), bidirectional_spans=SPANS)
+            rig.engine.checks.check({"prompt_token_ids": PROMPT, "bidirectional_spans": SPANS}, greedy(2))
         assert not rig.engine.has_work

@@ -21,6 +21,7 @@ from tests.engine.harness import (
     CONFIGS,
     Ask,
     Rig,
+    add_request,
     byte_tokenizer,
     greedy,
     prompt_of,
@@ -280,7 +281,7 @@ def test_what_cannot_be_compiled_is_refused_by_place() -> None:
     with rig_of() as rig:
         for asked, message in BAD.values():
             with pytest.raises(ValueError, match=message):
-                rig.engine.add("bad", [5], greedy(4, structured_outputs=asked))
+                add_request(rig.engine, "bad", [5], greedy(4, structured_outputs=asked))
         assert not rig.engine.has_work
         assert tokens_of(rig.run(ASKS[:1])) == expected()[:1]
 
@@ -291,8 +292,8 @@ def test_thousands_of_nested_rules_are_compiled_or_refused() -> None:
     nested = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2000)}
     many = {"$ref": "#/$defs/a0", "$defs": nested | {"a2000": {"type": "string"}}}
     with rig_of() as rig:
-        rig.engine.checks.check_params(greedy(4, structured_outputs=form(grammar=f'start: a0\n{chain}\na9000: "x"')))
-        rig.engine.checks.check_params(greedy(4, structured_outputs=form(json=many)))
+        rig.engine.checks.check([5], greedy(4, structured_outputs=form(grammar=f'start: a0\n{chain}\na9000: "x"')))
+        rig.engine.checks.check([5], greedy(4, structured_outputs=form(json=many)))
 
 
 def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +301,7 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.0)
     with rig_of() as rig, pytest.raises(ValueError, match="takes longer than 0 seconds to compile"):
-        rig.engine.checks.check_params(greedy(4, structured_outputs=form(regex="a+")))
+        rig.engine.checks.check([5], greedy(4, structured_outputs=form(regex="a+")))
 
 
 @pytest.mark.parametrize(
@@ -318,9 +319,9 @@ def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
 def test_models_without_a_tokenizer_or_an_end_are_refused() -> None:
     asked = greedy(4, structured_outputs=form(regex="a"))
     with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match="need a tokenizer"):
-        rig.engine.add("0", [5], asked)
+        add_request(rig.engine, "0", [5], asked)
     with Rig(tiny_model("llama"), tokenizer=byte_tokenizer()) as rig, pytest.raises(ValueError, match="no end token"):
-        rig.engine.add("0", [5], asked)
+        add_request(rig.engine, "0", [5], asked)
 
 
 def test_white_space_is_what_the_request_says() -> None:

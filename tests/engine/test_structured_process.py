@@ -30,7 +30,7 @@ def test_the_child_compiles_grammars_and_follows_them(tmp_path: Path) -> None:
     found = []
     for in_process in (False, True):
         engine = start_engine(EngineConfig(str(path), **SETTINGS), in_process=in_process)
-        with LLM.around(engine, "tiny") as llm:
+        with LLM.around(engine) as llm:
             outputs = llm.generate(["The sea is", "A tide is"], params)
             assert re.fullmatch(PATTERN, outputs[0].outputs[0].text)
             with pytest.raises(ValueError, match="structured_outputs.regex cannot be compiled"):

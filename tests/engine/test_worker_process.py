@@ -40,7 +40,7 @@ def saved(path: Path, family: str) -> str:
 
 
 def started(model: str, *, in_process: bool, **settings: Any) -> LLM:
-    return LLM.around(start_engine(EngineConfig(model, **SETTINGS | settings), in_process=in_process), model)
+    return LLM.around(start_engine(EngineConfig(model, **SETTINGS | settings), in_process=in_process))
 
 
 def pid_of(llm: LLM) -> int:

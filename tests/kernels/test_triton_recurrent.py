@@ -16,8 +16,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
 from outrider.cache.kinds import FullSpec  # noqa: E402
-from outrider.core import NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
+from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
 from outrider.kernels.triton import mamba2, recurrent_inputs  # noqa: E402
 from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
@@ -27,6 +26,7 @@ from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts  # noqa: E
 from outrider.mixers.recurrent.rows import RecurrentRows  # noqa: E402
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
+from tests.unit.made_requests import made_admission  # noqa: E402
 
 WINDOW, PAGE, MAX_LEN = 3, 16, 512
 Y_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -91,7 +91,7 @@ class Twins:
     def admit(self, row: int, computed: int = 0) -> Life:
         """Where `computed` tokens are said to have led to is nothing, like any other place."""
         for rows in self.both:
-            rows.admit([Admission(row, [0], 1, computed, MAX_LEN, (), SamplingParams(), 0, 0, [])])
+            rows.admit([made_admission(row, [0], MAX_LEN, computed=computed)])
         return Life(row, computed)
 
     def target(self, life: Life, boundary: int) -> CheckpointWrite:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.core import Admission, Limits  # noqa: E402
+from outrider.core import Limits  # noqa: E402
 from outrider.core.params import SamplingParams  # noqa: E402
 from outrider.drafters import synthetic as acceptance  # noqa: E402
 from outrider.drafters.synthetic import SyntheticAcceptance  # noqa: E402
@@ -34,6 +34,7 @@ from outrider.sample import (  # noqa: E402
 )
 from outrider.sample.filters import scale  # noqa: E402
 from outrider.sample.philox import gumbel  # noqa: E402
+from tests.unit.made_requests import made_admission  # noqa: E402
 
 
 def keys(device: torch.device, n: int) -> tuple[torch.Tensor, ...]:
@@ -167,8 +168,8 @@ HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
     rows = SamplingRows(LIMITS, device)
-    rows.admit([Admission(row=i + 1, token_ids=[5, 5], computed=0, prompt_len=2, max_len=40, params=one, eos_ids=(),
-                          seed=(1 << 40) * i - 3, sample_index=i) for i, one in enumerate(params)])  # fmt: skip
+    rows.admit([made_admission(i + 1, [5, 5], 40, one, seed=(1 << 40) * i - 3, sample_index=i)
+                for i, one in enumerate(params)])  # fmt: skip
     return rows
 
 

@@ -28,13 +28,14 @@ from outrider.models.registry import build_model
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import eos_token_ids, read_config
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request, RequestInput, State
+from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.engine.harness import Ask, Rig
 from tests.engine.harness import greedy as greedy_params
 from tests.engine.harness import tokens_of as outputs_of
 from tests.models.gemma4 import NOT_UNIFIED, TARGETS, save_target, spread
 from tests.models.oracle import DenseAttend, all_logits, hf_model, load, tokens_of
+from tests.unit.made_requests import made_request
 from tests.unit.test_cache_manager import pages_held
 
 Folders = Callable[[str], Path]
@@ -322,7 +323,7 @@ class FakeRunner:
     """Answers one step late that every draft but the last was right, until the request is as long as it may be."""
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self.scheduler, self.known, self.end_len = scheduler, request.prompt_len, request.input.end_len
+        self.scheduler, self.known, self.end_len = scheduler, request.prompt_len, request.end_len
         self._queue: deque[ScheduledBatch] = deque()
 
     def step(self, look: Callable[[], None]) -> None:
@@ -350,7 +351,7 @@ def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
     layout, limits = large_layout(), Limits(2, 2044, 32768, 3, 262144, steps_in_flight=2)
     manager = CacheManager(layout, 4_000, limits, enable_prefix_caching=False)
     scheduler = Scheduler(manager, limits, drafts=FixedDrafts(3))
-    request = Request(0, [5] * 32_000, RequestInput(SamplingParams(max_tokens=None), end_len=32_500, seed=0))
+    request = Request(0, made_request([5] * 32_000, SamplingParams(max_tokens=None)), 32_500)
     scheduler.add(request)
     runner, peak = FakeRunner(scheduler, request), [0] * len(layout.groups)
     is_sliding = [isinstance(group.spec, SlidingSpec) for group in layout.groups]

@@ -17,10 +17,12 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.grammar import compiler as compiler_module
+from outrider.engine.request_checks import RequestChecks
 from outrider.server.errors import ApiError
 from outrider.server.forms import chat_form, forced_calls
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
+from tests.counted import count_calls
 from tests.server.rig import MODEL, PATIENCE, Served, chat_tokenizer, serving, tiny_engine
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -53,11 +55,11 @@ def parsed() -> Iterator[Served]:
 
 def test_grammars_that_take_long_delay_no_other_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than the event loop has threads, which also render chats and read long prompts."""
-    goes_on, compile_, check, arrived = threading.Event(), GrammarCompiler._compile, Service._check_form, []
+    goes_on, compile_, check, arrived = threading.Event(), GrammarCompiler._compile, Service.check, []
 
-    async def noted(service: Service, *args: Any) -> None:
+    async def noted(service: Service, *args: Any) -> Any:
         arrived.append(args)
-        await check(service, *args)
+        return await check(service, *args)
 
     def slowly(own: GrammarCompiler, text: str) -> Any:
         assert goes_on.wait(PATIENCE)
@@ -65,7 +67,7 @@ def test_grammars_that_take_long_delay_no_other_request(served: Served, monkeypa
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
     monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", PATIENCE)
-    monkeypatch.setattr(Service, "_check_form", noted)
+    monkeypatch.setattr(Service, "check", noted)
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(served.post, "/v1/completions", prompt="x", max_tokens=2,
                              structured_outputs={"regex": f"[a-z]{{1,{i + 100}}}"}) for i in range(40)]
@@ -290,3 +292,14 @@ def test_offsets_of_tokens_are_within_the_text_that_was_given(served: Served, st
         offsets[choice.index] += choice.logprobs.text_offset
         assert max(choice.logprobs.text_offset, default=0) <= len(texts[choice.index])
     assert texts == [text, text] and offsets == [expected, expected]
+
+
+def test_a_body_is_checked_once_and_its_grammar_compiled_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts and samples it has, on the side of the server; a worker compiles its own."""
+    calls = count_calls(monkeypatch, (RequestChecks, "_check"), (RequestChecks, "_check_params"),
+                        (GrammarCompiler, "check"), (GrammarCompiler, "_compile"))
+    form = {"regex": "[xyz]{3,5}once"}
+    answer = served.post("/v1/completions", prompt=["a", "b"], n=2, max_tokens=3, structured_outputs=form)
+    assert len(answer.json()["choices"]) == 4
+    assert calls == {"RequestChecks._check": 2, "RequestChecks._check_params": 1, "GrammarCompiler.check": 1,
+                     "GrammarCompiler._compile": 1}

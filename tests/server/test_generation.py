@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
 from outrider.core.step import TokenLogprobs
-from outrider.server.generation import Ask, ChangeReader, Usage
+from outrider.server.generation import ChangeReader, Usage
+from tests.unit.made_requests import made_request
 
 METRICS = RequestMetrics(num_cached_tokens=3)
 
@@ -31,7 +32,7 @@ def test_any_grouping_of_increments_tells_the_same(texts: list[list[str]], data:
     order = data.draw(st.permutations([sample for sample, own in enumerate(texts) for _ in own]))
     waiting = {s: [e for e in events if e.sample.sample_index == s] for s in set(order)}
     events = [waiting[sample].pop(0) for sample in order]
-    reader, usage, told = ChangeReader(first_index=10, keeps_runs=True), Usage([Ask([1, 2], None)]), []  # type: ignore[arg-type]
+    reader, usage, told = ChangeReader(first_index=10, keeps_runs=True), Usage([made_request([1, 2])]), []
     while events:
         count = data.draw(st.integers(1, len(events)))
         usage.update(0, events[:count])

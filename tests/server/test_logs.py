@@ -16,7 +16,7 @@ from outrider.core import SamplingParams, StepResult
 from outrider.engine.step_trace import StepTrace, TracedStep
 from outrider.server.logs import FIELDS, REQUESTS, JsonFormatter, TextFormatter
 from outrider.server.tracing import Tracing
-from tests.engine.harness import Ask
+from tests.engine.harness import Ask, add_request
 from tests.server.rig import MODEL, Served, serving, tiny_engine
 
 SPANS = InMemorySpanExporter()
@@ -109,7 +109,7 @@ def test_a_worker_that_tells_no_times_is_one_part() -> None:
     traced: list[TracedStep] = []
     trace = StepTrace(traced.append, steps_per_second=1)
     rig = tiny_engine()
-    rig.engine.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
+    add_request(rig.engine, "a", [1, 2, 3], SamplingParams(max_tokens=1))
     batch = trace.schedule(rig.scheduler)
     assert batch is not None and batch.is_traced
     trace.finish(StepResult(batch.step + 1, []))  # of another step

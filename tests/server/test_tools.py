@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
-from outrider.core.params import SamplingParams
 from tests.server.rig import MODEL, Served, serving
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
@@ -29,14 +29,13 @@ def served() -> Iterator[Served]:
 def say(served: Served, text: str, run: int, finish_reason: str = "stop") -> None:
     """The model answers with the text, in runs of so many characters."""
 
-    async def increments(prompt: dict[str, Any], params: SamplingParams, request_id: str, *,
-                         priority: int) -> AsyncGenerator[list[OutputIncrement], None]:
-        assert params.skip_special_tokens is False
+    async def increments(request: CheckedRequest, request_id: str) -> AsyncGenerator[list[OutputIncrement], None]:
+        assert request.sampling.skip_special_tokens is False
         metrics = RequestMetrics()
         for start in range(0, len(text), run):
             end = SampleEnd(finish_reason) if start + run >= len(text) else None
             yield [OutputIncrement(SampleKey(request_id, i, 0, metrics), [1], text[start:start + run], end=end)
-                   for i in range(params.n)]
+                   for i in range(request.num_samples)]
 
     served.llm.increments = increments  # type: ignore[method-assign, assignment]
 

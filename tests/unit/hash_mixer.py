@@ -225,9 +225,9 @@ class HashMixerRunner:
     def _admit(self, admission: Admission) -> None:
         tokens = list(admission.token_ids)
         assert 0 <= admission.computed < len(tokens) < admission.max_len, "nothing to compute, or no room to sample"
-        hashes = chain(admission.seed, tokens)
+        hashes = chain(admission.request.seed, tokens)
         self.rows[admission.row] = Row(
-            tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.seed,
+            tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.request.seed,
             self._restored(admission),
         )  # fmt: skip
 
@@ -324,7 +324,7 @@ class HashMixerRunner:
 
     def _restored(self, admission: Admission) -> int:
         if not admission.checkpoint:
-            return state_before(admission.seed)
+            return state_before(admission.request.seed)
         assert admission.computed > 0, "a state of no tokens is restored"
         self.seen.num_restored += 1
         if self._cells[admission.checkpoint[0]][0] == NOT_FINITE:

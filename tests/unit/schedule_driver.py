@@ -18,9 +18,10 @@ from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import DraftPlan
 from outrider.sched.prompt_time import PromptTime
-from outrider.sched.request import Request, RequestInput, State
+from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
+from tests.unit.made_requests import made_request
 
 MAX_LEN = 28
 PLAIN = SamplingParams(max_tokens=None)
@@ -161,7 +162,7 @@ class Driver:
             self._make_request(index)
         layout = make_layout(*scenario.groups, state_pages=scenario.state_pages, interval=scenario.interval,
                              num_drafter=scenario.num_drafter)
-        lengths = [min(r.input.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
+        lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
         self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
@@ -185,7 +186,7 @@ class Driver:
 
     def run(self) -> Driver:
         """Until every request has ended, which takes a bounded number of steps."""
-        most = 50 + 4 * sum(r.input.end_len for r in self.requests)
+        most = 50 + 4 * sum(r.end_len for r in self.requests)
         turns = 0
         while self._arrivals or self.scheduler.has_work:
             self._disturb()
@@ -277,13 +278,13 @@ class Driver:
             prompt = (text[: rng.randint(1, len(text))] + prompt[: rng.randint(0, 3)])[: MAX_LEN - 1]
         end_len = min(MAX_LEN, len(prompt) + rng.randint(1, 12))
         seed = rng.randrange(4)
-        request = Request(index, prompt, RequestInput(
-            NO_HITS if rng.random() < 0.1 else PLAIN, end_len=end_len, seed=seed,
-            eos_ids=(STOP_ID,) if rng.random() < 0.5 else (), priority=rng.randrange(scenario.num_priorities),
-            cache_keys=(salt_of(seed),),
-        ))  # fmt: skip
+        params = NO_HITS if rng.random() < 0.1 else PLAIN
+        eos_ids = (STOP_ID,) if rng.random() < 0.5 else ()
+        asked = made_request(prompt, params, seed=seed, priority=rng.randrange(scenario.num_priorities),
+                             cache_salt=salt_of(seed))
+        request = Request(index, asked, end_len, eos_ids)
         self.requests.append(request)
-        self.expected[index] = reference(prompt, seed, end_len, request.input.eos_ids)
+        self.expected[index] = reference(prompt, seed, end_len, request.eos_ids)
 
     def _disturb(self) -> None:
         scenario, rng, scheduler = self.scenario, self.rng, self.scheduler

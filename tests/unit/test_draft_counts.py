@@ -23,7 +23,8 @@ from outrider.sched.drafts import (
     UniformDraftDepth,
     auto_drafts,
 )
-from outrider.sched.request import Request, RequestInput, State
+from outrider.sched.request import Request, State
+from tests.unit.made_requests import made_request
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free
 STEEP = StepCosts((1, 64), (1.0, 64.0))  # every token costs as much as the first
@@ -31,7 +32,7 @@ STEEP = StepCosts((1, 64), (1.0, 64.0))  # every token costs as much as the firs
 
 def running(request_id: int, proposed: int = 8, **params: object) -> Request:
     """A request that yields tokens, with drafts waiting on the device."""
-    request = Request(request_id, [5, 6, 7], RequestInput(SamplingParams(**params), 64, 0))  # type: ignore[arg-type]
+    request = Request(request_id, made_request([5, 6, 7], SamplingParams(**params)), 64)  # type: ignore[arg-type]
     request.admitted_len, request.bound.at_most, request.num_proposed = 3, 3, proposed
     request.state = State.RUNNING
     return request

@@ -612,7 +612,7 @@ if __name__ == "__main__":
     config = EngineConfig(sys.argv[1], dtype="float64", device="cpu", num_pages=40, load_format="dummy",
                           attention_backend="counting", speculative_config=drafts)
     for in_process in (False, True):
-        with LLM.around(start_engine(config, in_process=in_process), "toy") as llm:
+        with LLM.around(start_engine(config, in_process=in_process)) as llm:
             params = SamplingParams(temperature=0, max_tokens=12)
             print([o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], [8] * 20], params, use_tqdm=False)])
 """

@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from outrider.core import Admission, CheckpointWrite, HiddenReport, Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import PoolingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.mixers import EveryPosition, LatentLayer
 from outrider.mixers.base import EVERY_LENGTH
@@ -39,12 +41,13 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
                           [True] * count, [50] * count)  # fmt: skip
 
 
-def rows_of(*, prompt_len: int = 1, is_placed: bool = True, hidden: HiddenReport = HiddenReport.NONE,
+def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingParams | None = None,
             **params: Any) -> Any:
     """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
-    for asked in (SamplingParams(temperature=0), SamplingParams(temperature=0, **params)):
-        made.admit([Admission(row, [1], prompt_len, 0, 9, (), asked, 0, 0, hidden=hidden) for row in range(1, 70)])
+    for asked in (SamplingParams(temperature=0), pooling or SamplingParams(temperature=0, **params)):
+        request = CheckedRequest((1,) * prompt_len, asked)
+        made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
         are_placed=lambda rows: is_placed)))  # fmt: skip
 
@@ -94,7 +97,7 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([0]), rows_of(logprobs=21), Uncaptured.MANY_LOGPROBS),
     (batch_of([0]), rows_of(logit_bias={3: 1.0}, is_placed=False), Uncaptured.UNPLACED_LISTS),
     (batch_of([0], num_known=9), rows_of(prompt_logprobs=1, prompt_len=50), Uncaptured.PROMPT_LOGPROBS),
-    (batch_of([0], num_known=9), rows_of(hidden=HiddenReport.SUM), Uncaptured.HIDDEN_STATES),
+    (batch_of([0], num_known=9), rows_of(pooling=PoolingParams(pooling="mean")), Uncaptured.HIDDEN_STATES),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
 ], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "too many requests",

@@ -16,9 +16,10 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import HashMixerRunner, make_layout
+from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Scenario
 from tests.unit.test_recurrent_cache import GROUPS, SEEDS
 from tests.unit.test_scheduler_random import run
@@ -44,7 +45,7 @@ class Rig:
         self.depth, self._results = depth, list[StepResult]()
 
     def add(self, *prompts: Sequence[int], first: int = 0) -> list[Request]:
-        requests = [Request(first + i, list(prompt), RequestInput(PARAMS, end_len=len(prompt) + 3, seed=0))
+        requests = [Request(first + i, made_request(prompt, PARAMS), len(prompt) + 3)
                     for i, prompt in enumerate(prompts)]
         self.scheduler.add(*requests)
         return requests

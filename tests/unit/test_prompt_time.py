@@ -12,10 +12,11 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
 from outrider.sched.prompt_time import ESTABLISHED_STEPS, Burst, Patience, PromptLine, PromptTime, burst_bounds
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.waiting import WaitingRequests
 from tests.unit.hash_mixer import make_layout
+from tests.unit.made_requests import made_request
 
 # A step takes a tenth of a millisecond for its weights and a hundredth of one for each token.
 COSTS = MixedStepCosts((16, 32, 64, 128), (0.26e-3, 0.42e-3, 0.74e-3, 1.38e-3))
@@ -29,7 +30,7 @@ def scheduler(max_ms: float, costs: MixedStepCosts = COSTS, patience: Patience =
 
 
 def request(index: int, prompt: int) -> Request:
-    return Request(index, [3] * prompt, RequestInput(SamplingParams(max_tokens=None), end_len=prompt + 500, seed=0))
+    return Request(index, made_request([3] * prompt, SamplingParams(max_tokens=None)), prompt + 500)
 
 
 def run_step(sched: Scheduler) -> dict[int, int]:

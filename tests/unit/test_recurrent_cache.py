@@ -16,9 +16,10 @@ from outrider.cache.manager import CacheManager
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
-from outrider.sched.request import Request, RequestInput
+from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
+from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import MAX_LEN, PLAIN, Driver, Scenario
 from tests.unit.test_scheduler_random import GROUPS, PAGES, SEEDS, run
 
@@ -285,7 +286,7 @@ def scheduler(max_drafts: int = 3, steps: int = 1, num_pages: int = 60) -> Sched
 
 def request(index: int, prompt: Sequence[int], new: int = 20) -> Request:
     params = SamplingParams(max_tokens=None)
-    return Request(index, list(prompt), RequestInput(params, end_len=len(prompt) + new, seed=0))
+    return Request(index, made_request(prompt, params), len(prompt) + new)
 
 
 def play(batch: ScheduledBatch, state: dict[int, tuple[int, int]], accepted: int = 0, finish: Finish = Finish.NO,
@@ -530,8 +531,8 @@ def test_another_turn_begins_where_the_last_one_ended() -> None:
         text = first.token_ids
         if len(text) + 2 > MAX_LEN:
             continue
-        asked = RequestInput(PLAIN, end_len=len(text) + 2, seed=0, cache_keys=first.input.cache_keys)
-        driver.scheduler.add(Request(1, [*text, 1], asked))
+        asked = made_request([*text, 1], PLAIN, cache_salt=first.input.cache_salt)
+        driver.scheduler.add(Request(1, asked, len(text) + 2))
         batch = driver.scheduler.schedule()
         assert batch is not None
         hits.append(batch.admissions[0].computed == (len(text) - 1) // 4 * 4)

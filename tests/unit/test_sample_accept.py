@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core import Admission, Finish, Limits
-from outrider.core.params import SamplingParams
+from outrider.core import Finish, Limits
 from outrider.sample import Accepted, SamplingRows, accept
+from tests.unit.made_requests import made_admission
 
 LIMITS = Limits(max_requests=6, max_batched_tokens=64, max_len=20, max_drafts=5, vocab_size=4, max_stop_ids=3)
 
@@ -48,9 +48,7 @@ def naive(case: Case) -> tuple[list[int], int, Finish]:
 def run_accept(cases: list[Case], width: int) -> Accepted:
     rows, row = SamplingRows(LIMITS, torch.device("cpu")), [LIMITS.max_requests - i for i in range(len(cases))]
     rows.admit([
-        Admission(row=r, token_ids=[0], prompt_len=1, computed=0, max_len=c.end_len, eos_ids=c.stop_ids,
-                  params=SamplingParams(), sample_index=0, seed=0)
-        for c, r in zip(cases, row, strict=True)
+        made_admission(r, [0], c.end_len, eos_ids=c.stop_ids) for c, r in zip(cases, row, strict=True)
     ])
     # Undefined where a request has no logit rows: here as many as there are.
     first_logit = [sum(len(c.sampled) for c in cases[:i]) for i in range(len(cases))]

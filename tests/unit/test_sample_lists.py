@@ -18,14 +18,14 @@ from outrider.kernels.sampling_flags import IN_PROMPT
 from outrider.sample import SamplingRows
 from outrider.sample.arena import Arena
 from outrider.sample.rows import NO_LOGPROBS
+from tests.unit.made_requests import made_admission
 
 LIMITS = Limits(max_requests=4, max_batched_tokens=16, max_len=16, max_drafts=2, vocab_size=70, max_list_ints=40)
 CPU = torch.device("cpu")
 
 
 def admission(row: int, token_ids: tuple[int, ...] = (1, 2, 2, 3, 3, 3), **fields: Any) -> Admission:
-    return Admission(row=row, token_ids=list(token_ids), computed=0, prompt_len=3, max_len=16, eos_ids=(), seed=0,
-                     params=SamplingParams(**fields), sample_index=0)  # fmt: skip
+    return made_admission(row, token_ids, 16, SamplingParams(**fields), prompt_len=3)
 
 
 class TestArena:

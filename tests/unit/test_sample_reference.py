@@ -18,6 +18,7 @@ from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample
+from tests.unit.made_requests import made_admission
 
 VOCAB = 13
 LIMITS = Limits(
@@ -172,10 +173,8 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
 
 
 def _admission(case: Case, row: int) -> Admission:
-    return Admission(
-        row=row, token_ids=list(case.known), prompt_len=case.prompt_len, computed=0, max_len=case.max_len,
-        eos_ids=case.eos_ids, params=case.params, sample_index=case.sample_index, seed=case.seed,
-    )
+    return made_admission(row, case.known, case.max_len, case.params, prompt_len=case.prompt_len, seed=case.seed,
+                          eos_ids=case.eos_ids, sample_index=case.sample_index)
 
 
 TOKEN = st.integers(0, VOCAB - 1)

@@ -19,6 +19,7 @@ from outrider.sample.draw import draw_tokens
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.sampler import sample_chunk
+from tests.unit.made_requests import made_admission
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -257,8 +258,7 @@ class TestRows:
         second = replace(GREEDY, top_p=0.5, top_k=7, min_p=0.1)
 
         def admission(row: int, params: SamplingParams) -> Admission:
-            return Admission(row=row, token_ids=[1], prompt_len=1, computed=0, max_len=9, eos_ids=(), params=params,
-                             sample_index=2, seed=-5)
+            return made_admission(row, [1], 9, params, sample_index=2, seed=-5)
 
         rows.admit([admission(4, first), admission(2, second)])
         assert rows.temperature.tolist() == [0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0]

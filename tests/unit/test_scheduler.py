@@ -13,9 +13,10 @@ from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts, auto_drafts
 from outrider.sched.host_drafts import HostDrafts
-from outrider.sched.request import Request, RequestInput, State
+from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
+from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Driver, Scenario, Totals
 
 PARAMS = SamplingParams(max_tokens=None)
@@ -31,7 +32,7 @@ def scheduler(
 
 def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
     tokens = [index * 7 + i for i in range(prompt)]
-    return Request(index, tokens, RequestInput(PARAMS, end_len=prompt + new, seed=0, priority=priority))
+    return Request(index, made_request(tokens, PARAMS, priority=priority), prompt + new)
 
 
 def result_of(batch: ScheduledBatch, finish: dict[int, Finish] | None = None) -> StepResult:

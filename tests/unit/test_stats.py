@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from outrider.core import Admission, RequestResult, ScheduledBatch, StepResult, Uncaptured
+from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
 from outrider.core.outputs import RequestMetrics
-from outrider.core.params import SamplingParams
 from outrider.engine.stats import EngineStats, StatsLog
+from tests.unit.made_requests import made_admission
 
 
 def result(run: int, drafted: int = 0, accepted: int = 0) -> RequestResult:
@@ -18,7 +18,7 @@ def result(run: int, drafted: int = 0, accepted: int = 0) -> RequestResult:
 
 def batch(drafts: list[int], samples: list[bool], hits: list[int]) -> ScheduledBatch:
     count = len(drafts)
-    admissions = [Admission(i + 1, [1, 2, 3], 3, hit, 9, (), SamplingParams(), 0, 0) for i, hit in enumerate(hits)]
+    admissions = [made_admission(i + 1, [1, 2, 3], 9, computed=hit) for i, hit in enumerate(hits)]
     rows = list(range(1, count + 1))
     return ScheduledBatch(0, rows, [0] * count, rows, [1] * count, drafts, samples, [1] * count, admissions)
 

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ NUM_STARTING = 4  # matchers that are made at the same time
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
 MAX_PROBES = 200  # schemas that are compiled to find the place of a mistake
 MAX_MESSAGE = 400
+T = TypeVar("T")
 INSTALL = "structured output needs the package llguidance: pip install 'outrider[grammar]'"
 
 
@@ -59,9 +60,10 @@ class GrammarCompiler:
             raise ValueError("structured_outputs: this model has no end token, so no text could end")
         self._compiled(asked)
 
-    def start_check(self, asked: StructuredOutputsParams) -> Future[None]:
-        """As `check`, for whoever must not wait. A check that has not begun can be cancelled."""
-        return self._checking.submit(self.check, asked)
+    def start_check(self, check: Callable[[], T]) -> Future[T]:
+        """Run a check that may compile a grammar in a thread, for callers that must not wait. Until the check has begun
+        it can be cancelled."""
+        return self._checking.submit(check)
 
     def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
         """A matcher at the start of its text, in a while: a worker's own thread must not wait for it."""

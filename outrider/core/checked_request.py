@@ -1,0 +1,77 @@
+"""CheckedRequest: what one request asks of the engine, in one value from the fronts to the admission. No torch.
+
+`engine/request_checks.py` makes every one of them, so holding one means that the engine can serve it. Whatever a
+request is made of is a field here: the files between the fronts and the worker pass the value on as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import HiddenReport, PoolingParams, RequestParams
+from outrider.core.spans import NO_SPANS, PromptSpans
+
+# A request for hidden states samples and drafts nothing; its row has parameters all the same.
+NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, seed=0, detokenize=False, speculative=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    token_ids: tuple[int, ...]
+    params: RequestParams  # the request's own copy, with its words as tokens
+    text: str | None = None  # the prompt's, if the caller gave any
+    priority: int = 0
+    cache_salt: str | None = None
+    spans: PromptSpans = NO_SPANS
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.params if isinstance(self.params, SamplingParams) else NOTHING_SAMPLED
+
+    @property
+    def hidden(self) -> HiddenReport:
+        return self.params.report if isinstance(self.params, PoolingParams) else HiddenReport.NONE
+
+    @property
+    def seed(self) -> int:
+        """The caller's seed, or the one that the engine drew when it took the request."""
+        assert self.sampling.seed is not None, "the engine has not taken the request yet"
+        return self.sampling.seed
+
+    @property
+    def num_samples(self) -> int:
+        return self.sampling.n
+
+    @property
+    def generates(self) -> bool:
+        return self.hidden is HiddenReport.NONE
+
+    @property
+    def has_form(self) -> bool:
+        """Whether a grammar says which tokens may be sampled."""
+        return self.sampling.structured_outputs is not None
+
+    @property
+    def cache_keys(self) -> tuple[str, ...]:
+        """Whatever must be equal for requests to share pages, beside their tokens."""
+        return () if self.cache_salt is None else (f"salt={self.cache_salt}",)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
+        if self.hidden in (HiddenReport.SUM, HiddenReport.ALL):
+            return False
+        return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
+
+    def with_seed(self, seed: int) -> CheckedRequest:
+        """The same request if it has a seed or samples nothing, else a copy with this one."""
+        if self.sampling.seed is not None:
+            return self
+        params = copy.copy(self.sampling)  # its lists are the request's own already
+        params.seed = seed
+        return replace(self, params=params)
+
+
+NO_REQUEST = CheckedRequest((0,), NOTHING_SAMPLED)  # of the null row
