@@ -88,6 +88,10 @@ class CacheManager:
         self._smallest_page = min(g.page_tokens for g in self.groups)
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
+    def mark_all_unclean(self) -> None:
+        """Every page may hold bytes of another group: steps of an earlier cache may have written it."""
+        self.pool.mark_unclean(range(1, self.pool.num_pages))
+
     # Admission
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,

@@ -146,7 +146,7 @@ class Engine:
         on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
         of the new generation and is forgotten with it."""
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
-        scheduler.cache.pool.mark_unclean(range(1, scheduler.cache.pool.num_pages))
+        scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples = deque(), {}, {}
         self._is_step_missing, self.scheduler = False, scheduler
 
