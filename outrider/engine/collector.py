@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_engines: set[int] = set()  # ids of the engines for which the heap is frozen
+
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
@@ -24,9 +26,22 @@ def collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def freeze_heap(owner: object) -> None:
-    """Leave everything that lives now out of collections for as long as the owner lives. Collections go on, and look
-    at what is made from now on."""
+def freeze_heap(engine: object) -> None:
+    """Leave everything that lives now out of collections until all engines that froze the heap have ended. Collections
+    go on, and look at what is made from now on."""
     gc.collect()
     gc.freeze()
-    weakref.finalize(owner, gc.unfreeze).atexit = False
+    _engines.add(id(engine))
+    weakref.finalize(engine, _release, id(engine)).atexit = False
+
+
+def unfreeze_heap(engine: object) -> None:
+    """The engine was closed. Python unfreezes the heap as a whole, so it stays frozen while another engine runs."""
+    _release(id(engine))
+
+
+def _release(engine_id: int) -> None:
+    if engine_id in _engines:
+        _engines.remove(engine_id)
+        if not _engines:
+            gc.unfreeze()

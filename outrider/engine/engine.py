@@ -6,7 +6,6 @@ runner may live in another thread or process.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -21,6 +20,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
+from outrider.engine.collector import unfreeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput
@@ -184,7 +184,7 @@ class Engine:
             self._stats_log.close()
             self._stats_log = None
         self.runner.close()
-        gc.unfreeze()  # what start-up made may be garbage from now on
+        unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     # Inside
 
