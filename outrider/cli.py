@@ -273,7 +273,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
-    if sys.stdout is None:  # closed by whoever started this process (`>&-`)
+    if sys.stdout is None:  # closed by the process that started this one (`>&-`)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an answer is not lost for a character that a terminal lacks
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output is gone; Python would complain again when it closes it.
+        # The reader of our output has ended; Python would complain again when it closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:

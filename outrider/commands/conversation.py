@@ -1,4 +1,4 @@
-"""Conversation: the turns of a chat, whoever answers them."""
+"""Conversation: the turns of a chat, with a local model or a server."""
 
 from __future__ import annotations
 

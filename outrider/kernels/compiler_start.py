@@ -18,7 +18,7 @@ _hashing: list[Thread] = []  # at most one
 
 def hash_compiler_ahead(device: str = "auto") -> None:
     """Begin to hash the compiler, in a process that will load a model for this device and has not imported torch yet.
-    Does nothing where no GPU is seen, or no Triton is: whoever compiles all the same hashes then."""
+    Does nothing without a GPU or without Triton: the first compilation hashes then."""
     if device != "cpu" and not _hashing and _DRIVER.exists() and find_spec("triton") is not None:
         # No daemon: a process that ends while a library sets itself up would abort, so its end waits.
         _hashing.append(Thread(target=_hash, name="outrider-hash-compiler"))
@@ -44,7 +44,7 @@ def _start() -> None:
 
 
 def _hash() -> None:
-    with suppress(Exception):  # whoever compiles something will see it
+    with suppress(Exception):  # the first compilation raises it again
         from triton.runtime.cache import triton_key
 
         triton_key()
@@ -52,7 +52,7 @@ def _hash() -> None:
 
 def _find_assembler() -> None:
     """Triton asks the assembler for its version, in a process, and remembers the answer."""
-    with suppress(Exception):  # whoever compiles something will see it
+    with suppress(Exception):  # the first compilation raises it again
         from triton import knobs
 
         assert knobs.nvidia.ptxas is not None
@@ -61,5 +61,5 @@ def _find_assembler() -> None:
 def _make_driver() -> None:
     from triton.runtime import driver
 
-    with suppress(Exception):  # whoever launches something will see it
+    with suppress(Exception):  # the first launch raises it again
         assert driver.active is not None

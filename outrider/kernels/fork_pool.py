@@ -73,7 +73,7 @@ class ForkPool:
             end.close()
         if self.num_done < self.num_given:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._first, signal.SIGKILL)  # not waited for before, so that its number is nobody else's
+                os.killpg(self._first, signal.SIGKILL)  # not waited for before, so that no other process has its number
         with suppress(ChildProcessError):
             os.waitpid(self._first, 0)
 
@@ -90,9 +90,9 @@ class ForkPool:
         first = _fork()
         if first == 0:
             try:
-                os.setpgid(0, 0)  # here and in the parent: whoever is first, nothing is started outside of the group
+                os.setpgid(0, 0)  # here and in the parent, so that nothing is started outside of the group
                 self._todo_end.close()
-                self._done.close()  # with the parent gone nobody reads: writing fails, and ends a fork
+                self._done.close()  # when the parent has ended, writing fails, which ends a fork
                 others = []
                 for _ in range(num_forks - 1):
                     others.append(_fork())

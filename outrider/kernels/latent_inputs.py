@@ -1,7 +1,7 @@
 """The inputs of latent attention: norms, ropes and cache writes of compressed vectors, and products of single heads.
 
 The torch twins of the kernels. Ropes leave the rotating dimensions in halves: where the checkpoint has them in pairs
-(0 and 1, 2 and 3), the first of each pair comes before the second. Products of such heads are the same.
+(0 and 1, 2 and 3), the first of each pair comes before the second. Products of heads in this order are the same.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
 
 def contain_non_finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v [tokens, heads, dim] as they go into a cache. A token that holds what is not finite gets keys of NaN, so
-    that whoever may see it fails, and values of 0, so that nobody else is touched: a weight of 0 times NaN is NaN."""
+    that every token that may attend to it fails, and values of 0, so that no other is touched: 0 times NaN is NaN."""
     is_finite = (k.isfinite() & v.isfinite()).all(dim=(1, 2), keepdim=True)
     return torch.where(is_finite, k, torch.nan), torch.where(is_finite, v, 0)
 

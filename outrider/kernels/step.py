@@ -58,7 +58,7 @@ class PreparedStep:
     positions: torch.Tensor  # [tokens]
     token_ids: torch.Tensor  # [tokens]
     slots: tuple[torch.Tensor, ...]  # per group [tokens]
-    logit_row: torch.Tensor  # [logit rows] row of its request; the null row past the live drafts, where nobody looks
+    logit_row: torch.Tensor  # [logit rows] row of its request; the null row past the live drafts
     logit_position: torch.Tensor  # [logit rows] of the token being chosen
 
 

@@ -1,7 +1,7 @@
 """TokenCounts: how often each row's outputs hold each token of the vocabulary, and which tokens its prompt holds.
 
 Built when a request with penalties takes a row (its prompt and settled outputs, after a resumption too), then moved by
-accepted tokens only. Its memory, rows x vocabulary, is taken when the first such request comes.
+accepted tokens only. Its memory, rows x vocabulary, is taken when the first request asks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("outrider")
 class TokenCounts:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits, self._device = limits, device
-        self.packed: torch.Tensor | None = None  # [rows, vocabulary] int32: IN_PROMPT | outputs; None: nobody asked yet
+        self.packed: torch.Tensor | None = None  # [rows, vocabulary] int32: IN_PROMPT | outputs; None: not asked for
         self._address = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property

@@ -1,6 +1,6 @@
 """StepNeeds and StepExtras: what the host knows of a batch's sampling, worked out before the step.
 
-Needs are flags: a stage that nobody asked for costs nothing. Extras are the rare per-request lists (logit bias,
+Needs are flags: a stage that no request asks for costs nothing. Extras are the rare per-request lists (logit bias,
 allowed tokens, bad words) as flat index tensors over the step's logit rows. Neither knows a token or a length.
 """
 
@@ -30,7 +30,7 @@ class StepNeeds:
     any_grammar: bool = False
     any_min_p: bool = False
     any_top_p: bool = False
-    max_top_k: int = 0  # 0: nobody has a top-k
+    max_top_k: int = 0  # 0: no request has a top-k
     any_top_p_alone: bool = False  # top-p without top-k: it may keep any number of tokens
     max_logprobs: int | None = None  # -1: the whole vocabulary
     are_lists_placed: bool = True  # logit biases and bad words lie in row state, where kernels read them
@@ -120,7 +120,7 @@ class BadWords:
 
 @dataclass(frozen=True)
 class StepExtras:
-    """The rare lists of one step, None where nobody has one. `*_rows` are the entries' logit rows, for the host."""
+    """The rare lists of one step, None where no request has one. `*_rows` are the entries' logit rows, for the host."""
 
     bias: LogitBias | None = None
     allowed: AllowedTokens | None = None

@@ -60,7 +60,7 @@ def _top_k_threshold(greatest: torch.Tensor, top_k: torch.Tensor, vocab: int) ->
 
 
 def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[L, 1]: the least likely token such that all likelier ones together stay below p, or -inf where p is 1.
+    """[L, 1]: the least likely token whose likelier ones together stay below p, or -inf where p is 1.
 
     `greatest` may hold tokens that top-k has taken from `scaled`; they come after all that it left, where the
     mass before them is the whole mass, so they never get in."""

@@ -21,7 +21,7 @@ log = logging.getLogger("outrider")
 class GrammarMasks:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits, self._device = limits, device
-        self.words: torch.Tensor | None = None  # [rows, run, mask words] int32; None: nobody asked yet
+        self.words: torch.Tensor | None = None  # [rows, run, mask words] int32; None: no request has asked yet
 
     @property
     def num_words(self) -> int:

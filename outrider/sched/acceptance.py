@@ -76,7 +76,7 @@ class Acceptance:
 
     def is_probe_due(self, request_id: int) -> bool:
         """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself
-        at any time, and without drafts nobody would notice."""
+        at any time, and without drafts that would go unnoticed."""
         rates = self._rates_of(request_id, idle=PROBE_AFTER * 3 // 4)  # a new request is tried soon
         rates.fade(FORGETTING)
         rates.gains = []

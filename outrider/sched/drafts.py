@@ -122,7 +122,7 @@ class UniformDraftDepth:
 
 class UniformDrafts(_LearningDrafts):
     """Equal counts for all. Where a step is padded to equal counts, a draft of one request costs what a draft of each
-    of them costs. The drafter rests while nobody drafts."""
+    of them costs. The drafter rests while no request drafts."""
 
     def __init__(self, k: int, costs: StepCosts) -> None:
         super().__init__(k, costs)
@@ -176,7 +176,7 @@ class IndividualDrafts(_LearningDrafts):
                 if not wanted[index]:
                     wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
         elif best == 0 and self._since_drafts and self._since_drafts % PROBE_ALL_AFTER == 0:
-            # The drafter rests while nobody drafts, so all try together.
+            # The drafter rests while no request drafts, so all try together.
             for _, index in candidates:
                 wanted[index] = 1
         return DraftPlan(wanted, self._proposal(best))

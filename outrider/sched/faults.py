@@ -4,7 +4,7 @@ A step may fail by chance, or because of one request's data. The requests of a f
 come further than the step would have brought it:
 
     first failure    all are computed again together, beside everybody else
-    second failure   the requests of that step are tried in two halves, one after the other; nobody else runs meanwhile
+    second failure   the requests of that step are tried in two halves, one after the other; no other runs meanwhile
     a half fails     it is halved again, and so on; a request that fails twice alone is the culprit
 
 So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and its mates in fewer.
@@ -61,7 +61,8 @@ class Suspects:
         self._num_acquittals.pop(request, None)
 
     def clear(self, computed: Mapping[int, int]) -> bool:
-        """`computed`: settled tokens of each request. Returns whether others are on trial now, or nobody any more."""
+        """`computed`: settled tokens of each request. Returns whether the requests on trial have
+        changed."""
         self._points = {request: point for request, point in self._points.items() if computed[request] < point}
         self._failed_alone &= self._points.keys()
         before = self.on_trial

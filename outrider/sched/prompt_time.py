@@ -47,7 +47,7 @@ PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
 
 
 class FullStep:
-    """Room for prompts in a step that nobody waits for: all the tokens that are left."""
+    """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
 
     def __init__(self, budget: int) -> None:
         self.tokens_left = budget

@@ -138,9 +138,9 @@ class Scheduler:
         return updates
 
     def recover(self, error: str) -> None:
-        """The oldest step in flight failed, and none runs any more. Nobody knows what the device holds of any row, nor
-        what these steps wrote: whoever has a row begins again from its settled tokens, in a new generation of steps.
-        The request that is to blame ends, once that is known."""
+        """The oldest step in flight failed, and none runs any more. What the device holds of any row, and what these
+        steps wrote, is unknown: every request with a row begins again from its settled tokens, in a new generation of
+        steps. The request that caused the failure ends, once it is known."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -171,8 +171,8 @@ class Scheduler:
     # Inside: making a batch
 
     def _plan_drafts(self) -> DraftPlan:
-        """For those who run; while nobody does, for those about to be admitted: a drafter that guesses from
-        the prompt must see it from its first token."""
+        """Plan drafts for the running requests or, if none runs, for those about to be admitted: a drafter that guesses
+        from the prompt must see it from its first token."""
         if self._drafts is None:
             return DraftPlan([0] * len(self._running), 0)
         requests = self._running or self._waiting.first(len(self._free_rows))
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _schedule_decoding(self, batch: BatchBuilder, plan: DraftPlan) -> tuple[list[Request], int, bool]:
         """A token and drafts for every request that yields tokens. Returns the requests that still compute their
-        prompts, the tokens left for them, and whether pages were missing: then nobody may be admitted."""
+        prompts, the tokens left for them, and whether pages were missing: then no request may be admitted."""
         running = list(self._running)
         budget = self.limits.max_batched_tokens
         prefills: list[Request] = []
@@ -276,7 +276,8 @@ class Scheduler:
         self._admissions.append(request.admission(self.cache.restored(request.id)))
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
-        """Pages up to `bound`. Waits for outstanding results before it preempts whoever matters least, even itself."""
+        """Get pages up to `bound`. Waits for outstanding results, then preempts the least important request, perhaps
+        this one."""
         target = Bound(bound)
         while not self.cache.reserve(request.id, target):
             if self._in_flight:
@@ -295,7 +296,7 @@ class Scheduler:
         self._give_up_row(request)
 
     def _give_up_row(self, request: Request) -> None:
-        """As `_preempt`, but what steps in flight may have written is left to nobody."""
+        """As `_preempt`, but pages that a step in flight may still write are not published."""
         self.stats.num_preemptions += 1
         request.stats.num_preemptions += 1
         self._release(request)
@@ -367,7 +368,7 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish, early: bool = True) -> None:
         request.finish = finish
         if request.state is State.RUNNING:
-            if finish is not Finish.ERROR:  # pages that a failed step wrote are published to nobody
+            if finish is not Finish.ERROR:  # pages that a failed step wrote are not published
                 is_exact = not early or request.unsettled == 0
                 self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=is_exact)
             self._release(request)

@@ -64,7 +64,7 @@ class WaitingRequests:
         return heapq.heappop(self._heap)[1]
 
     def hold_back_all_but(self, on_trial: Container[int] | None) -> None:
-        """`None`: hold back nobody any more."""
+        """`None`: hold back no request any more."""
         self._on_trial = on_trial
         entries = [*self._heap, *self._held_back]
         self._heap = [entry for entry in entries if self._may_run(entry[1])]

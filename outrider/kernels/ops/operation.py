@@ -8,7 +8,7 @@
     normed = rms_norm(x, weight, eps)     # has the signature of the reference, also for mypy
 
 A call runs the first kernel that serves the device and the dtype of its *subject*, the first argument unless the row
-says otherwise, and whose `takes` agrees to the arguments; the reference where none does. Nobody else chooses. Kernels
+says otherwise, and whose `takes` agrees to the arguments; the reference where none does. No other code chooses. Kernels
 are imported at their first use. The column `exact` says how the operation keeps the promise of exact mode, in which a
 token row's bits do not depend on the other token rows; callers ask `variant(exact)` for the operation to call.
 """
@@ -80,8 +80,8 @@ def is_compiling(device: torch.device) -> bool:
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Imports Triton, then prepares its compiler and imports the kernels in threads of their own, so that whoever
-    compiles later need not wait for that. Meanwhile weights can be loaded."""
+    """Imports Triton, then prepares its compiler and imports the kernels in threads of their own, so that the
+    first compilation need not wait for that. Meanwhile weights can be loaded."""
     if device.type == "cuda" and find_spec("triton") is not None:
         with suppress(ImportError):
             import_module("triton")  # whole: of two threads that import it, one would find half of it
@@ -99,7 +99,7 @@ class Exactness(Enum):
 
 @dataclass(frozen=True)
 class Refused:
-    """The operation has no exact variant. Whoever needs it in exact mode refuses to start, with these words."""
+    """The operation has no exact variant. A model that needs it does not start in exact mode; these words say why."""
 
     reason: str
 
@@ -219,7 +219,7 @@ def operations() -> dict[str, Operation[..., Any]]:
 def using(kind: str, *chosen: Operation[..., Any]) -> Iterator[None]:
     """Within this context these operations, or all, run kernels of one kind on any device, or their reference.
 
-    For tests: Triton's kernels run on the CPU under its interpreter. Operations without such a kernel, and calls that
+    For tests: Triton's kernels run on the CPU under its interpreter. Operations without this kind, and calls that
     it does not take, run the reference. Holds for all threads.
     """
     forced: Iterable[Operation[..., Any]] = chosen or tuple(_operations.values())

@@ -4,7 +4,7 @@ A tile has rows for more queries than a request has, so that several requests fi
 pages of the pack's first request; each row sees keys only as far as its own page table is equal to that one, which
 `attention_sharing` found out on the device. So no request ever sees a page that is not its own. The split of a pack is
 one more split of each of its requests: its parts lie in each request's slots, before those of the request's own splits,
-and whoever ends last merges them.
+and the program that ends last merges them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which requests of a batch share pages, found on the device in the page tables themselves.
 
 Requests with a common beginning hold the same pages in the first columns of their page tables. Decode attention reads
-such pages once for several requests (`attention_packs.py`). What is shared follows from the tables of the step alone:
+these pages once for several requests (`attention_packs.py`). What is shared follows from the tables of the step alone:
 two requests share exactly the leading columns that are equal, so a wrong choice here can cost time but no key.
 
 Requests are put into an order in which those with the longest common beginnings are neighbours: by their pages at 256,

@@ -1,9 +1,9 @@
 """Writes finished keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or
 got them elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
 
-What is not finite is contained, head by head: such values become 0, because attention multiplies the values of tokens
-that a query must not see by a weight of 0, and 0 x NaN is NaN; the head's key becomes NaN, so that whoever may see the
-token fails. `contain_non_finite` in `kernels/reference.py` does the same for all heads of a token at once.
+What is not finite is contained, head by head: these values become 0, because attention multiplies the values of tokens
+that a query must not see by a weight of 0, and 0 x NaN is NaN; the head's key becomes NaN, so that every token that may
+see it fails. `contain_non_finite` in `kernels/reference.py` does the same for all heads of a token at once.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ _PDL_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = ({}, {"launch_pdl": True})
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """The launch option that goes with a kernel's PDL flag; the interpreter knows no such option."""
+    """The launch option that goes with a kernel's PDL flag; the interpreter has no such option."""
     return _PDL_OPTIONS[pdl]
 
 

@@ -268,7 +268,7 @@ def edit_logits(
     to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
     logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
 
-    Without `any_edits` nobody asks, and what is returned is `logits` itself. `num_counts`: counts of a row, if not one
+    Without `any_edits` no request has one, and `logits` itself is returned. `num_counts`: counts of a row, if not one
     for each column.
     """
     name, device, vocab = "edit_logits", logits.device, logits.shape[1]

@@ -69,5 +69,5 @@ def enter_latents(
 
 def takes_few(queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, to_latent: torch.Tensor,
               index_q: torch.Tensor | None, index_in_pairs: bool) -> bool:
-    """Whether token rows are few enough to be one tile of products, and queries as short as such a tile."""
+    """Whether token rows are few enough to be one tile of products, and queries as short as that tile."""
     return 0 < queries.shape[0] <= FEW_TOKENS and to_latent.shape[2] <= MAX_WHOLE

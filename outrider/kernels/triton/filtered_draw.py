@@ -284,7 +284,7 @@ def draw_filtered(
     """Tokens of logit rows [logit rows, vocabulary] after `edit_logits`, whose `edited` and `spans` these are.
 
     A logit row whose row asks for edits is read from `edited`, and one that asks for filters draws from what they keep.
-    All others are drawn as `draw_tokens` draws them, bit for bit. Without `any_searched` nobody asks for top-k or
+    All others are drawn as `draw_tokens` draws them, bit for bit. Without `any_searched` no request asks for top-k or
     top-p.
     """
     name, device, (num, vocab) = "draw_filtered", logits.device, logits.shape

@@ -2,8 +2,8 @@
 
 `kernels/recurrent.py` is the specification. A program has some value rows of one head of one request: it reads its part
 of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. What the
-recurrence takes (convolved inputs, gates) was made before; the row's tail and window are moved on here, since nobody
-reads them any more.
+recurrence takes (convolved inputs, gates) was made before; the row's tail and window are moved on here, since no other
+program reads them any more.
 """
 
 from __future__ import annotations

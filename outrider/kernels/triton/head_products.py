@@ -27,7 +27,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 FEW_TOKENS = 16  # up to here a program reads its whole weight before it waits for token rows
-MAX_WHOLE = 512  # inputs of such a program
+MAX_WHOLE = 512  # inputs of a program that takes all of them
 
 
 @triton.jit

@@ -31,7 +31,7 @@ _VARYING, _FIXED = ["top_k", "above"], ["top_k"]
 
 @triton.jit
 def _is_chosen(position, order, least, last):
-    """Whether a score is above the least chosen one, or equal to it and no further than the last such position."""
+    """Whether a score is above the least chosen one, or equal to it and not after the last position chosen."""
     return (order > least) | ((order == least) & (position <= last))
 
 

@@ -132,7 +132,7 @@ def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.conste
 
 @triton.jit
 def least_chosen(order, is_there, count, top_k):
-    """(an ordered score such that those above it are chosen, how many of those equal to it are chosen too) of `count`
+    """(an ordered score above which all are chosen, how many of those equal to it are chosen too) of `count`
     scores, more than top_k. Where `is_there` is not set, order is the least integer. The first guess is by the mean, as
     if scores got rarer exponentially."""
     low_order = tl.where(is_there, order, GREATEST)

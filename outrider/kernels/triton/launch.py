@@ -105,7 +105,7 @@ class _Memory:
 
     @classmethod
     def of(cls, function: Any, types: tuple[type, ...]) -> _Memory | None:
-        """None if such a launch must go through Triton: under its interpreter, and where a value that is compiled in
+        """None if the launch must go through Triton: under its interpreter, and where a value that is compiled in
         has no name, or one that is not has a name."""
         if not isinstance(function, JITFunction):
             return None

@@ -323,7 +323,7 @@ def exact_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     activation: str, added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`experts` without the library, whose order of additions nobody promises: a pair's result is one chain of
+    """`experts` without the library, whose order of additions is not specified: a pair's result is one chain of
     additions in a tile of any size, rounded at the same places."""
     method = "few" if ids.numel() <= FEW_PAIRS else "tiles"
     return experts(x, ids, weights, gate_up, down, activation, added, method=method)

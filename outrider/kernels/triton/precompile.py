@@ -82,7 +82,7 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether forks are busy, so that whoever has something else to do may do it."""
+    """Whether forks still compile; the caller may do other work meanwhile."""
     return any(compilation.is_busy() for compilation in _unfinished)
 
 

@@ -62,7 +62,7 @@ def _count_tiles_kernel(
 
 @triton.jit
 def _search_tile(starts, program, num_requests, PAD: tl.constexpr):
-    """(request, tile of it, whether there is such a tile): the last request whose first tile is not after `program`.
+    """(request, tile of it, whether the tile exists): the last request whose first tile is not after `program`.
     Requests without tiles share their start with the next and never come last."""
     request = tl.arange(0, PAD)
     first = tl.load(starts + request, mask=request < num_requests, other=2147483647)
@@ -72,7 +72,7 @@ def _search_tile(starts, program, num_requests, PAD: tl.constexpr):
 
 @triton.jit
 def find_tile(tile_requests, tile_indices, program, num_requests, SEARCH: tl.constexpr):
-    """(request, tile of it, whether there is such a tile) of a program: as the host listed the tiles, or with SEARCH as
+    """(request, tile of it, whether the tile exists) of a program: as the host listed the tiles, or with SEARCH as
     the device counted them."""
     if SEARCH > 0:
         return _search_tile(tile_requests, program, num_requests, SEARCH)

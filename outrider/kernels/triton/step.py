@@ -127,7 +127,7 @@ def _prepare_logit_rows(block, packet, state, out, logit_rows, BLOCK: tl.constex
     request = tl.load(packet.logit_request + at, mask=valid, other=0)
     draft = tl.load(packet.logit_draft + at, mask=valid, other=0)
     row, known, alive, samples, num_known, num_drafts = _live_counts(packet, state, request, valid)
-    # The sampler does as little as it can where nobody looks.
+    # The sampler does as little as it can for rows whose results are not read.
     tl.store(out.logit_row + at, tl.where(samples & (draft <= num_drafts), row, _NULL_ROW), mask=valid)
     tl.store(out.logit_position + at, known + draft, mask=valid)
     tl.store(out.first_logit + request, at.to(tl.int64), mask=valid & (draft == 0))

@@ -208,7 +208,7 @@ class FewRowsPlan:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, such that two programs fit on a multiprocessor."""
+        """Registers of a thread with which two programs fit on a multiprocessor."""
         return 96 if self.outputs == 64 else 128
 
 

@@ -113,7 +113,7 @@ def _score(
     own_low = gl.load(first + token, mask=token < num_tokens, other=0).to(gl.int32)
     own_high = gl.load(stop + token, mask=token < num_tokens, other=0).to(gl.int32)
     own_request = gl.load(request_of + token, mask=token < num_tokens, other=-1).to(gl.int32)
-    own_request = gl.where(own_high - own_low > top_k, own_request, -2)  # which is nobody's
+    own_request = gl.where(own_high - own_low > top_k, own_request, -2)  # no request has this number
     to = scores + token.to(gl.int64) * scores_stride + key
     turn = 0
     for _ in range(ROWS):

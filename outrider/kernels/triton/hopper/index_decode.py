@@ -37,7 +37,7 @@ _VARYING = ["top_k", "table_stride"]
 
 @gluon.jit
 def _page_numbers(table, start, low, high, PAGE: gl.constexpr, KEYS: gl.constexpr):
-    """The pages of a tile of keys; -1, for which the copy engine writes zeros, where nobody sees them."""
+    """The pages of a tile of keys; -1, for which the copy engine writes zeros, where no query sees them."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     numbers = ()
     for j in gl.static_range(KEYS // COPY):
@@ -52,7 +52,7 @@ def _ask(
     keys, tiles, ready, slot, start, numbers,
     D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """Starts the copies of one tile into a slot that nobody reads."""
+    """Starts the copies of one tile into a slot that is not being read."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     COPIES: gl.constexpr = KEYS // COPY
     PARTS: gl.constexpr = D // COLUMNS

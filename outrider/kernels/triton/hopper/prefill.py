@@ -30,7 +30,7 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """All of them must be used by some kind of warps: Triton gives memory of which nobody makes use any more to others,
+    """All of them must be used by some kind of warps: Triton gives memory that is no longer used to others,
     and when the card goes on with a program that it had stopped, for another process say, it writes the barriers that
     were in the program's memory there again, over whatever was stored in their place."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())

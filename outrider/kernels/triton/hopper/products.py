@@ -165,7 +165,7 @@ def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTi
 
 def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, chain: int,
                    tile: HopperTile | None = None) -> None:
-    """Arguments as `exact_linear` checked them, and such that they fit."""
+    """Arguments that `exact_linear` has checked and that fit this kernel."""
     num_rows, (n, k) = x.shape[0], weight.shape
     sms = num_sms(x.device)
     tile = tile or choose_tile(num_rows, n, k, chain, sms)
