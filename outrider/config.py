@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
+CACHE_TYPES = ["auto", "float32", "bfloat16", "float16", "float64"]  # registering a cache type adds its name
 LOGPROBS_MODES = ("raw", "processed")
 INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
@@ -45,6 +46,7 @@ class EngineConfig:
     num_pages: Count | None = None  # instead of a size in bytes
     kv_cache_memory_bytes: Annotated[int, Range(1, INT64)] | None = None
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
+    kv_cache_dtype: Annotated[str, OneOf(CACHE_TYPES)] = "auto"  # keys and values: the model's dtype, or a cache type
     enable_prefix_caching: bool = True
     checkpoint_interval: Count = 1024  # tokens between the states of recurrent layers that are kept for prefix hits
     overlap: bool | None = None  # schedule the next step before the last one's result is read

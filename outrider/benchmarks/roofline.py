@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import RecurrentSpec
+from outrider.cache.kinds import MODEL_CACHE, CacheType, RecurrentSpec
 from outrider.drafters.base import Drafter
 from outrider.layers import Embedding, Experts, LayeredModule, Linear, find_modules
 from outrider.models.base import Model
@@ -87,11 +87,11 @@ class Weights:
 class Traffic:
     """Bytes that an engine's decode steps must move."""
 
-    def __init__(self, model: Model, drafter: Drafter | None = None) -> None:
+    def __init__(self, model: Model, drafter: Drafter | None = None, cache_type: CacheType = MODEL_CACHE) -> None:
         own = find_modules([model], Experts)
         self.weights = Weights(_dense_bytes(model, own), _sizes(own))
         self.row_bytes = sum(e.format.weight_bytes / e.declared.num_outputs for e in _looked_up(model))
-        self.caches = model.cache_layers()
+        self.caches = [layer.stored_as(cache_type) for layer in model.cache_layers()]
         self.draft_weights = Weights(0, ())
         self.draft_caches: list[LayerCache] = []
         if drafter is not None:
@@ -99,7 +99,7 @@ class Traffic:
             dense = drafter.weight_bytes() - sum(part.format.weight_bytes for part in theirs)
             dense += sum(_shared_bytes(head, model) for head in drafter.modules())
             self.draft_weights = Weights(dense, _sizes(theirs))
-            self.draft_caches = drafter.cache_layers()
+            self.draft_caches = [layer.stored_as(cache_type) for layer in drafter.cache_layers()]
 
     def total(self, work: Decoding) -> float:
         """Bytes that all steps together must move."""

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from outrider.cache.kinds import CHECKPOINT_INTERVAL, FullSpec, Kind, PagedSpec, RecurrentKind, RecurrentSpec, kind_of
+from outrider.cache.kinds import (
+    CHECKPOINT_INTERVAL,
+    CacheType,
+    FullSpec,
+    Kind,
+    PagedSpec,
+    RecurrentKind,
+    RecurrentSpec,
+    kind_of,
+)
 from outrider.core import PAGE_TOKENS
 
 GROUP_COST = 0.01  # a further group (a table, host work each step) costs as much as this share of padding
@@ -35,6 +44,10 @@ class LayerCache:
     @property
     def is_recurrent(self) -> bool:
         return isinstance(self.spec, RecurrentSpec)
+
+    def stored_as(self, cache_type: CacheType) -> LayerCache:
+        """The claim with keys and values stored as this type. The states of recurrent layers stay as they are."""
+        return self if isinstance(self.spec, RecurrentSpec) else replace(self, spec=self.spec.stored_as(cache_type))
 
 
 @dataclass(frozen=True)

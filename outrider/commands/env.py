@@ -92,10 +92,10 @@ def _devices() -> list[tuple[str, str]]:
 
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The memory plan that an engine would make, from a model on the meta device, without weights."""
-    from outrider.cache.groups import plan_groups
     from outrider.commands.parser import engine_config
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
+    from outrider.runner.cache_plan import plan_cache
     from outrider.runner.device import gpu_bytes, pick_device, pick_dtype
     from outrider.runner.memory import fit_max_len, plan_memory
     from outrider.runner.target import declare_stored
@@ -109,7 +109,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)
-    layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval)
+    layout = plan_cache(config, model)
     declare_stored(model, config, source, device)
     plan = plan_memory(config, layout, limits, device, weight_bytes=sum(s.nbytes for s in model.weights().values()))
     limits = fit_max_len(config, layout, limits, plan)

@@ -38,6 +38,7 @@ ENGINE_HELP = {
     "num_pages": "pages of the cache",
     "kv_cache_memory_bytes": "bytes of the cache",
     "gpu_memory_utilization": "share of the GPU's memory to use",
+    "kv_cache_dtype": "how keys and values are stored; auto: in the model's dtype",
     "enable_prefix_caching": "share the cache of equal beginnings of prompts",
     "checkpoint_interval": "tokens between the states of recurrent layers that are kept for prefix hits",
     "overlap": "schedule the next step while the last one runs",

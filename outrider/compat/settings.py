@@ -85,7 +85,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "guided_decoding_backend": Refused(ONE_GRAMMAR_LIBRARY, (None, "auto", "guidance")),
     "hf_overrides": Refused(OWN_CONFIG, (None, {})),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
-    "kv_cache_dtype": Refused("the cache keeps the model's dtype", (None, "auto")),
     "kv_transfer_config": Refused("one engine keeps its own cache"),
     "limit_mm_per_prompt": Refused(NO_IMAGES, (None, {})),
     "logits_processors": Refused("use logit_bias, bad_words or allowed_token_ids of SamplingParams"),
@@ -164,7 +163,7 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "quantization": Refused(OWN_FORMAT),
     "revision": Refused("give the folder of that revision as model"),
 }
-NONE_IS_DEFAULT = ("enable_prefix_caching",)  # own settings that vLLM's scripts may give as None
+NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype")  # own settings that vLLM's scripts may give as None
 
 # Values that are called something else here, by the setting they belong to.
 VALUES: dict[str, dict[str, str]] = {

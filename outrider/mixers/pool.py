@@ -35,18 +35,24 @@ class DevicePool:
         """The view of one layer's part, which begins `start` bytes into every page."""
         data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
         assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
+        assert start % part.itemsize == 0, f"part {part.name!r} does not begin at a whole element"
         in_page = torch.empty(page_tokens, *part.shape, device="meta")
         shape, strides = (len(data), *in_page.shape), (data.stride(0), *in_page.stride())
         return data.as_strided(shape, strides, start // part.itemsize)
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zero pages, in wide integers: filling takes its time for each element, whatever its size."""
-        wide = self.data.view(torch.int64) if self.layout.page_bytes % 8 == 0 else self.data
-        wide.index_fill_(0, pages, 0)
+        self._wide.index_fill_(0, pages, 0)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """Fill pages with NaN. Tests poison pages that nobody owns, which no kernel may read."""
-        self.data.index_fill_(0, pages, torch.nan)
+        """Fill pages with ones in every bit, which is NaN in every float type. Tests poison pages that no request
+        owns, which no kernel may read."""
+        self._wide.index_fill_(0, pages, -1)
+
+    @property
+    def _wide(self) -> torch.Tensor:
+        """The pages as wide integers."""
+        return self.data.view(torch.int64 if self.layout.page_bytes % 8 == 0 else torch.int8)
 
     @property
     def num_bytes(self) -> int:

@@ -8,13 +8,18 @@ from outrider.config import EngineConfig
 from outrider.kernels import native, ops
 from outrider.kernels.native.checks import takes_heads
 from outrider.mixers import AttentionLayer
+from outrider.mixers.paged.codecs import codec_of
 from outrider.models.base import Model
+from outrider.runner.cache_plan import cache_type_of
 
 
 def refuse_inexact(config: EngineConfig, model: Model) -> None:
     """Raise ValueError if a token's logits could depend on more than its request."""
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
+    if not codec_of(cache_type_of(config, model.dtype)).is_exact:
+        raise ValueError(f"exact=True: kv_cache_dtype={config.kv_cache_dtype!r} has no exact form: use "
+                         "kv_cache_dtype='auto'")
     if model.device.type == "cpu":
         _refuse_on_cpu(model)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.cache.groups import CacheLayout, plan_groups
+from outrider.cache.groups import CacheLayout
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.drafters.base import Drafter
@@ -12,12 +12,12 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.registry import DraftBuild, make_drafter
 from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.layers.fuse import prepare
-from outrider.mixers import AttentionLayer, CachedLayers
+from outrider.mixers import CachedLayers
 from outrider.mixers.paged.base import Backend
-from outrider.mixers.paged.registry import make_backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.cache_plan import choose_backend, plan_cache
 from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
 from outrider.runner.grammars import GrammarRows
@@ -80,10 +80,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
-    own_layers = [] if drafter is None else drafter.cache_layers()
-    if drafter is not None and any(layer.is_recurrent for layer in own_layers):
-        raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
-    layout = plan_groups(model.cache_layers(), config.page_size, config.checkpoint_interval, own_layers)
+    layout = plan_cache(config, model, drafter)
     if config.exact:
         refuse_inexact(config, model)
     synthetic = None
@@ -93,9 +90,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    has_masks = any(isinstance(layer, AttentionLayer) and layer.has_mask for layer in model.attention_layers)
-    backend = make_backend(config.attention_backend, device, model.dtype, max_drafts, exact=config.exact,
-                           has_masks=has_masks)
+    backend = choose_backend(config, model, max_drafts)
     return StepParts(model, drafter, DrafterGuards(drafter), synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars)

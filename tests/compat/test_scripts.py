@@ -248,7 +248,7 @@ REFUSED = {
     "the old engine": ("from outrider import LLMEngine", "LLMEngine is not supported: use LLM"),
     "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
-    "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype='fp8' is not supported"),
+    "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, .*, got 'fp8'"),
     "a classifier": ("LLM(model, task='classify')", "task='classify' is not supported"),
 }
 

@@ -410,7 +410,7 @@ def test_a_probe_attends_over_the_null_page(device: torch.device, dtype: torch.d
     k[0], v[0] = 0, torch.randn(page, 2, 16, device=device)
     for window in (None, 20):
         layer = AttentionLayer(0, 4, 2, 16, scale=0.25, window=window)
-        made = TritonBackend().probe_prompt(layer, KeyValueCache(k, v), tokens, context)().view(tokens, 4, 16)
+        made = TritonBackend().probe_prompt(layer, KeyValueCache(k, v), tokens, context, k.dtype)().view(tokens, 4, 16)
         seen = v[0].float().repeat(4, 1, 1).repeat_interleave(2, dim=1)
         for token in range(tokens):
             stop = context + token + 1

@@ -1,25 +1,21 @@
 """Kinds of cache, one file each. A kind has a spec, which layers declare, and answers how many pages a request may
 hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
 
-from outrider.cache.kinds.base import (
-    MODEL_DTYPE,
-    Capacity,
-    Kind,
-    PagedSpec,
-    Part,
-    kind_of,
-    pages_for,
-    register_kind,
-)
+from outrider.cache.kinds.base import Capacity, Kind, PagedSpec, kind_of, pages_for, register_kind
 from outrider.cache.kinds.full import FullKind, FullSpec
 from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
+from outrider.cache.kinds.parts import MODEL_DTYPE, Part
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
+from outrider.cache.kinds.types import MODEL_CACHE, CacheType, ElementType
 
 __all__ = [
     "CHECKPOINT_INTERVAL",
+    "MODEL_CACHE",
     "MODEL_DTYPE",
+    "CacheType",
     "Capacity",
+    "ElementType",
     "FullKind",
     "FullSpec",
     "IndexedLatentSpec",

@@ -6,33 +6,18 @@ allocator, buffers, graphs and kernels all ask the kind; there is no second form
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outrider.cache.kinds.parts import Part
+from outrider.cache.kinds.types import MODEL_CACHE, CacheType
 from outrider.core import Limits
-
-MODEL_DTYPE = "model"  # the element type of a part that is stored as the model computes
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor that a layer keeps of every token. A layer's parts are found by their names."""
-
-    name: str
-    shape: tuple[int, ...]  # shape of one token's values
-    itemsize: int  # bytes of one element
-    dtype: str = MODEL_DTYPE  # MODEL_DTYPE, or the name of a torch dtype, such as "uint8"
-
-    @property
-    def token_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
 
 
 class PagedSpec(ABC):
@@ -42,6 +27,19 @@ class PagedSpec(ABC):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """The tensors kept of every token, in the order in which they lie in a page."""
+
+    @property
+    def cache_type(self) -> CacheType:
+        """How the layer's keys and values are stored."""
+        return MODEL_CACHE
+
+    def stored_as(self, cache_type: CacheType) -> PagedSpec:
+        """The spec of the same layer with keys and values stored in another way. A spec that has no keys and values,
+        or that keeps them in a form of its own, refuses every type but the model's."""
+        if cache_type == MODEL_CACHE:
+            return self
+        raise ValueError(f"kv_cache_dtype={cache_type.name!r} is for layers that keep keys and values, and some layers "
+                         f"of this model keep something else ({type(self).__name__}): use kv_cache_dtype='auto'")
 
     @property
     def visible_tokens(self) -> int | None:

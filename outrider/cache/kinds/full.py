@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from outrider.cache.kinds.base import Capacity, PagedSpec, Part, pages_for
+from outrider.cache.kinds.base import Capacity, PagedSpec, pages_for
+from outrider.cache.kinds.parts import Part
+from outrider.cache.kinds.types import MODEL_CACHE, CacheType
 from outrider.core import Limits
 
 
@@ -16,12 +18,15 @@ class FullSpec(PagedSpec):
 
     num_kv_heads: int
     head_dim: int
-    itemsize: int
+    itemsize: int  # bytes of one number in the model's dtype
+    cache_type: CacheType = field(default=MODEL_CACHE, kw_only=True)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        shape = (self.num_kv_heads, self.head_dim)
-        return Part("k", shape, self.itemsize), Part("v", shape, self.itemsize)
+        return self.cache_type.parts(self.num_kv_heads, self.head_dim, self.itemsize)
+
+    def stored_as(self, cache_type: CacheType) -> FullSpec:
+        return replace(self, cache_type=cache_type)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.cache.kinds.base import PagedSpec, Part
+from outrider.cache.kinds.base import PagedSpec
+from outrider.cache.kinds.parts import Part
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
+from outrider.mixers.paged.codecs import CacheCodec, ModelCodec, codec_of
 from outrider.mixers.paged.masks import CAUSAL, Mask, check_mask
 from outrider.mixers.pool import DevicePool
 
@@ -40,16 +41,31 @@ class AttentionLayer:
         return self.mask != CAUSAL
 
     def cache_spec(self, itemsize: int) -> FullSpec:
+        """The layer's claim on the cache in a model whose numbers have `itemsize` bytes. The engine lets the spec
+        store keys and values as another type (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         return FullSpec(*geometry) if self.window is None else SlidingSpec(*geometry, self.window)
 
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """One layer's parts of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary."""
+    """One layer's parts of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary, and
+    the further parts of their cache type."""
 
     k: torch.Tensor
     v: torch.Tensor
+    further: Mapping[str, torch.Tensor] = field(default_factory=dict)  # [pages, page tokens, ...] by name
+    codec: CacheCodec = ModelCodec()
+
+    @classmethod
+    def from_pool(cls, pool: DevicePool, layer: int) -> KeyValueCache:
+        further = pool.layer(layer)
+        k, v = further.pop("k"), further.pop("v")
+        return cls(k, v, further, codec_of(pool.layout.groups_of(layer)[0].spec.cache_type))
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"k": self.k, "v": self.v, **self.further}
 
 
 class Rope(Protocol):
@@ -105,10 +121,11 @@ class Backend(ABC):
         """See `PagedLayer.write_fused`."""
         raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
 
-    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int,
-                     context: int) -> Callable[[], object] | None:
+    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int, context: int,
+                     dtype: torch.dtype) -> Callable[[], object] | None:
         """Attention of a chunk of a prompt behind `context` tokens, as a call that can be timed. All keys are those of
-        the null page: the time goes into the products. None if the backend has no such call."""
+        the null page: the time goes into the products. dtype: that of the queries. None if the backend has no such
+        call."""
         return None
 
     def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
@@ -183,7 +200,7 @@ class PagedMixer(Mixer):
                                  f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")
         self.backend = backend
         backend.attach(len(pool.data), pool.data.device)
-        self._layers = {layer.index: (layer, KeyValueCache(**pool.layer(layer.index)),
+        self._layers = {layer.index: (layer, KeyValueCache.from_pool(pool, layer.index),
                                       pool.layout.groups_of(layer.index)[0]) for layer in layers}  # fmt: skip
         for _, cache, _ in self._layers.values():
             backend.check_cache(cache)

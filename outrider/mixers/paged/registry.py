@@ -1,4 +1,5 @@
-"""The attention backends by name: which device and dtype each serves, and the order in which `auto` prefers them.
+"""The attention backends by name: which device, dtype and cache type each serves, and the order in which `auto` prefers
+them.
 
 `register_backend` adds one from outside the package.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.cache.kinds import MODEL_CACHE, CacheType
 from outrider.config import BACKENDS as SETTINGS
 from outrider.kernels import native, ops
 from outrider.mixers.paged.base import Backend
@@ -20,6 +22,10 @@ ALIASES = {"cpu": "native"}
 MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the order in which `auto` prefers them
 
 
+def _is_models(cache_type: CacheType) -> bool:
+    return cache_type == MODEL_CACHE
+
+
 @dataclass(frozen=True)
 class BackendEntry:
     """A backend that can be asked for by name."""
@@ -28,6 +34,13 @@ class BackendEntry:
     refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None if it does
     make: Callable[[int], Backend]  # takes the most drafts of a request
     make_exact: Callable[[int], Backend] | None = None  # for exact mode; None: the backend is refused in it
+    serves_type: Callable[[CacheType], bool] = _is_models  # by default only keys and values in the model's dtype
+
+    def refusal_of(self, device: torch.device, dtype: torch.dtype, cache_type: CacheType) -> str | None:
+        """Why the backend does not serve them together; None if it does."""
+        if not self.serves_type(cache_type):
+            return "it reads keys and values in the model's dtype only"
+        return self.refusal(device, dtype)
 
 
 _BACKENDS: dict[str, BackendEntry] = {}  # in the order in which `auto` prefers them
@@ -42,10 +55,11 @@ def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
         SETTINGS.append(entry.name)
 
 
-def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0, *,
-                 exact: bool = False, has_masks: bool = False) -> Backend:
+def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0, *, exact: bool = False,
+                 has_masks: bool = False, cache_type: CacheType = MODEL_CACHE) -> Backend:
     """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
-    do not depend on the other queries. has_masks: some layers have masks."""
+    do not depend on the other queries. has_masks: some layers have masks. cache_type: how keys and values are
+    stored."""
     if name != "auto" and ALIASES.get(name, name) not in _BACKENDS:
         raise ValueError(f"attention_backend={name!r} is not registered in the worker's process, which imports the "
                          "main module anew: call register_backend at the top level of that module")
@@ -53,13 +67,15 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts
     by_itself = MASKED if has_masks else [other for other in _BACKENDS if other != "flex"]
     for entry in [_BACKENDS[asked] for asked in (by_itself if name == "auto" else [ALIASES.get(name, name)])]:
         make = entry.make_exact if exact else entry.make
-        refusals[entry.name] = "it is not exact" if make is None else entry.refusal(device, dtype)
+        refusals[entry.name] = "it is not exact" if make is None else entry.refusal_of(device, dtype, cache_type)
         if make is not None and refusals[entry.name] is None:
             return make(max_drafts)
-    reasons = "; ".join(f"{asked}: {refusal}" for asked, refusal in refusals.items())
+    reasons = "; ".join(f"{tried}: {refusal}" for tried, refusal in refusals.items())
     mode = "exact=True: " if exact else ""
-    raise ValueError(f"{mode}attention_backend={name!r} does not serve {dtype} on {device.type} ({reasons}): "
-                     "use attention_backend='auto'")
+    asked, advice = f"{dtype} on {device.type}", "attention_backend='auto'"
+    if cache_type != MODEL_CACHE:
+        asked, advice = f"{asked} with kv_cache_dtype={cache_type.name!r}", f"{advice} or kv_cache_dtype='auto'"
+    raise ValueError(f"{mode}attention_backend={name!r} does not serve {asked} ({reasons}): use {advice}")
 
 
 def _refuses_triton(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -101,4 +117,5 @@ def _make_exact_triton(max_drafts: int) -> Backend:
 register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton))
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
 register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
-register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend()))
+register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend(),
+                              serves_type=lambda cache_type: True))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels.reference import contain_non_finite
 from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, TokenSpans, VisibleKeys, check_rows
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
 from outrider.mixers.paged.masks import QueryMarks, visible_keys
@@ -72,9 +71,9 @@ class TorchBackend(Backend):
 def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
     page_tokens = cache.k.shape[1]
     pages, offsets = plan.write_slots // page_tokens, plan.write_slots % page_tokens
-    k, v = contain_non_finite(k[plan.write_rows], v[plan.write_rows])
-    cache.k[pages, offsets] = k.to(cache.k.dtype)
-    cache.v[pages, offsets] = v.to(cache.v.dtype)
+    encoded = cache.codec.encode(k[plan.write_rows], v[plan.write_rows])
+    for name, part in cache.parts.items():
+        part[pages, offsets] = encoded[name].to(part.dtype)
 
 
 def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> Part:
@@ -114,19 +113,15 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     exists = key_positions < part.lengths[:, None]  # [requests, keys]
     if isinstance(part.visible, KeysFrom):
         exists = exists & (key_positions >= part.visible.starts[:, None])
-    # Tokens that are not finite have keys of NaN: whoever sees one gets NaN, by the mask, and nobody else does.
-    is_finite = ~_flat(cache.k[..., 0, 0], part).isnan()
-    keys = _gather(cache.k, part, exists & is_finite)  # [requests, kv heads, keys, dim]
-    values = _gather(cache.v, part, exists)
+    k, v, is_finite = cache.codec.decode({name: _flat(own, part) for name, own in cache.parts.items()}, q.dtype)
+    # A query that sees a bad token gets NaN by the mask; keys and values of 0 let the token touch no other query.
+    is_read = exists & is_finite
+    keys, values = (tail_zeroed(own, is_read).transpose(1, 2) for own in (k, v))  # [requests, kv heads, keys, dim]
     seen = visible_keys(layer.mask, layer.window, part.marks, key_positions) & exists[:, None, :]
     queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
     mask = torch.where(seen, torch.where(is_finite, 0.0, torch.nan)[:, None], -torch.inf)[:, None].to(q.dtype)
     out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap)
     return out.transpose(1, 2).reshape(requests * query, layer.num_heads * layer.head_dim)
-
-
-def _gather(cache: torch.Tensor, part: Part, exists: torch.Tensor) -> torch.Tensor:
-    return tail_zeroed(_flat(cache, part), exists).transpose(1, 2)
 
 
 def _flat(cache: torch.Tensor, part: Part) -> torch.Tensor:
@@ -135,8 +130,10 @@ def _flat(cache: torch.Tensor, part: Part) -> torch.Tensor:
     return cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])
 
 
-def tail_zeroed(gathered: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    return torch.where(exists[..., None, None], gathered, torch.zeros((), dtype=gathered.dtype, device=gathered.device))
+def tail_zeroed(gathered: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
+    """Keys or values [requests, keys, kv heads, dim], 0 where they are not read."""
+    zero = torch.zeros((), dtype=gathered.dtype, device=gathered.device)
+    return torch.where(is_read[..., None, None], gathered, zero)
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float,

@@ -197,11 +197,11 @@ class TritonBackend(Backend):
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         prepare_counters(device)
 
-    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int,
-                     context: int) -> Callable[[], torch.Tensor]:
+    def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int, context: int,
+                     dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         device, length = cache.k.device, context + num_tokens
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        q = torch.zeros(num_tokens, layer.num_heads, layer.head_dim, dtype=cache.k.dtype, device=device)
+        q = torch.zeros(num_tokens, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
         table = torch.zeros(1, pages_for(length, cache.k.shape[1]), dtype=torch.int32, device=device)
         starts, lengths, live = (torch.tensor(ints, dtype=torch.int32, device=device)
                                  for ints in ([0, num_tokens], [length], [num_tokens]))

@@ -104,8 +104,8 @@ def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
     by_window: dict[int | None, float] = {}
     for layer in layers:
         count = kinds.pop((layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window), 0)
-        cache = KeyValueCache(**step.pool.layer(layer.index))
-        attend = step.backend.probe_prompt(layer, cache, CHUNK, CONTEXT) if count else None
+        cache = KeyValueCache.from_pool(step.pool, layer.index)
+        attend = step.backend.probe_prompt(layer, cache, CHUNK, CONTEXT, step.model.dtype) if count else None
         if attend is not None:
             seconds = count * _pair_seconds(attend, layer, step.state.device)
             by_window[layer.window] = by_window.get(layer.window, 0.0) + seconds

@@ -1,0 +1,22 @@
+"""Part: one tensor that a layer keeps in pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MODEL_DTYPE = "model"  # the element type of a part that is stored as the model computes
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that a layer keeps of every token. A layer's parts are found by their names."""
+
+    name: str
+    shape: tuple[int, ...]  # shape of one token's values
+    itemsize: int  # bytes of one element
+    dtype: str = MODEL_DTYPE  # MODEL_DTYPE, or the name of a torch dtype, such as "uint8"
+
+    @property
+    def token_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize

@@ -1,0 +1,41 @@
+"""CacheType: how the keys and values of a token are stored in pages. No torch.
+
+The codec of the same name (`mixers/paged/codecs.py`) turns keys and values into the parts that are declared here, and
+back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outrider.cache.kinds.parts import Part
+
+
+@dataclass(frozen=True)
+class CacheType:
+    """Keys and values as the model computes them. Subclasses store them in other parts, of which "k" and "v" must be
+    two."""
+
+    name: str  # value of the setting kv_cache_dtype
+
+    def parts(self, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[Part, ...]:
+        """The tensors kept of every token, in the order in which they lie in a page. itemsize: bytes of one number in
+        the model's dtype."""
+        shape = (num_kv_heads, head_dim)
+        return Part("k", shape, itemsize), Part("v", shape, itemsize)
+
+
+@dataclass(frozen=True)
+class ElementType(CacheType):
+    """Keys and values whose numbers have a dtype of their own, perhaps with scales."""
+
+    dtype: str  # name of a torch dtype, such as "int8"
+    itemsize: int  # bytes of one number
+    head_parts: tuple[Part, ...] = ()  # further tensors, such as scales; their shapes are those of one token and head
+
+    def parts(self, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[Part, ...]:
+        numbers = [Part(name, (num_kv_heads, head_dim), self.itemsize, self.dtype) for name in ("k", "v")]
+        return *numbers, *(replace(part, shape=(num_kv_heads, *part.shape)) for part in self.head_parts)
+
+
+MODEL_CACHE = CacheType("auto")

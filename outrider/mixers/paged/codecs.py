@@ -1,0 +1,104 @@
+"""Codecs: what writes keys and values into the parts of a cache type, and reads them from there, in plain torch.
+
+Attention reads what a codec decodes, also for the tokens of the running step and for drafts: a query never sees keys
+before they were rounded, so that tokens do not depend on how a request was divided into steps. `register_cache_type`
+adds a type from outside the package.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from outrider.cache.kinds import MODEL_CACHE, CacheType, ElementType
+from outrider.config import CACHE_TYPES as SETTINGS
+from outrider.kernels.reference import contain_non_finite
+
+Parts = Mapping[str, torch.Tensor]  # tensors by the names of their parts
+
+
+class DecodedTokens(NamedTuple):
+    """Tokens of a cache in the dtype of the queries. Keys and values of bad tokens may be anything."""
+
+    k: torch.Tensor  # [..., kv heads, dim]
+    v: torch.Tensor  # [..., kv heads, dim]
+    is_finite: torch.Tensor  # [...] False for bad tokens
+
+
+class CacheCodec(ABC):
+    """Encodes and decodes the tokens of one cache type, each token by itself.
+
+    A bad token, whose keys or values are not finite, must be marked in the parts by something that no other token has:
+    `decode` says of such tokens that they are not finite. Attention fails every query that may see one, and lets no
+    other query be touched by it."""
+
+    cache_type: CacheType
+    is_exact: bool = False  # whether a token has the same bits alone and among others; otherwise exact mode refuses it
+
+    @abstractmethod
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
+        """The parts of new tokens, [tokens, *shape] each, from k and v [tokens, kv heads, dim] in the model's dtype."""
+
+    @abstractmethod
+    def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
+        """The tokens of gathered parts [..., *shape], in the dtype of the queries. Some are cells that no token was
+        written to: their bytes are arbitrary and their results unused."""
+
+
+class ModelCodec(CacheCodec):
+    """Keys and values as the model computes them. A bad token has keys of NaN and values of 0."""
+
+    cache_type = MODEL_CACHE
+    is_exact = True
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
+        k, v = contain_non_finite(k, v)
+        return {"k": k, "v": v}
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
+        k, v = parts["k"], parts["v"]
+        return DecodedTokens(k.to(dtype), v.to(dtype), ~k[..., 0, 0].isnan())
+
+
+class FloatCodec(ModelCodec):
+    """Keys and values rounded to another float type. A number beyond that type's range makes a bad token."""
+
+    def __init__(self, name: str) -> None:
+        self._dtype: torch.dtype = getattr(torch, name)
+        self.cache_type = ElementType(name, name, self._dtype.itemsize)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
+        return super().encode(k.to(self._dtype), v.to(self._dtype))
+
+
+_CODECS: dict[str, CacheCodec] = {}
+
+
+def register_cache_type(codec: CacheCodec) -> None:
+    """Make a cache type available: `kv_cache_dtype` may name it, and `codec` writes and reads it."""
+    name = codec.cache_type.name
+    _CODECS[name] = codec
+    if name not in SETTINGS:
+        SETTINGS.append(name)
+
+
+def codec_of(cache_type: CacheType) -> CacheCodec:
+    return _CODECS[cache_type.name]
+
+
+def find_cache_type(name: str, dtype: torch.dtype) -> CacheType:
+    """The cache type that `kv_cache_dtype` names for a model of this dtype, whose own name means the same as "auto"."""
+    if name == str(dtype).removeprefix("torch."):
+        return MODEL_CACHE
+    if name not in _CODECS:
+        raise ValueError(f"kv_cache_dtype={name!r} is not registered in the worker's process, which imports the main "
+                         "module anew: call register_cache_type at the top level of that module")
+    return _CODECS[name].cache_type
+
+
+register_cache_type(ModelCodec())
+for _name in ("float32", "bfloat16", "float16", "float64"):
+    register_cache_type(FloatCodec(_name))
