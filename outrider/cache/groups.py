@@ -1,13 +1,15 @@
 """Splits layers into groups. Layers of one group share a page table, and every group's page has the same bytes.
 
 Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
-pages of all groups are equal in bytes with as little padding as possible. Recurrent layers own no group: their
-states lie in rows, and their checkpoints take as many pages as they need.
+pages of all groups are equal in bytes with as little padding as possible. Parts that are kept once for each page follow
+behind the layers, at the same place in the pages of every group. Recurrent layers own no group: their states lie in
+rows, and their checkpoints take as many pages as they need.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +21,7 @@ from outrider.cache.kinds import (
     FullSpec,
     Kind,
     PagedSpec,
+    Part,
     RecurrentKind,
     RecurrentSpec,
     kind_of,
@@ -27,6 +30,7 @@ from outrider.core import PAGE_TOKENS
 
 GROUP_COST = 0.01  # a further group (a table, host work each step) costs as much as this share of padding
 MAX_PADDING = 0.10  # the plan avoids more, and start-up warns of more
+PAGE_UNIT = 1024  # bytes: pages with parts of their own have a multiple of this, so that aligned kernels stay aligned
 
 
 CacheSpec = PagedSpec | RecurrentSpec
@@ -40,6 +44,7 @@ class LayerCache:
     layer: int
     spec: CacheSpec
     reads: int | None = None  # the layer whose cache this one reads instead of keeping its own
+    page_parts: tuple[Part, ...] = ()  # tensors kept once for each page, which move with the page
 
     @property
     def is_recurrent(self) -> bool:
@@ -77,6 +82,14 @@ class Place(NamedTuple):
     member: int
 
 
+class PlacedPart(NamedTuple):
+    """A part that a layer keeps once for each page, whichever group the page belongs to."""
+
+    layer: int
+    part: Part
+    start: int  # byte of a page at which it begins
+
+
 @dataclass(frozen=True)
 class CacheLayout:
     """The groups of a model, and a place for each claim of each layer. A reading layer has its owner's places."""
@@ -85,6 +98,7 @@ class CacheLayout:
     places: dict[int, tuple[Place, ...]]
     page_bytes: int
     recurrent: RecurrentKind = RecurrentKind()
+    page_parts: tuple[PlacedPart, ...] = ()
 
     def groups_of(self, layer: int) -> tuple[Group, ...]:
         return tuple(self.groups[place.group] for place in self.places[layer])
@@ -102,15 +116,16 @@ class CacheLayout:
     @property
     def padding(self) -> float:
         """Unused share of the pool's bytes if all groups hold equal contexts."""
-        used = sum(group.used_bytes / group.page_tokens for group in self.groups)
+        part_bytes = sum(placed.part.num_bytes for placed in self.page_parts)
+        used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in self.groups)
         held = sum(self.page_bytes / group.page_tokens for group in self.groups)
         return 1 - used / held
 
 
 def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
-                drafter: Sequence[LayerCache] = ()) -> CacheLayout:
+                drafter: Sequence[LayerCache] = (), *, whole_parts: bool = False) -> CacheLayout:
     """Plan the groups. `page_tokens`: the smallest page a group may have. A drafter's layers join groups of the
-    target's where their specs are equal."""
+    target's where their specs are equal. `whole_parts`: see `Backend.needs_whole_parts`."""
     layers = [*target, *drafter]
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")
@@ -136,9 +151,31 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
         names = [part.name for place in places[index] for part in groups[place.group].spec.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"layer {index} declares two cache parts of one name: {', '.join(names)}")
+    page_parts, page_bytes = _place_page_parts(layers, layout, whole_parts)
     size = max(group.page_tokens for group in groups if group.is_target)
-    kind = RecurrentKind(tuple(recurrent), size, layout.page_bytes, max(checkpoint_interval // size, 1) * size)
-    return CacheLayout(groups, places, layout.page_bytes, kind)
+    kind = RecurrentKind(tuple(recurrent), size, page_bytes, max(checkpoint_interval // size, 1) * size)
+    return CacheLayout(groups, places, page_bytes, kind, page_parts)
+
+
+def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
+                      whole_parts: bool) -> tuple[tuple[PlacedPart, ...], int]:
+    """Places for the parts of pages behind those of tokens, and the bytes of a page that holds both."""
+    placed: list[PlacedPart] = []
+    end = layout.page_bytes
+    for layer in layers:
+        for part in layer.page_parts:
+            start = _rounded_up(end, part.itemsize)
+            placed.append(PlacedPart(layer.layer, part, start))
+            end = start + part.num_bytes
+    unit = PAGE_UNIT
+    if whole_parts:
+        sizes = math.lcm(*(group.page_tokens * part.num_bytes for group in layout.groups for part in group.spec.parts))
+        unit = sizes if layout.page_bytes % sizes == 0 else unit
+    return tuple(placed), _rounded_up(end, unit) if placed else end
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 def _best_split(buckets: dict[PagedSpec, list[int]], sizes: list[int]) -> CacheLayout:

@@ -15,11 +15,13 @@ target's pages decide on a hit), and are not attended.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from outrider.cache.groups import Group, LayerCache
+from outrider.cache.kinds import Part
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
@@ -98,12 +100,21 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._first_position = 1 if self._is_head else 0  # a head has no slot for position 0
         self._tail_shape: tuple[int, ...] = (network.hidden_size,)
 
-    def page_bytes(self, itemsize: int) -> int:
-        return self.network.hidden_size * itemsize
+    def cache_layers(self) -> list[LayerCache]:
+        """A page keeps the hidden states that the network consumes at the slot after the page's last one ("tail", of
+        size 0 for a whole model), and whether the drafter has filled all slots of the page ("valid")."""
+        first, *others = self._own_claims()
+        dtype = self.network.module().dtype
+        tail = Part("tail", self._tail_shape, dtype.itemsize, str(dtype).removeprefix("torch."))
+        return [replace(first, page_parts=(tail, Part("valid", (), 1, "bool"))), *others]
 
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+    def _own_claims(self) -> list[LayerCache]:
+        return self.network.cache_layers()
+
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         self._cached, self._device = cached, device
         self._batches = DraftingBatches(cached.groups, limits, device)
+        parts = cached.page_parts(self._own_claims()[0].layer)
         # Tails lie with the pages of one group, a full one if there is one: a sliding group may lack a hit's last page.
         is_full = [index for index, group in enumerate(cached.groups) if group.spec.visible_tokens is None]
         self._state = DrafterCacheState(
@@ -111,10 +122,9 @@ class AutoregressiveDrafter(NetworkDrafter):
             first_position=self._first_position, max_len=min(limits.max_len, self._max_positions or limits.max_len),
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
-            page_valid=torch.zeros(num_pages, dtype=torch.bool, device=device),
+            page_valid=parts["valid"],
         )  # fmt: skip
-        # The hidden states that the network consumes at the slot after each page's last one.
-        self._tails = torch.zeros(num_pages, *self._tail_shape, dtype=self.network.module().dtype, device=device)
+        self._tails = parts["tail"]
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:

@@ -97,9 +97,11 @@ class Drafter:
     lookahead = 0  # slots past the computed tokens that it writes
 
     def cache_layers(self) -> list[LayerCache]:
+        """Claims of its own layers. What it keeps once for each page is declared there too (`LayerCache.page_parts`),
+        and found in `CachedLayers.page_parts`: it lies in the page and moves with it."""
         return []
 
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         """Called once, before the first step, with the cache of its layers and the sizes for its own row state."""
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -126,8 +128,4 @@ class Drafter:
         return []
 
     def weight_bytes(self) -> int:
-        return 0
-
-    def page_bytes(self, itemsize: int) -> int:
-        """Bytes that the drafter keeps with every page beside its layers' cache, for values of `itemsize` bytes."""
         return 0

@@ -43,17 +43,14 @@ class ChainedDrafter(AutoregressiveDrafter):
     def modules(self) -> list[LayeredModule]:
         return list(self._modules)
 
-    def cache_layers(self) -> list[LayerCache]:
+    def _own_claims(self) -> list[LayerCache]:
         return [layer for module in self._modules for layer in module.cache_layers()]
 
     def weight_bytes(self) -> int:
         return sum(module.weight_bytes() for module in self._modules)
 
-    def page_bytes(self, itemsize: int) -> int:
-        return len(self._modules) * super().page_bytes(itemsize)
-
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
-        super().bind(cached, limits, num_pages, device)
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
+        super().bind(cached, limits, device)
         self._state = replace(self._state, first_position=len(self._modules))  # from here on all modules have slots
         size, dtype = self.network.hidden_size, self._modules[0].dtype
         # The hidden states that each module but the first consumes at the next slot of a row.

@@ -32,15 +32,12 @@ class CombinedDrafter(Drafter):
     def cache_layers(self) -> list[LayerCache]:
         return [layer for drafter in self.drafters for layer in drafter.cache_layers()]
 
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         for drafter in self.drafters:
-            drafter.bind(cached, limits, num_pages, device)
+            drafter.bind(cached, limits, device)
 
     def modules(self) -> list[LayeredModule]:
         return [module for drafter in self.drafters for module in drafter.modules()]
 
     def weight_bytes(self) -> int:
         return sum(drafter.weight_bytes() for drafter in self.drafters)
-
-    def page_bytes(self, itemsize: int) -> int:
-        return sum(drafter.page_bytes(itemsize) for drafter in self.drafters)

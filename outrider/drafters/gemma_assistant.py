@@ -38,7 +38,7 @@ class AssistantDrafter(NetworkDrafter):
         super().__init__("gemma4_assistant", assistant, max_drafts)
         self._behind = {"sampled": 1, "computed": 2}[position]  # distance from the rope position to the known length
 
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         self._cached, self._max_len = cached, limits.max_len
         self._batches = DraftingBatches(cached.groups, limits, device)
 

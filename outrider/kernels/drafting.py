@@ -49,7 +49,7 @@ class DrafterCacheState:
     max_len: int  # positions of the drafter, of which a short draft model has fewer than the rows
     valid_from: torch.Tensor  # [ROWS] slots of positions before it were never filled
     filled: torch.Tensor  # [ROWS] the position after the last one whose slot is filled
-    page_valid: torch.Tensor  # [pages] bool
+    page_valid: torch.Tensor  # [pages] bool, a part of each page: any stride
 
 
 class DraftSamplingKeys(NamedTuple):

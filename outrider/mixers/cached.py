@@ -80,6 +80,7 @@ class CachedLayers:
                  exact: bool = False) -> None:
         """exact: a token row has the same bits alone and among others."""
         self._device = pool.data.device
+        self._pool = pool
         groups = {layer.index: pool.layout.groups_of(layer.index) for layer in layers}
         self.groups = tuple({group.index: group for own in groups.values() for group in own}.values())
         by_kind: dict[type[Mixer], list[LayerParams]] = {}
@@ -91,6 +92,10 @@ class CachedLayers:
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
         for mixer in self.mixers if exact else ():
             mixer.set_exact(True)
+
+    def page_parts(self, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors that a layer keeps once for each page, by name: [pages, *shape]."""
+        return self._pool.page_parts(layer)
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
         """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""

@@ -1,7 +1,7 @@
 """DevicePool: the device memory of all pages, one buffer of which each layer has views in its group's geometry.
 
-A page's bytes are contiguous over the layers of its group, so that one copy moves it. The pool does not know which
-request owns a page.
+A page's bytes are contiguous: its group's layers, a drafter's included, then the parts that are kept once for each
+page. So one copy moves a page with all that belongs to it. The pool does not know which request owns a page.
 """
 
 from __future__ import annotations
@@ -27,18 +27,31 @@ class DevicePool:
             group = self.layout.groups[group_index]
             start = member * group.page_tokens * group.spec.token_bytes
             for part in group.spec.parts:
-                views[part.name] = self._view(part, group.page_tokens, start)
-                start += group.page_tokens * part.token_bytes
+                views[part.name] = self._view(part, (group.page_tokens, *part.shape), start)
+                start += group.page_tokens * part.num_bytes
         return views
 
-    def _view(self, part: Part, page_tokens: int, start: int) -> torch.Tensor:
-        """The view of one layer's part, which begins `start` bytes into every page."""
+    def page_parts(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parts that a layer keeps once for each page by name: [pages, *shape] each, views of the pool."""
+        return {placed.part.name: self._view(placed.part, placed.part.shape, placed.start)
+                for placed in self.layout.page_parts if placed.layer == layer}  # fmt: skip
+
+    def _view(self, part: Part, shape_in_page: tuple[int, ...], start: int) -> torch.Tensor:
+        """The view of a part that begins `start` bytes into every page."""
         data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
         assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
         assert start % part.itemsize == 0, f"part {part.name!r} does not begin at a whole element"
-        in_page = torch.empty(page_tokens, *part.shape, device="meta")
+        in_page = torch.empty(shape_in_page, device="meta")
         shape, strides = (len(data), *in_page.shape), (data.stride(0), *in_page.stride())
         return data.as_strided(shape, strides, start // part.itemsize)
+
+    def copy_page(self, page: int) -> torch.Tensor:
+        """All that belongs to a page, as bytes on the host: [page_bytes] uint8."""
+        return self.data[page].view(torch.uint8).to("cpu", copy=True)
+
+    def restore_page(self, page: int, copied: torch.Tensor) -> None:
+        """Give a page, perhaps another than the copied one, the bytes of `copy_page`."""
+        self.data[page].view(torch.uint8).copy_(copied)
 
     def clear(self, pages: torch.Tensor) -> None:
         """Zero pages, in wide integers: filling takes its time for each element, whatever its size."""

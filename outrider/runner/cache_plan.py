@@ -20,14 +20,16 @@ from outrider.models.base import Model
 log = logging.getLogger("outrider")
 
 
-def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None) -> CacheLayout:
-    """Plan the groups of the target's and the drafter's layers. Both store keys and values as the same type."""
+def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,
+               whole_parts: bool = False) -> CacheLayout:
+    """Plan the groups of the target's and the drafter's layers. Both store keys and values as the same type.
+    whole_parts: see `Backend.needs_whole_parts`."""
     cache_type = cache_type_of(config, model.dtype)
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(layer.is_recurrent for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
     target, own = ([layer.stored_as(cache_type) for layer in claims] for claims in (model.cache_layers(), own_layers))
-    return plan_groups(target, config.page_size, config.checkpoint_interval, own)
+    return plan_groups(target, config.page_size, config.checkpoint_interval, own, whole_parts=whole_parts)
 
 
 def choose_backend(config: EngineConfig, model: Model, max_drafts: int) -> Backend:

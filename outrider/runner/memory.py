@@ -29,7 +29,6 @@ class StepMemory:
     activation_bytes: int = 0  # memory of the largest step
     state_bytes: int = 0  # memory of rows, without that of recurrent layers
     graph_bytes: int = 0  # estimated memory of captured steps
-    page_extra_bytes: int = 0  # memory that a drafter keeps with every page
 
     @property
     def total(self) -> int:
@@ -109,7 +108,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         other_bytes = step.total + num_rows * rows.row_bytes
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - other_bytes
         least = 2  # the null page and another
-        num_pages = budget // (layout.page_bytes + step.page_extra_bytes)
+        num_pages = budget // layout.page_bytes
         if config.kv_cache_memory_bytes is None or not config.enable_prefix_caching:
             num_pages = min(most, num_pages)
         if num_pages < least and device.type == "cuda":

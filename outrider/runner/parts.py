@@ -58,7 +58,7 @@ class StepParts:
         model, drafter, device = self.model, self.drafter, self.model.device
         pool = DevicePool(self.layout, num_pages, model.dtype, device)
         if drafter is not None:
-            drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, num_pages, device)
+            drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, device)
         state = RowState(limits, self.layout.groups, device)
         return DeviceStep(model, pool, state, self.backend, limits.max_len,
                           recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact),
@@ -80,9 +80,10 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     if speculative is not None and drafter is None:
         build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
         drafter = make_drafter(speculative, build)
-    layout = plan_cache(config, model, drafter)
     if config.exact:
         refuse_inexact(config, model)
+    backend = choose_backend(config, model, max_drafts)
+    layout = plan_cache(config, model, drafter, whole_parts=backend.needs_whole_parts)
     synthetic = None
     if speculative is not None and speculative.synthetic_rates is not None:
         synthetic = SyntheticAcceptance(speculative.synthetic_rates)
@@ -90,7 +91,6 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    backend = choose_backend(config, model, max_drafts)
     return StepParts(model, drafter, DrafterGuards(drafter), synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars)

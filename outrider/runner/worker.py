@@ -136,12 +136,10 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
     limits: kernels are being compiled then)"""
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
-        extra = 0 if parts.drafter is None else parts.drafter.page_bytes(parts.model.dtype.itemsize)
         use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                              use_graphs=use_graphs, page_extra_bytes=extra,
-                                              takes_checkpoints=parts.takes_checkpoints)
+                                              use_graphs=use_graphs, takes_checkpoints=parts.takes_checkpoints)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())

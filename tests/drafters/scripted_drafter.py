@@ -27,7 +27,7 @@ class ScriptedDrafter(Drafter):
         self._script = script
         self._count = count or (lambda position: max_drafts)  # drafts to offer at a known length
 
-    def bind(self, cached: CachedLayers, limits: Limits, num_pages: int, device: torch.device) -> None:
+    def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         self._lines = buffer(limits, Axis.ROWS, Axis.LENGTH, dtype=torch.int64, device=device)
         self._ends = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
         counts = [self._count(position) for position in range(limits.max_len)]

@@ -161,8 +161,7 @@ def test_several_modules_make_one_draft_each(family: str, num_modules: int, tmp_
     speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": K, "auto": False}
     with DraftRig(target, speculative_config=speculative, max_num_batched_tokens=24, pad_requests=(4,),
                   pad_tokens=(30,)) as rig:
-        assert rig.step.drafter is not None
-        assert rig.step.drafter.page_bytes(8) == num_modules * 8 * HIDDEN
+        assert [placed.part.shape for placed in rig.step.pool.layout.page_parts] == [(num_modules, HIDDEN), ()]
         rig.run(asks)
         rig.run([Ask([*first[:32], *prompt_of(5, 3)], greedy(4))])
         assert rig.scheduler.cache.stats.hit_tokens == 32

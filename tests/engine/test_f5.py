@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from outrider.mixers.batch import BatchView, DecodeQueries, LengthBound, MixedQu
 from outrider.mixers.paged.base import AttentionLayer, KeyValueCache, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend, FlexExtents, Plan, make_block_mask
 from outrider.mixers.paged.torch_backend import TorchBackend
+from tests.drafters.checkpoints import make_drafter
 from tests.drafters.latent_rig import latent_of
 from tests.engine import flex_cases
 from tests.engine.flex_cases import CPU, DIM, FEW_PAGES, HEADS, KV_HEADS, WINDOW, Case, layout_of, random_case
@@ -245,3 +247,14 @@ def test_flex_refuses_pages_that_it_cannot_read_when_the_engine_starts() -> None
     drafter = AutoregressiveDrafter("draft_model", DraftModelNetwork(draft, target.num_layers, 24), 1)
     with pytest.raises(ValueError, match="'flex' needs pages at multiples of a layer's part .* use 'torch'"):
         Rig(target, drafter=drafter, attention_backend="flex", page_size=64, num_pages=40)
+
+
+def test_flex_reads_pages_that_keep_parts_of_a_drafter(tmp_path: Path) -> None:
+    """A page that keeps the hidden state of a head is still a multiple of each layer's part."""
+    speculative, ask = make_drafter("eagle", "llama", tmp_path).speculative(2), Ask(prompt_of(3, 20), greedy(5))
+    found = []
+    for backend in ("torch", "flex"):
+        with Rig(tiny_model("llama"), speculative_config=speculative, attention_backend=backend) as rig:
+            found.append(tokens_of(rig.run([ask])))
+            assert rig.engine.stats.num_draft_tokens > 0
+    assert found[0] == found[1]

@@ -82,3 +82,52 @@ def test_a_spec_without_a_kind_is_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match="Unknown has no cache kind"):
         plan_groups([LayerCache(0, Unknown(8))]).groups[0].kind  # noqa: B018
+
+
+# Parts that are kept once for each page
+
+TAIL, FLAG = Part("tail", (5,), 4, "float32"), Part("valid", (), 1, "bool")
+
+
+def drafted(*, whole_parts: bool = False) -> DevicePool:
+    """Two groups of the target; the drafter's layer is in neither."""
+    target = [LayerCache(0, FullSpec(1, 4, 4)), LayerCache(1, FullSpec(2, 4, 4))]
+    spec = FullSpec(1, 2, 4)
+    own = [LayerCache(2, spec, page_parts=(TAIL, FLAG)), LayerCache(3, spec, page_parts=(FLAG,))]
+    return DevicePool(plan_groups(target, drafter=own, whole_parts=whole_parts), 4, torch.float32, CPU)
+
+
+def test_parts_of_pages_lie_behind_the_layers_in_the_pages_of_every_group() -> None:
+    pool = drafted()
+    parts = [*pool.page_parts(2).values(), *pool.page_parts(3).values()]
+    assert [(part.dtype, tuple(part.shape)) for part in parts] == [
+        (torch.float32, (4, 5)), (torch.bool, (4,)), (torch.bool, (4,))]
+    assert pool.page_parts(0) == {} and pool.layout.page_bytes % 1024 == 0
+    layers = [part for layer in range(4) for part in pool.layer(layer).values()]
+    for view in parts:
+        pool.data.zero_()
+        view.fill_(1)
+        assert all(bool(other.bool().any()) == (other is view) for other in [*parts, *layers])
+
+
+def test_bytes_of_parts_of_pages_count_as_used() -> None:
+    layout = drafted().layout
+    used = sum((group.used_bytes + 5 * 4 + 2) / group.page_tokens for group in layout.groups)
+    assert layout.padding == 1 - used / sum(layout.page_bytes / group.page_tokens for group in layout.groups)
+
+
+def test_a_backend_may_ask_for_pages_that_are_multiples_of_every_part() -> None:
+    layout = drafted(whole_parts=True).layout
+    sizes = {group.page_tokens * part.num_bytes for group in layout.groups for part in group.spec.parts}
+    assert all(layout.page_bytes % size == 0 for size in sizes)
+
+
+def test_a_copied_page_is_given_back_whole_at_any_number() -> None:
+    pool = drafted()
+    pool.data.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
+    wanted = pool.data[1].view(torch.uint8).tolist()
+    copied = pool.copy_page(1)
+    pool.poison(torch.tensor([1, 3]))
+    assert copied.tolist() == wanted, "the copy is not a view"
+    pool.restore_page(3, copied)
+    assert pool.data[3].view(torch.uint8).tolist() == wanted and pool.data[1].isnan().all()

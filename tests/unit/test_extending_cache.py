@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,20 @@ from outrider.models.base import Model
 from outrider.runner.check import check_target
 from tests.drafters.checkpoints import make_drafter
 from tests.drafters.latent_rig import latent_of
+from tests.drafters.rig import DraftRig
 from tests.drafters.scripted_drafter import ScriptedDrafter
-from tests.engine.harness import CONFIGS, CPU, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.harness import (
+    CONFIGS,
+    CPU,
+    Ask,
+    Rig,
+    greedy,
+    prompt_of,
+    random_model,
+    save_folder,
+    tiny_model,
+    tokens_of,
+)
 
 TYPE, DRAFTS = "int8_heads", 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "auto": False, "prompt_lookup_min": 1}
@@ -168,3 +181,84 @@ def test_layers_without_keys_and_values_refuse_a_type() -> None:
     source: Any = type("Source", (), {"kept_bytes": staticmethod(dict), "config_file": "config.json"})
     with pytest.raises(ValueError, match=f"kv_cache_dtype='{TYPE}' is for layers that keep keys and values"):
         check_target(config, source, model, CPU)
+
+
+# A page that is moved
+
+
+LONG = Ask(prompt_of(31, 73), greedy(4))
+LATER = Ask([*LONG.prompt[:70], *prompt_of(32, 5)], greedy(12))
+HIT = 64
+Key = tuple[int, bytes]  # group and content of a page
+Outcome = tuple[list[Any], list[tuple[int, ...]], int]  # tokens, drafts of every step, accepted drafts
+
+
+def published(rig: Rig) -> dict[Key, int]:
+    return dict(rig.scheduler.cache.pool._page_of)
+
+
+def copy_published(rig: Rig) -> dict[Key, torch.Tensor]:
+    return {key: rig.step.pool.copy_page(page) for key, page in published(rig).items()}
+
+
+def overwrite(rig: Rig) -> None:
+    rig.step.pool.poison(torch.tensor(list(published(rig).values())))
+
+
+def restore(rig: Rig, copies: Mapping[Key, torch.Tensor]) -> None:
+    for key, page in published(rig).items():
+        if key in copies:
+            rig.step.pool.restore_page(page, copies[key])
+
+
+def later(rig: DraftRig) -> Outcome:
+    """What a prompt makes of the pages that another one has published."""
+    rig.proposals.clear()
+    before = rig.engine.stats.num_accepted_tokens
+    (output,) = rig.run([LATER])
+    assert output.metrics.num_cached_tokens == HIT
+    return tokens_of([output]), [each.drafts for each in rig.proposals], rig.engine.stats.num_accepted_tokens - before
+
+
+def drafting(kind: str, folder: Path) -> dict[str, Any]:
+    """A head with pages of its own, one whose layer shares the target's, or a draft model that is the target."""
+    if kind == "draft_model":
+        save_folder(folder, CONFIGS["llama"], seed=zlib.crc32(b"llama"))
+        return {"method": kind, "model": str(folder), "num_speculative_tokens": DRAFTS, "auto": False}
+    return make_drafter(kind, "llama", folder).speculative(DRAFTS)
+
+
+@pytest.mark.parametrize(("kind", "kv_cache_dtype"), [("eagle", "auto"), ("mtp", TYPE), ("draft_model", "auto")])
+def test_one_copy_moves_a_page_with_its_drafters_part(kind: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    settings: Any = {"speculative_config": drafting(kind, tmp_path), "kv_cache_dtype": kv_cache_dtype}
+    with DraftRig(tiny_model("llama"), **settings) as rig:
+        rig.run([LONG])
+        numbers, copies = published(rig), copy_published(rig)
+        assert {copy.nbytes for copy in copies.values()} == {rig.step.pool.layout.page_bytes}
+        expected = later(rig)
+        assert (expected[2] > 0) == (kind == "draft_model") and expected[1]
+    with DraftRig(tiny_model("llama"), **settings) as rig:  # to the host and back
+        rig.run([LONG])
+        own = copy_published(rig)
+        overwrite(rig)
+        restore(rig, own)
+        assert later(rig) == expected
+    with DraftRig(tiny_model("llama"), **settings) as rig:  # to pages of other numbers, in another engine
+        rig.run([Ask(prompt_of(33, 40), greedy(4)), LONG])
+        assert all(published(rig)[key] != page for key, page in numbers.items())
+        overwrite(rig)
+        restore(rig, copies)
+        assert later(rig) == expected
+
+
+def test_without_their_drafters_part_pages_give_other_drafts(tmp_path: Path) -> None:
+    with DraftRig(tiny_model("llama"), speculative_config=drafting("mtp", tmp_path)) as rig:
+        rig.run([LONG])
+        copies = copy_published(rig)
+        expected = later(rig)
+        restore(rig, copies)
+        layout = rig.step.pool.layout
+        for part in rig.step.pool.page_parts(layout.page_parts[0].layer).values():
+            part.zero_()
+        tokens, drafts, _ = later(rig)
+        assert tokens == expected[0] and drafts != expected[1]

@@ -49,7 +49,7 @@ class PagedSpec(ABC):
     @property
     def token_bytes(self) -> int:
         """Bytes one token takes in one layer."""
-        return sum(part.token_bytes for part in self.parts)
+        return sum(part.num_bytes for part in self.parts)
 
 
 @dataclass(frozen=True)

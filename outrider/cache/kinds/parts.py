@@ -10,13 +10,14 @@ MODEL_DTYPE = "model"  # the element type of a part that is stored as the model 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that a layer keeps of every token. A layer's parts are found by their names."""
+    """One tensor that a layer keeps of every token, or of every page. A layer's parts are found by their names."""
 
     name: str
-    shape: tuple[int, ...]  # shape of one token's values
+    shape: tuple[int, ...]  # shape of the values of one token or page
     itemsize: int  # bytes of one element
     dtype: str = MODEL_DTYPE  # MODEL_DTYPE, or the name of a torch dtype, such as "uint8"
 
     @property
-    def token_bytes(self) -> int:
+    def num_bytes(self) -> int:
+        """Bytes of one token's or page's values."""
         return math.prod(self.shape) * self.itemsize

@@ -65,13 +65,15 @@ def _store_keys(
 
 
 @triton.jit
-def _mark_pages(table, page_valid, before, count, valid_from, least, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _mark_pages(
+    table, page_valid, valid_stride, before, count, valid_from, least, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Pages whose last token the step computed are valid where all their slots are filled."""
     end = (before + count) // PAGE
     for first in range(before // PAGE, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        page = tl.load(table + column, mask=column < end, other=0)
-        tl.store(page_valid + page, valid_from <= tl.maximum(column * PAGE, least), mask=column < end)
+        page = tl.load(table + column, mask=column < end, other=0).to(tl.int64)
+        tl.store(page_valid + page * valid_stride, valid_from <= tl.maximum(column * PAGE, least), mask=column < end)
 
 
 @triton.jit
@@ -136,7 +138,7 @@ _SLICES = list(CommittedRequests._fields)
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _passes_kernel(
     rows, query_starts, request_of, computed_before, num_computed, goes_on, state, own, tables, out, requests, tokens,
-    num_wanted, max_len, least, token_stride, table_strides,
+    num_wanted, max_len, least, token_stride, table_strides, valid_stride,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -162,7 +164,7 @@ def _passes_kernel(
     tl.store(out.narrow + 2 * requests + request, valid_from.to(tl.int32))
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
-        _mark_pages(table, own.page_valid, before, count, valid_from, least, PAGES[group], BLOCK)
+        _mark_pages(table, own.page_valid, valid_stride, before, count, valid_from, least, PAGES[group], BLOCK)
     _store_keys(
         request, row, start, count, state, out.keys, out.temperature, requests, num_wanted, max_len, DRAFTS
     )
@@ -179,7 +181,7 @@ def _passes_kernel(
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _forget_kernel(
-    computed_before, num_computed, page_valid, tables, table_strides,
+    computed_before, num_computed, page_valid, tables, table_strides, valid_stride,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -188,7 +190,7 @@ def _forget_kernel(
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
         # As if slots were valid from behind these pages on.
-        _mark_pages(table, page_valid, before, count, before + count, 0, PAGES[group], BLOCK)
+        _mark_pages(table, page_valid, valid_stride, before, count, before + count, 0, PAGES[group], BLOCK)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
@@ -232,7 +234,7 @@ def _check_tables(name: str, batch: CommittedRequests, tables: Tables, own: Draf
     groups = len(tables)
     require(groups == len(own.page_tokens), name, "own.page_tokens", f"are {own.page_tokens} for {groups} tables")
     require(0 <= own.tail_group < groups, name, "own.tail_group", f"is {own.tail_group} for {groups} tables")
-    require_tensor(name, "own.page_valid", own.page_valid, (None,), batch.rows.device, (torch.bool,))
+    require_tensor(name, "own.page_valid", own.page_valid, (None,), batch.rows.device, (torch.bool,), 0)
     for table, size in zip(tables, own.page_tokens, strict=True):
         require_tensor(name, "tables", table, (batch.rows.shape[0], None), batch.rows.device, (torch.int32,))
         has_room = table.shape[1] * size >= own.max_len
@@ -265,7 +267,7 @@ def plan_draft_passes(
         _passes_kernel[(count,)](
             *requests, rows, _Own(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
             num_wanted, own.max_len, own.first_position, rows.tokens.stride(0),
-            tuple(table.stride(0) for table in tables),
+            tuple(table.stride(0) for table in tables), own.page_valid.stride(0),
             PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
@@ -300,8 +302,8 @@ def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheS
     if count:
         _forget_kernel[(count,)](
             requests.computed_before, requests.num_computed, own.page_valid, tables,
-            tuple(table.stride(0) for table in tables), PAGES=own.page_tokens, GROUPS=len(tables), BLOCK=_BLOCK,
-            num_warps=1,
+            tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
+            GROUPS=len(tables), BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
 
 

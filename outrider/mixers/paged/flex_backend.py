@@ -127,6 +127,7 @@ class Plan:
 
 class FlexBackend(Backend):
     name = "flex"
+    needs_whole_parts = True
     skips_collected = True
     takes_masks = True
 

@@ -55,7 +55,7 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *, use_graphs: bool,
-                        takes_checkpoints: bool = False, page_extra_bytes: int = 0) -> StepMemory:
+                        takes_checkpoints: bool = False) -> StepMemory:
     """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped. Kernels stay compiled."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
@@ -72,7 +72,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     graphs = graph_bytes(limits, activations, has_prompts=step.recurrent.needs_no_counts) if use_graphs else 0
     del step
     torch.cuda.empty_cache()
-    return StepMemory(activations, max(0, state - kept), graphs, page_extra_bytes)
+    return StepMemory(activations, max(0, state - kept), graphs)
 
 
 @torch.inference_mode()
