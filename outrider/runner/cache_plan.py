@@ -37,9 +37,9 @@ def choose_backend(config: EngineConfig, model: Model, max_drafts: int) -> Backe
     cache_type = cache_type_of(config, model.dtype)
     backend = make_backend(config.attention_backend, model.device, model.dtype, max_drafts, exact=config.exact,
                            has_masks=has_masks, cache_type=cache_type)
-    if cache_type != MODEL_CACHE and model.device.type == "cuda" and not backend.is_capturable:
-        log.warning("kv_cache_dtype=%r saves memory and costs time: no kernel serves it, and attention_backend=%r runs "
-                    "in its place", config.kv_cache_dtype, backend.name)
+    if cache_type != MODEL_CACHE and config.attention_backend == "auto" and backend.name == "torch":
+        log.warning("kv_cache_dtype=%r costs time: no kernel serves it, so attention runs as plain torch operations",
+                    config.kv_cache_dtype)
     return backend
 
 

@@ -161,9 +161,12 @@ def test_backends_with_kernels_refuse_a_type_that_they_cannot_read(backend: str)
     assert make_backend("auto", CPU, torch.float32, cache_type=cache_type).name == "torch"
 
 
-def test_the_models_own_dtype_by_its_name_is_no_other_type() -> None:
-    with Rig(tiny_model("llama", torch.float32), kv_cache_dtype="float32") as rig:
-        assert rig.step.backend.name == make_backend("auto", CPU, torch.float32).name
+def test_the_models_own_dtype_by_its_name_is_no_other_type(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama", torch.float32)
+    with Rig(model, kv_cache_dtype="float32") as rig:
+        assert rig.step.backend.name == make_backend("auto", CPU, torch.float32).name and not caplog.messages
+    with Rig(model, kv_cache_dtype="float16"):
+        assert "kv_cache_dtype='float16' costs time: no kernel serves it" in caplog.text
 
 
 def test_exact_mode_refuses_a_type_without_an_exact_form_by_name() -> None:
