@@ -165,6 +165,8 @@ def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
     end = layout.page_bytes
     for layer in layers:
         for part in layer.page_parts:
+            if any((layer.layer, part.name) == (other.layer, other.part.name) for other in placed):
+                raise ValueError(f"layer {layer.layer} declares two parts of pages of one name: {part.name}")
             start = _rounded_up(end, part.itemsize)
             placed.append(PlacedPart(layer.layer, part, start))
             end = start + part.num_bytes

@@ -110,6 +110,11 @@ def test_parts_of_pages_lie_behind_the_layers_in_the_pages_of_every_group() -> N
         assert all(bool(other.bool().any()) == (other is view) for other in [*parts, *layers])
 
 
+def test_two_parts_of_pages_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0 declares two parts of pages of one name: valid"):
+        plan_groups([LayerCache(0, FullSpec(1, 4, 4), page_parts=(FLAG, FLAG))])
+
+
 def test_bytes_of_parts_of_pages_count_as_used() -> None:
     layout = drafted().layout
     used = sum((group.used_bytes + 5 * 4 + 2) / group.page_tokens for group in layout.groups)
