@@ -29,6 +29,7 @@ from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepRes
 from outrider.core.status_line import status_line
 from outrider.engine.engine import Engine
 from outrider.llm import LLM
+from outrider.runner.commands import Answer, Command
 from outrider.runner.worker import Worker
 
 ROWS = 4  # requests at once
@@ -207,6 +208,9 @@ class _Watch:
         self._chunks += sum(not samples for samples in batch.samples)
         self._mates += batch.num_requests > 1
         return self._inner.submit(batch)
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self._inner.command(command)
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self._inner.idle(quiet_seconds)

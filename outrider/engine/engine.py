@@ -28,6 +28,7 @@ from outrider.engine.request_checks import RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
 from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
+from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
@@ -140,6 +141,15 @@ class Engine:
         live = self._live.get(request_id)
         for request, _ in live.samples if live else []:
             self.scheduler.end(request.id, Finish.ABORT)
+
+    def command(self, command: Command[Answer]) -> Answer:
+        """Have the worker carry out a command, and wait for its answer."""
+        self.check_running()
+        try:
+            return self.runner.command(command).result()
+        except WorkerDied as error:
+            self._error = WorkerDied(f"the engine has ended: {error}")
+            raise
 
     def reset(self) -> None:
         """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed

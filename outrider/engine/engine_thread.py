@@ -9,13 +9,17 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.quiet import wait_for
 from outrider.engine.streams import Stream
+from outrider.runner.interface import WorkerDied
+
+Made = TypeVar("Made")
 
 
 class EngineThread:
@@ -49,6 +53,26 @@ class EngineThread:
                 then()
 
         self._send(command)
+
+    def call(self, action: Callable[[], Made]) -> Future[Made]:
+        """Do something with the engine between two steps."""
+        done: Future[Made] = Future()
+
+        def command() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                if self.error is not None:  # it has ended while the command waited
+                    raise _copy(self.error)
+                done.set_result(action())
+            except WorkerDied as error:  # the end of the engine, of which every stream hears
+                done.set_exception(error)
+                raise
+            except Exception as error:
+                done.set_exception(error)
+
+        self._send(command)
+        return done
 
     def fail(self, reason: str) -> None:
         def command() -> None:

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: batches and results go through a pipe, pickled.
+"""A worker in a process of its own: batches, commands and their answers go through a pipe, pickled.
 
 The child is spawned, so it shares nothing with its parent; it ends when the parent does, also while it loads a model.
 Signals that reach the whole group of processes are the parent's: it lets running requests end before it ends the child.
@@ -25,7 +25,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
@@ -36,15 +36,17 @@ from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.base import ModelSource
+from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Runner, WorkerDied, WorkerInfo
 
 AT_EXIT = 0  # when this process ends: before multiprocessing asks its children to end by SIGTERM, and waits for them
 CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
 IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
-TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.models.sources",
-              "outrider.models.config_reader")
+TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.runner.commands",
+              "outrider.models.sources", "outrider.models.config_reader")
 log = logging.getLogger("outrider")
-_Step: TypeAlias = tuple[int, Future[StepResult]]  # with its number
+Given = TypeVar("Given")
+_Asked: TypeAlias = tuple[int, Future[Any]]  # a step or a command, with its number
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class WorkerProcess:
         self._process.start()
         Finalize(None, self._process.kill, exitpriority=AT_EXIT)
         theirs.close()  # or the pipe would not end with the child
-        # By the step's number: an interrupt may come between what `submit` notes here and what it sends.
-        self._waiting: dict[int, Future[StepResult]] = {}
+        # By the number of the step or command: an interrupt may come between what `_ask` notes here and what it sends.
+        self._waiting: dict[int, Future[Any]] = {}
         self._numbers = count()
         self._sending = threading.RLock()  # steps come from one thread, and announcements from any
         self._is_sending = False  # or an interrupt has cut off what was being sent
@@ -98,16 +100,23 @@ class WorkerProcess:
             self._send(form)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        number, future = next(self._numbers), Future[StepResult]()
+        return self._ask(batch, Future[StepResult]())
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self._ask(command, Future[Answer]())
+
+    def _ask(self, message: ScheduledBatch | Command[Any], future: Future[Given]) -> Future[Given]:
+        """Send a numbered message. The future gets the answer of that number."""
+        number = next(self._numbers)
         self._waiting[number] = future
         try:
-            self._send((number, batch))
+            self._send((number, message))
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
-        except Exception:  # a batch that cannot be pickled: the child has not seen it
+        except Exception:  # a message that cannot be pickled: the child has not seen it
             del self._waiting[number]
             raise
-        if self._died is not None:  # perhaps before the reader could know of this step
+        if self._died is not None:  # perhaps before the reader could know of this message
             _fail(future, self._died)
         return future
 
@@ -166,8 +175,8 @@ class WorkerProcess:
                     _log(message)
                 case (number, Failure() as failure):
                     self._waiting.pop(number).set_exception(failure.to_error())
-                case (number, StepResult() as result):
-                    self._waiting.pop(number).set_result(result)
+                case (number, answer):
+                    self._waiting.pop(number).set_result(answer)
         self._died = self._death("")
         for future in list(self._waiting.values()):
             _fail(future, self._died)
@@ -182,7 +191,7 @@ class WorkerProcess:
                           "Linux, SIGKILL often means that the machine had no memory left")
 
 
-def _fail(future: Future[StepResult], error: WorkerDied) -> None:
+def _fail(future: Future[Any], error: WorkerDied) -> None:
     with suppress(InvalidStateError):  # told already
         future.set_exception(error)
 
@@ -241,9 +250,9 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
         return
     freeze_heap(worker)
     send(worker.info)
-    steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
     flight = _Flight()
-    answers = threading.Thread(target=_answer, args=(steps, send, flight), daemon=True)
+    answers = threading.Thread(target=_answer, args=(asked, send, flight), daemon=True)
     answers.start()
 
     def take(seconds: float | None) -> tuple[Any] | None:
@@ -254,10 +263,10 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
             if isinstance(message, StructuredOutputsParams):
                 grammars.start(message)
             else:
-                number, batch = message
+                number, wanted = message
                 flight.num_queued += 1
-                steps.put((number, worker.submit(batch)))
-        steps.put(None)
+                asked.put((number, worker.command(wanted) if isinstance(wanted, Command) else worker.submit(wanted)))
+        asked.put(None)
         answers.join()
         worker.close()
         end_process(0)
@@ -266,7 +275,8 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
 
 
 class _Flight:
-    """Which steps of the child are in flight: those that one thread has queued and the other has not answered."""
+    """Which steps and commands of the child are in flight: those that one thread has queued, and the other has not
+    answered."""
 
     def __init__(self) -> None:
         self.num_queued = self.num_answered = 0
@@ -283,10 +293,10 @@ class _Flight:
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
 
 
-def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None], flight: _Flight) -> None:
-    """Waits for steps in their order, while the next one is already being queued."""
-    while (step := steps.get()) is not None:
-        number, future = step
+def _answer(asked: queue.SimpleQueue[_Asked | None], send: Callable[[Any], None], flight: _Flight) -> None:
+    """Waits for steps and commands in their order, while the next one is already being queued."""
+    while (one := asked.get()) is not None:
+        number, future = one
         try:
             message: Any = future.result()
         except Exception as error:
@@ -295,4 +305,6 @@ def _answer(steps: queue.SimpleQueue[_Step | None], send: Callable[[Any], None],
             send((number, message))
         except OSError:
             return  # the parent is gone
+        except Exception as error:  # an answer that cannot be pickled
+            send((number, Failure.from_error(error)))
         flight.answered()

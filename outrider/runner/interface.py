@@ -16,6 +16,7 @@ from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, StepCosts
 from outrider.core.structured import StructuredOutputsParams
+from outrider.runner.commands import Answer, Command
 
 
 class Runner(Protocol):
@@ -23,6 +24,9 @@ class Runner(Protocol):
     generation that were submitted after it have no effect; most of them raise StepCancelled."""
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        """Carry out a command after the steps submitted before it, and before those submitted after it."""
 
     def idle(self, quiet_seconds: float) -> float | None:
         """No step is in flight, and none came for so many seconds: the runner may prepare for later ones, a little at

@@ -55,10 +55,14 @@ class LocalRunner:
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
         return self._thread.submit(self._run, batch, self.device_step.pack(batch, size))
 
+    def in_order(self, work: Callable[[], Made]) -> Future[Made]:
+        """Run `work` on the thread of steps, after those submitted before it."""
+        return self._thread.submit(work)
+
     def on_thread(self, work: Callable[[], Made]) -> Made:
         """Run `work` on the thread of steps, and return its result. A measurement belongs there: a thread that runs
         products has helpers of its own, and how these wait for each other depends on how many there are."""
-        return self._thread.submit(work).result()
+        return self.in_order(work).result()
 
     def idle(self, quiet_seconds: float) -> float | None:
         return None

@@ -1,7 +1,7 @@
 """The worker: everything with a device. It loads, measures and captures, says what it serves, and runs steps.
 
-On a CPU a thread of its own plays the device; on CUDA steps are queued on a stream. The engine knows `info`, `submit`
-and `close`, and nothing else of it.
+On a CPU a thread of its own plays the device; on CUDA steps are queued on a stream. The engine knows the worker
+as a `Runner` with an `info`, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
 from outrider.models.sources.base import ModelSource
+from outrider.runner.commands import Answer, Command
 from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.mixed_costs import measure_mixed_costs
@@ -100,6 +101,13 @@ class Worker:
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self.runner.in_order(partial(self._carry_out, command))
+
+    @torch.no_grad()  # not in inference mode: what a command makes may be changed outside of it later
+    def _carry_out(self, command: Command[Answer]) -> Answer:
+        return command.carry_out(self)
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self.runner.idle(quiet_seconds)

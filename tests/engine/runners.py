@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from outrider.core import ScheduledBatch, StepResult
+from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Runner
 
 
@@ -35,6 +36,11 @@ class DelayedRunner:
         batch, future = self._queue.popleft()
         self.lags.append(len(self._queue))
         future.set_result(self._inner.submit(batch).result())
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        while self._queue:
+            self.compute_next()
+        return self._inner.command(command)
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self._inner.idle(quiet_seconds)
@@ -65,6 +71,9 @@ class PicklingRunner:
         inner = self._inner.submit(pickle.loads(pickle.dumps(batch)))
         inner.add_done_callback(lambda done: copied.set_result(pickle.loads(pickle.dumps(done.result()))))
         return copied
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self._inner.command(pickle.loads(pickle.dumps(command)))
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self._inner.idle(quiet_seconds)

@@ -28,6 +28,7 @@ from outrider.engine.start import engine_around
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
+from outrider.runner.commands import Answer, Command
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker import Worker
 from tests.engine.harness import Ask, GrowingOutputs, Rig, greedy, prompt_of
@@ -114,6 +115,9 @@ class _Poisoning:
         if DEVICE.type == "cuda":  # on the CPU steps run in a thread of their own
             self._rig.step.pool.poison(torch.tensor(pages, dtype=torch.int64, device=DEVICE))
         return self._inner.submit(batch)
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self._inner.command(command)
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self._inner.idle(quiet_seconds)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from outrider.runner.step import DeviceResult, DeviceStep
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 
 log = logging.getLogger("outrider")
+Made = TypeVar("Made")
 
 
 class PendingStep(Future[StepResult]):
@@ -178,6 +180,16 @@ class CudaRunner:
             return _failed(error)
         except Exception as error:
             return _failed(_explained(error))
+
+    def in_order(self, work: Callable[[], Made]) -> Future[Made]:
+        """Run `work` now. What it queues on the device comes after the steps submitted before it; work that looks at
+        the device, or frees memory, waits for them itself."""
+        done: Future[Made] = Future()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(_explained(error))
+        return done
 
     @torch.inference_mode()
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
