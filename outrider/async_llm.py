@@ -21,9 +21,11 @@ from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
+from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.start import start_engine
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
 
@@ -133,6 +135,27 @@ class AsyncLLM(Front):
 
         self._owner.abort(request_id, lambda: tell(loop, _resolve, done))
         await done
+
+    async def sleep(self, level: int = 1) -> SleepReport:
+        """Give the memory of weights and cache back until `wake_up`; requests wait. See `LLM.sleep`."""
+        return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.sleep(level)))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """Bring everything back, or one of the parts "weights" and "kv_cache"."""
+        return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.wake_up(tags)))
+
+    async def is_sleeping(self) -> bool:
+        return self._maintenance.is_sleeping
+
+    async def update_weights(self, weights: Weights) -> UpdateReport:
+        """Replace all weights or some of them, by the names of the model's checkpoint. See `LLM.update_weights`."""
+        command = await asyncio.to_thread(weights_command, weights)
+        return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.update_weights(command)))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached pages, but those of running requests, unless these are to be preempted too."""
+        return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.reset_prefix_cache(
+            reset_running_requests=reset_running_requests)))
 
     @property
     def is_running(self) -> bool:

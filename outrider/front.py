@@ -12,6 +12,7 @@ from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.maintenance import Maintenance
 from outrider.engine.text import Tokenizer
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
@@ -24,10 +25,7 @@ NOT_SERVED = {
     "llm_engine": "LLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
     "collective_rpc": "one engine uses one device",
-    "reset_prefix_cache": "use skip_reading_prefix_cache of SamplingParams, or a cache_salt of the prompt",
-    "sleep": "close the engine and start another",
     "start_profile": "run it under a profiler",
-    "wake_up": "close the engine and start another",
 }
 
 
@@ -55,7 +53,7 @@ class Front:
         return self
 
     def _start(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self._maintenance = engine, Maintenance(engine)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where it has none."""

@@ -22,11 +22,13 @@ from outrider.core.pooling import (
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
+from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.engine.start import start_engine
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 T = TypeVar("T")
 
@@ -159,6 +161,34 @@ class LLM(Front):
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters that a caller may change and use."""
         return SamplingParams()
+
+    def sleep(self, level: int = 1) -> SleepReport:
+        """Give the memory of weights and cache back until `wake_up`. Level 1 keeps the weights in the host's memory (on
+        a CPU, where they are); level 2 drops them. Running requests are preempted, and requests wait until then.
+        Returns how many bytes are free."""
+        return self._loop.run(lambda: self._maintenance.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """Bring everything back, or one of the parts "weights" and "kv_cache". Weights that were dropped are read again
+        from the model's files. Returns how long it took."""
+        return self._loop.run(lambda: self._maintenance.wake_up(tags))
+
+    def is_sleeping(self) -> bool:
+        return self._maintenance.is_sleeping
+
+    def update_weights(self, weights: Weights) -> UpdateReport:
+        """Replace all weights or some of them: by tensors of torch or arrays of numpy under the names of the model's
+        checkpoint, or by the path of a folder with safetensors files, or of one such file. Running requests are
+        preempted and go on with the new weights from their tokens so far. Weights that do not fit raise ValueError,
+        with nothing changed."""
+        command = weights_command(weights)
+        return self._loop.run(lambda: self._maintenance.update_weights(command))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached pages, but those of running requests, unless these are to be preempted too. Returns whether all
+        are forgotten."""
+        return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
+            reset_running_requests=reset_running_requests))
 
     def close(self) -> None:
         """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""

@@ -256,6 +256,16 @@ class CacheManager:
         self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
         self._granted = Granted()
 
+    def forget_all(self) -> None:
+        """Called when no request has a row and no step is in flight: the content of all pages is about to be lost."""
+        self.forget_unsettled(())
+        emptied = self.pool.forget_cached()
+        assert emptied, "a page is known by its content, and nothing should hold one"
+
+    def forget_cached(self) -> bool:
+        """Forget pages that no request holds. Returns whether no page can be found any more."""
+        return self.pool.forget_cached()
+
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:
         """Publish the checkpoints that other requests can begin from. Called before `free`."""

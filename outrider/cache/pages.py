@@ -96,6 +96,14 @@ class PagePool:
         self._page_of[key] = page
         self._key[page] = key
 
+    def forget_cached(self) -> bool:
+        """Make the pages that are cached and not held blank. Returns whether no page can be found any more."""
+        for page in self._cached:
+            self._forget(page)
+            self._add_blank(page)
+        self._cached.clear()
+        return not self._page_of
+
     def mark_unclean(self, pages: Sequence[int]) -> None:
         """Pages that may still hold the bytes of another group: the next group to get one must clear it."""
         blank = set(self.blank_pages()).intersection(pages)

@@ -80,7 +80,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_lora": Refused(NO_ADAPTERS, (None, False), is_switch=True),
     "enable_prompt_embeds": Refused("give text or token ids", (None, False), is_switch=True),
-    "enable_sleep_mode": Refused("close the engine and start another", (None, False), is_switch=True),
+    "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
     "guided_decoding_backend": Refused(ONE_GRAMMAR_LIBRARY, (None, "auto", "guidance")),
     "hf_overrides": Refused(OWN_CONFIG, (None, {})),

@@ -82,6 +82,8 @@ class Engine:
         self._samples: dict[int, tuple[_Live, SampleOutput | PooledOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
+        self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
+        self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
         self._process_id = os.getpid()
 
@@ -96,7 +98,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live) or bool(self._in_flight) or self.scheduler.has_work
+        if self.paused_because is not None:
+            return bool(self._held)
+        return bool(self._live) or bool(self._in_flight) or self.scheduler.has_work or bool(self._held)
 
     @property
     def has_requests(self) -> bool:
@@ -141,6 +145,24 @@ class Engine:
         live = self._live.get(request_id)
         for request, _ in live.samples if live else []:
             self.scheduler.end(request.id, Finish.ABORT)
+        if self.paused_because is not None:
+            self._end_early(self._held)
+
+    def rest(self) -> None:
+        """Wait for the steps in flight, preempt all requests and empty the cache: what the device holds is about to be
+        changed. The next `step` returns what these steps added to requests."""
+        self.check_running()
+        while self._in_flight:
+            for update in self._take_result():
+                self._emit(update, self._held)
+        self.scheduler.preempt_all()
+        self.scheduler.cache.forget_all()
+        self._end_early(self._held)
+
+    def forget_cached(self) -> bool:
+        """Forget cached pages that no request holds. Returns whether no page can be found any more."""
+        self.check_running()
+        return self.scheduler.cache.forget_cached()
 
     def command(self, command: Command[Answer]) -> Answer:
         """Have the worker carry out a command, and wait for its answer."""
@@ -157,7 +179,7 @@ class Engine:
         of the new generation and is forgotten with it."""
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
-        self._in_flight, self._live, self._samples = deque(), {}, {}
+        self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
         self._is_step_missing, self.scheduler = False, scheduler
 
     # One step
@@ -167,7 +189,7 @@ class Engine:
         self.check_running()
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
-        increments: list[OutputIncrement] = []
+        increments, self._held = self._held, []
         if self._in_flight and (not is_submitted or len(self._in_flight) >= depth):
             updates = self._take_result()
             if self._submits_early:  # what the last step yielded goes out while the next one runs
@@ -176,8 +198,7 @@ class Engine:
                 self._emit(update, increments)
         if self._stats_log is not None:
             self._stats_log.tick()
-        for request in self.scheduler.take_ended_early():
-            self._end(request, increments)
+        self._end_early(increments)
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
@@ -200,7 +221,7 @@ class Engine:
 
     def _submit(self) -> bool:
         """Schedule and queue the next step, if there is anything to compute."""
-        if self._is_step_missing:
+        if self._is_step_missing or self.paused_because is not None:
             return False
         batch = self.scheduler.schedule() if self.trace is None else self.trace.schedule(self.scheduler)
         if batch is None:
@@ -303,6 +324,10 @@ class Engine:
             self._end(request, increments)
         elif sample.is_finished:  # though the device does not know
             self.scheduler.end(request.id, Finish.STOP)
+
+    def _end_early(self, increments: list[OutputIncrement]) -> None:
+        for request in self.scheduler.take_ended_early():
+            self._end(request, increments)
 
     def _end(self, request: Request, increments: list[OutputIncrement]) -> None:
         live, sample = self._samples.pop(request.id)

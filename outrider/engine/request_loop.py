@@ -10,17 +10,23 @@ A caller is known by a weak reference: the requests of one that is gone are drop
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import cast
+from typing import TypeVar, cast
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.pooling import Output, empty_output
 from outrider.engine.engine import Engine
+
+log = logging.getLogger("outrider")
+PAUSE_SECONDS = 0.02  # until a caller whose engine is paused looks again
+Made = TypeVar("Made")
 
 
 class Caller:
@@ -54,6 +60,7 @@ class RequestLoop:
         # One thread works at a time. A trace function may raise where `with` ends, before the release: the thread that
         # this happens to can still go on.
         self._lock = threading.RLock()
+        self._told: str | None = None  # the last reason to wait that was logged
         self._is_at_work = False  # in `_add` or `_next_of`, or one of them was interrupted
 
     def add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
@@ -97,6 +104,9 @@ class RequestLoop:
             while caller.left:
                 if before_step is not None and caller.left.isdisjoint(self._changed):
                     before_step()
+                if self._must_wait(caller):
+                    time.sleep(PAUSE_SECONDS)
+                    continue
                 with self._lock:
                     self._is_at_work = is_interrupted = True  # if this never becomes False again
                     output = self._next_of(caller)
@@ -111,6 +121,33 @@ class RequestLoop:
                 with self._lock:
                     self._tidy()
                     self._is_at_work = False
+
+    def run(self, action: Callable[[], Made]) -> Made:
+        """Do something with the engine between two steps. Whatever it raises, the engine must be in a state to go on
+        from, unless it was interrupted."""
+        with self._lock:
+            self._is_at_work = True
+            self._tidy()
+            self._is_mid_change = True
+            try:
+                made = action()
+            except Exception:
+                self._is_mid_change = self._is_at_work = False
+                raise
+            self._is_mid_change = self._is_at_work = False
+        return made
+
+    def _must_wait(self, caller: Caller) -> bool:
+        """Whether the engine is paused and has nothing for the caller: another thread must let it go on."""
+        reason = self._engine.paused_because
+        if reason is None or self._engine.has_ended or self._engine.has_work or self._is_mid_change:
+            return False
+        if not caller.left.isdisjoint(self._changed):
+            return False
+        if reason != self._told:
+            log.warning("%s", reason)
+            self._told = reason
+        return True
 
     def _next_of(self, caller: Caller) -> Output | None:
         """An output of the caller that has changed; if there is none, after a step. None if that changed none."""

@@ -35,7 +35,7 @@ class DraftHead(LayeredModule, ABC):
         self.num_outputs = target.vocab_size
         self.embedding = target.embed_tokens.weight
         self.own_output: Linear | None = None
-        self._own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
+        self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
@@ -73,7 +73,7 @@ class DraftHead(LayeredModule, ABC):
         return self
 
     def weight_bytes(self) -> int:
-        held = [slot.target for slot in self.weights().values()] + self._own_tensors
+        held = [slot.target for slot in self.weights().values()] + self.own_tensors
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class DraftHead(LayeredModule, ABC):
             raise WeightError(f"tensor {name} holds NaN or Inf (as {own.dtype})")
         if own.shape == shared.shape and torch.equal(own, shared):
             return shared
-        self._own_tensors.append(own)
+        self.own_tensors.append(own)
         return own
 
 

@@ -53,7 +53,7 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
-    for name, tensor in _one_by_one(_in_parts(tensors, slots), slots):
+    for name, tensor in one_by_one(tensors, slots):
         if name in missing:
             _store(name, tensor, slots[name])
             missing.remove(name)
@@ -65,16 +65,23 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     if missing or left_over:
         raise WeightError(
             "the weights do not fit the model"
-            + (f"; missing: {_some(missing)}" if missing else "")
-            + (f"; left over: {_some(left_over)}" if left_over else "")
+            + (f"; missing: {some_names(missing)}" if missing else "")
+            + (f"; left over: {some_names(left_over)}" if left_over else "")
         )
     model.finalize()
 
 
-def _some(names: Collection[str]) -> str:
+def some_names(names: Collection[str]) -> str:
     """The first names, and how many more there are: a file of another model lacks hundreds."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
+
+
+def one_by_one(
+    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a source, each by the name of its slot where the model has one."""
+    return _split_experts(_in_parts(tensors, slots), slots)
 
 
 def _in_parts(
@@ -102,7 +109,7 @@ def _kept_parts(
     return parts
 
 
-def _one_by_one(
+def _split_experts(
     tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, WeightSlot]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, with a tensor of all experts split into one for each expert and projection if the model has slots
@@ -146,9 +153,11 @@ def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     if slot.kind is None and not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
     slot.store(tensor)
-    if not slot.target.is_floating_point():
-        return
-    # After the copy: a value that only the model's dtype cannot hold shows too. The extremes carry NaN along.
-    low, high = torch.aminmax(slot.target.float() if slot.target.itemsize == 1 else slot.target)
+    if slot.target.is_floating_point():
+        check_finite(name, slot.target)  # after the copy: a value that only the model's dtype cannot hold shows too
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # the extremes carry NaN along
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise WeightError(f"tensor {name} holds NaN or Inf (as {slot.target.dtype})")
+        raise WeightError(f"tensor {name} holds NaN or Inf (as {tensor.dtype})")

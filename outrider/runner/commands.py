@@ -7,8 +7,13 @@ may also lie outside the package. It is plain data: a worker in another process 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+PARTS = (WEIGHTS, KV_CACHE)  # parts of a worker's memory that sleep and wake by themselves
 Answer = TypeVar("Answer")
 
 
@@ -20,3 +25,81 @@ class Command(ABC, Generic[Answer]):
     def carry_out(self, worker: Any) -> Answer:
         """Called in the worker, on the thread of its steps. `worker`: a `runner.worker.Worker`. The answer must be
         picklable, and importable without torch."""
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What a worker gave back when it went to sleep."""
+
+    total_bytes: int = 0  # of the weights and the cache that were on the device
+    freed_bytes: int = 0  # of these, what the device has back
+    host_bytes: int = 0  # copies that were made in the host's memory
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class WakeReport:
+    """How long a worker took to wake up. Captured steps are made anew once all parts are awake."""
+
+    seconds: float = 0.0
+    num_captured: int = 0
+    capture_seconds: float = 0.0  # part of `seconds`
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update of weights did."""
+
+    num_tensors: int = 0
+    seconds: float = 0.0
+    num_captured: int = 0  # captured steps that were made anew
+    capture_seconds: float = 0.0  # part of `seconds`
+
+
+class WeightsIncomplete(RuntimeError):
+    """An update of weights failed after it had changed some: nothing may run before a whole update succeeds."""
+
+
+@dataclass(frozen=True)
+class Sleep(Command[SleepReport]):
+    """Free the memory of weights and cache. No step may be submitted until all parts are awake again."""
+
+    level: int  # 1: weights are kept in the host's memory; 2: they are dropped
+
+    def carry_out(self, worker: Any) -> SleepReport:
+        report: SleepReport = worker.residence.sleep(self.level)
+        return report
+
+
+@dataclass(frozen=True)
+class WakeUp(Command[WakeReport]):
+    """Bring parts back. Those that are awake stay as they are."""
+
+    parts: tuple[str, ...] = PARTS
+
+    def carry_out(self, worker: Any) -> WakeReport:
+        report: WakeReport = worker.residence.wake_up(self.parts)
+        return report
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """A tensor of a checkpoint in the host's memory, of any dtype that torch has a name for."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]  # its bytes
+
+
+@dataclass(frozen=True)
+class UpdateWeights(Command[UpdateReport]):
+    """Replace weights by tensors with the names of the model's checkpoint, given as arrays or in files. Nothing is
+    changed if one of them does not fit."""
+
+    arrays: tuple[NamedArray, ...] = ()
+    path: str | None = None  # a folder with safetensors files, or one such file; then `arrays` are not looked at
+
+    def carry_out(self, worker: Any) -> UpdateReport:
+        report: UpdateReport = worker.residence.update_weights(self)
+        return report

@@ -78,8 +78,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:
-        build = DraftBuild(model, model.dtype, device, limits.max_len, config.load_format, config.seed, config.model)
-        drafter = make_drafter(speculative, build)
+        drafter = make_drafter(speculative, draft_build(config, model, limits))
     if config.exact:
         refuse_inexact(config, model)
     backend = choose_backend(config, model, max_drafts)
@@ -94,6 +93,10 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
     return StepParts(model, drafter, DrafterGuards(drafter), synthetic, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars)
+
+
+def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:
+    return DraftBuild(model, model.dtype, model.device, limits.max_len, config.load_format, config.seed, config.model)
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:

@@ -40,6 +40,7 @@ from outrider.runner.interface import (
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
 from outrider.runner.parts import StepParts, gather_parts, prepare_all
+from outrider.runner.residence import Residence
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
 
@@ -53,10 +54,11 @@ class Worker:
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
                  drafter: Drafter | None = None, prepare: Prepare | None = None,
-                 grammars: Grammars | None = None, fill: Callable[[], None] | None = None) -> None:
+                 grammars: Grammars | None = None, fill: Callable[[], None] | None = None,
+                 source: ModelSource | None = None) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
         anything runs: benchmarks change what routers choose. `fill` gives a model with blank weights its own:
-        kernels are compiled meanwhile."""
+        kernels are compiled meanwhile. `source`: where weights that were dropped are read again."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
@@ -84,6 +86,7 @@ class Worker:
                                       takes_checkpoints=parts.takes_checkpoints)
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
+        self.residence = Residence(config, parts, self.device_step, self.runner, source)
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
         self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
                                takes_spans=parts.takes_spans)
@@ -94,9 +97,9 @@ class Worker:
         model = build_target(config, source)
         if not _needs_no_weights(config, model.device):
             fill_target(model, config, source, watch)
-            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars)
+            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source)
         blank_model(model)
-        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars,
+        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source,
                    fill=partial(fill_target, model, config, source, watch))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
@@ -110,7 +113,7 @@ class Worker:
         return command.carry_out(self)
 
     def idle(self, quiet_seconds: float) -> float | None:
-        return self.runner.idle(quiet_seconds)
+        return None if self.residence.asleep else self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
         self.runner.close()

@@ -38,10 +38,8 @@ class Scheduler:
         """prompt_time: bounds the time that prompts take in steps with requests that decode. host_faults: of the host
         drafters of earlier schedulers."""
         if limits.max_batched_tokens < limits.max_requests:
-            raise ValueError(
-                f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least "
-                f"max_num_seqs ({limits.max_requests})"
-            )
+            raise ValueError(f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least max_num_seqs "
+                             f"({limits.max_requests})")
         self.cache = cache
         self.limits = limits
         self.stats = SchedulerStats()
@@ -148,12 +146,16 @@ class Scheduler:
         failed = zip(batches[0].request_ids, batches[0].epochs, batches[0].bounds, strict=True)
         points = {request_id: bound for request_id, epoch, bound in failed
                   if request_id in self._requests and self._requests[request_id].epoch == epoch}
-        for request in list(self._running):
-            self._give_up_row(request)
+        self.preempt_all()
         self.cache.forget_unsettled([page for batch in batches for page in batch.clear_pages])
         for request_id in self._suspects.fail(points):
             self.end(request_id, Finish.ERROR, error)
         self._try_suspects(is_new=True)
+
+    def preempt_all(self) -> None:
+        """Preempt all running requests: they are computed again from their settled tokens. No step is in flight."""
+        for request in list(self._running):
+            self._give_up_row(request)
 
     def take_ended_early(self) -> list[Request]:
         """Requests that the host ended since the last call."""

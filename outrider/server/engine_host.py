@@ -142,7 +142,8 @@ class EngineHost:
             llm.fail("its worker has died")
             return
         steps = llm.engine.stats.num_steps
-        if steps != self._progress[0] or not llm.engine.has_requests:
+        is_paused = llm.engine.paused_because is not None  # it sleeps, say: requests wait for an administrator
+        if steps != self._progress[0] or not llm.engine.has_requests or is_paused:
             self._progress = (steps, now)
         waited = now - self._progress[1]
         stalled = waited > self._stall_timeout

@@ -135,7 +135,7 @@ def test_a_worker_that_dies_during_a_command_is_the_end_of_the_engine(model: str
     with pytest.raises(WorkerDied, match="SIGKILL"):
         llm.generate(list(PROMPTS[0]), greedy(4))
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        llm.engine.command(Seen())
+        llm.sleep()
     llm.close()
 
 
@@ -152,6 +152,6 @@ def test_every_reader_hears_of_a_worker_that_died_during_a_command(model: str) -
                 _ = [output async for output in stream]
             assert not llm.is_running
             with pytest.raises(EngineError):
-                await asyncio.wrap_future(llm._owner.call(lambda: engine.command(Seen())))
+                await llm.sleep()
 
     asyncio.run(asyncio.wait_for(main(), timeout=300))

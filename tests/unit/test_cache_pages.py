@@ -36,6 +36,19 @@ def test_blank_pages_go_before_cached_ones_and_those_by_age() -> None:
     assert all(pool.find(key(content)) is None for content in (1, 2, 3))
 
 
+def test_forgotten_pages_are_blank_and_held_ones_stay() -> None:
+    pool = PagePool(6)
+    first, second, third = cached(pool, 1, 2, 3)
+    pool.hold(second)
+    assert not pool.forget_cached()
+    pool.check({second: 1})
+    assert [pool.find(key(content)) for content in (1, 2, 3)] == [None, second, None]
+    assert {first, third} <= set(pool.blank_pages())
+    pool.free(second)
+    assert pool.forget_cached() and pool.num_free == 5 and len(pool.blank_pages()) == 5
+    pool.check({})
+
+
 def test_a_hit_makes_a_page_young() -> None:
     pool = PagePool(4)
     first, second, third = cached(pool, 1, 2, 3)
@@ -147,7 +160,7 @@ def test_any_use_keeps_every_page_in_one_state(seed: int, num_pages: int) -> Non
     held: Counter[int] = Counter()
     contents = 0
     for _ in range(60):
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0 if pool.num_free:
                 page, _ = pool.allocate(rng.randrange(2))
                 assert held[page] == 0 and page != 0
@@ -164,5 +177,7 @@ def test_any_use_keeps_every_page_in_one_state(seed: int, num_pages: int) -> Non
                 if found is not None:
                     pool.hold(found)
                     held[found] += 1
+            case 4 if rng.randrange(4) == 0:
+                pool.forget_cached()
         pool.check(dict(+held))
         assert pool.num_free == pool.num_usable - len(+held)

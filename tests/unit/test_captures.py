@@ -220,3 +220,28 @@ def test_kernels_of_sampling_parameters_are_begun_early(clock: Clock, takes_para
     assert bool(sampled) is takes_parameters and ran[1 : 1 + len(sampled)] == sampled
     assert ran[0] == next(own.keys.decoding(takes_checkpoints=False))
     assert len(ran) == len(set(ran)) and set(ran) == wanted
+
+
+def test_captures_that_were_dropped_are_made_again(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    own = made(clock)
+    own._dropped, own._reserved, own._reserved_bytes, reserved = [], object(), 64, []
+    own.reserve = reserved.append
+    step(own, OWN)
+    held = set(own._captured)
+    own.drop()
+    own.drop()
+    assert not own._captured and own._reserved is None
+    assert own.capture_again() == len(held) and set(own._captured) == held and reserved == [64]
+    assert own.capture_again() == 0
+
+
+def test_captures_without_memory_are_left_out_when_they_are_made_again(clock: Clock,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("graph_pool_handle", "Stream", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    own = made(clock, memory=-1)
+    own._dropped, own._reserved, own._reserved_bytes = [], None, 0
+    own.drop()
+    assert own.capture_again() == 1 and len(own._captured) == 1

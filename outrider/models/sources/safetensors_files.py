@@ -63,7 +63,9 @@ def safetensors_names(folder: str | Path) -> set[str]:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file, with the tensors that the index expects in it (None: all there are)."""
+    """Each file, with the tensors that the index expects in it (None: all there are). `folder` may also be a file."""
+    if folder.is_file():
+        return {folder: None}
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return {single: None}

@@ -90,6 +90,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream()
         self._reserved: torch.cuda.CUDAGraph | None = None
         self._reserved_bytes = 0
+        self._dropped: list[GraphKey] = []  # captured before `drop`
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
         """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
@@ -291,6 +292,21 @@ class StepGraphs:
             if self._step.drafting.num_off == num_off:
                 return captured
         return self._capture(key)
+
+    def drop(self) -> None:
+        """Drop all captures, whose addresses are about to change, and free their memory. No step is in flight."""
+        self._dropped += self._captured
+        self._captured.clear()
+        self._stand_ins.clear()
+        self._due = self._reserved = None
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def capture_again(self) -> int:
+        """Capture the steps that `drop` dropped, as far as there is memory for them. Returns how many."""
+        keys, self._dropped = dict.fromkeys(self._dropped), []
+        if self._reserved_bytes:
+            self.reserve(self._reserved_bytes)
+        return sum(self._try_capture(key, at_once=True) is not None for key in keys)
 
     def _renew_pool(self) -> None:
         """After a capture that CUDA has ended: torch does not close the memory pool of such a capture, and refuses to

@@ -1,0 +1,105 @@
+"""Maintenance: what changes the worker's memory under a running engine. It sleeps, wakes up and gets other weights.
+
+Before its memory changes, the engine comes to rest: the steps in flight end, running requests are preempted, and the
+cache is emptied. Requests that run or arrive meanwhile wait; they go on from their tokens when everything is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.core.fields import shown
+from outrider.engine.engine import Engine
+from outrider.runner.commands import (
+    PARTS,
+    WEIGHTS,
+    Sleep,
+    SleepReport,
+    UpdateReport,
+    UpdateWeights,
+    WakeReport,
+    WakeUp,
+    WeightsIncomplete,
+)
+from outrider.runner.interface import WorkerDied
+
+LEVELS = (1, 2)
+ASLEEP = "the engine sleeps: requests wait for wake_up"
+UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
+
+
+class Maintenance:
+    """Its owner is the engine's: the methods are called where `Engine.step` is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._asleep: frozenset[str] = frozenset()  # parts of the worker's memory
+        self._are_dropped = False  # the weights are asleep at level 2
+        self._lacks_weights: str | None = None  # why, if an update has failed half-way
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self, level: int = 1) -> SleepReport:
+        """If it is refused, the engine goes on as before."""
+        if isinstance(level, bool) or level not in LEVELS:
+            raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
+                             f"{shown(level)}")
+        before = self._asleep
+        self._engine.rest()
+        # Before the command: if an interrupt cuts off the answer, the worker may be asleep, and waking does no harm.
+        self._asleep = frozenset(PARTS)
+        self._pause()
+        try:
+            report = self._engine.command(Sleep(level))
+        except WorkerDied:
+            raise
+        except Exception:
+            self._asleep = before
+            self._pause()
+            raise
+        self._are_dropped |= level == 2
+        return report
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
+        """If it fails, the engine sleeps on."""
+        if tags is not None and (isinstance(tags, str) or not set(tags) <= set(PARTS)):
+            raise ValueError(f"tags must be a list of {' and '.join(map(repr, PARTS))}, got {shown(tags)}")
+        wanted = PARTS if tags is None else tuple(part for part in PARTS if part in tags)
+        if not self._asleep.intersection(wanted):
+            return WakeReport()
+        report = self._engine.command(WakeUp(wanted))
+        if WEIGHTS in wanted and self._are_dropped:  # they were read anew
+            self._are_dropped, self._lacks_weights = False, None
+        self._asleep -= set(wanted)
+        self._pause()
+        return report
+
+    def update_weights(self, command: UpdateWeights) -> UpdateReport:
+        """If it is refused, nothing has changed. If it fails later, requests wait until another one succeeds."""
+        before = self._lacks_weights
+        self._engine.rest()
+        self._lacks_weights = UPDATING
+        self._pause()
+        try:
+            report = self._engine.command(command)
+        except WorkerDied:
+            raise
+        except Exception as error:
+            self._lacks_weights = str(error) if isinstance(error, WeightsIncomplete) else before
+            self._pause()
+            raise
+        self._lacks_weights, self._are_dropped = None, False
+        self._asleep -= {WEIGHTS}
+        self._pause()
+        return report
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Returns whether no page can be found any more."""
+        if reset_running_requests:
+            self._engine.rest()
+        return self._engine.forget_cached()
+
+    def _pause(self) -> None:
+        self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else None)

@@ -1,0 +1,227 @@
+"""Residence: what of a worker's memory is on the device. It puts weights and cache to sleep, wakes them, and replaces
+weights.
+
+Layers and mixers know nothing of this: their tensors stay, and only the memory behind these goes. Captured steps hold
+addresses and numbers of the weights, so they are dropped and captured again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable
+
+import torch
+
+from outrider.config import AUTO_METHOD, METHODS, EngineConfig
+from outrider.drafters.registry import make_drafter
+from outrider.layers import LayeredModule, Linear, find_modules
+from outrider.models.head import DraftHead
+from outrider.models.sources.base import ModelSource
+from outrider.runner.commands import (
+    KV_CACHE,
+    PARTS,
+    WEIGHTS,
+    SleepReport,
+    UpdateReport,
+    UpdateWeights,
+    WakeReport,
+    WeightsIncomplete,
+)
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.local import LocalRunner
+from outrider.runner.parts import StepParts, draft_build, prepare_all
+from outrider.runner.step import DeviceStep
+from outrider.runner.storages import FreedMemory, find_storages, release_copies
+from outrider.runner.target import fill_target
+from outrider.runner.weight_update import WeightUpdate
+
+log = logging.getLogger("outrider")
+MIB = 1 << 20
+
+
+class Residence:
+    def __init__(self, config: EngineConfig, parts: StepParts, step: DeviceStep, runner: LocalRunner | CudaRunner,
+                 source: ModelSource | None) -> None:
+        """source: where dropped weights are read again; None: only an update can bring them back."""
+        self._config, self._parts, self._step, self._runner, self._source = config, parts, step, runner, source
+        self._asleep: dict[str, list[FreedMemory]] = {}
+        self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
+        self._lacks_captures = False  # captured steps were dropped, and not captured again
+
+    @property
+    def asleep(self) -> Collection[str]:
+        return self._asleep.keys()
+
+    def sleep(self, level: int) -> SleepReport:
+        """Put all parts to sleep. If something speaks against it, nothing is changed."""
+        start = time.perf_counter()
+        if level == 2:
+            self._refuse_kept_bits("sleep level 2 drops weights that it can read again")
+        self._synchronize()
+        falling: dict[str, list[FreedMemory]] = {}
+        if WEIGHTS not in self._asleep:
+            falling[WEIGHTS] = self._weights_to_free(level)
+        if KV_CACHE not in self._asleep:
+            falling[KV_CACHE] = [FreedMemory(find_storages(self._cache_tensors()).values(), keeps=False)]
+        self._drop_captures()
+        num_freed = self._asleep[WEIGHTS][0].drop_content() if level == 2 and WEIGHTS in self._asleep else 0
+        self._are_incomplete |= level == 2
+        self._asleep |= falling
+        for first, *others in falling.values():
+            num_freed += first.free()
+            for memory in others:
+                memory.free()
+        self._release()
+        report = SleepReport(sum(own[0].total_bytes for own in falling.values()), num_freed,
+                             sum(memory.host_bytes for own in falling.values() for memory in own),
+                             time.perf_counter() - start)
+        log.info("asleep at level %d: %.0f of %.0f MiB of weights and cache are free, %.0f MiB were copied to the "
+                 "host's memory; %.2f s", level, report.freed_bytes / MIB, report.total_bytes / MIB,
+                 report.host_bytes / MIB, report.seconds)
+        return report
+
+    def wake_up(self, parts: Collection[str] = PARTS) -> WakeReport:
+        """Bring parts back. If that fails, the part that failed stays asleep, and those after it."""
+        start = time.perf_counter()
+        for part in (part for part in PARTS if part in parts and part in self._asleep):
+            try:
+                self._restore(part)
+                if part == WEIGHTS and self._are_incomplete:
+                    self._read_weights()
+            except BaseException:
+                for memory in self._asleep[part]:
+                    memory.free()
+                self._release()
+                raise
+            del self._asleep[part]
+        self._release()
+        num_captured, seconds = self._capture_again()
+        report = WakeReport(time.perf_counter() - start, num_captured, seconds)
+        log.info("awake: %s in %.2f s, of which %d captured steps took %.2f s", ", ".join(parts), report.seconds,
+                 num_captured, seconds)
+        return report
+
+    def update_weights(self, given: UpdateWeights) -> UpdateReport:
+        """Replace weights. Everything is checked before anything is changed."""
+        start = time.perf_counter()
+        self._refuse_kept_bits("update_weights replaces weights that are stored as numbers")
+        update = WeightUpdate(self._parts.model, self._modules(), given)
+        names = update.check(is_whole=self._are_incomplete)
+        self._synchronize()
+        self._drop_captures()
+        was_incomplete, self._are_incomplete = self._are_incomplete, True
+        try:
+            self._restore(WEIGHTS)
+            self._asleep.pop(WEIGHTS, None)
+            update.store()
+            if was_incomplete:
+                self._read_drafter(names)
+            self._prepare()
+        except BaseException as error:
+            raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): no "
+                                    "request is served until an update with all weights succeeds") from error
+        self._are_incomplete = False
+        self._release()
+        num_captured, seconds = self._capture_again()
+        report = UpdateReport(len(names), time.perf_counter() - start, num_captured, seconds)
+        log.info("%d tensors updated in %.2f s, of which %d captured steps took %.2f s", len(names), report.seconds,
+                 num_captured, seconds)
+        return report
+
+    # Weights
+
+    def _modules(self) -> list[LayeredModule]:
+        """The modules of the drafters."""
+        return [] if self._parts.drafter is None else self._parts.drafter.modules()
+
+    def _weights_to_free(self, level: int) -> list[FreedMemory]:
+        """Two groups: what can be read or made again, and the rest, whose content is always kept."""
+        modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
+        slots = [slot.target for module in modules for slot in module.weights().values()]
+        formats = [linear.format for linear in find_modules(modules, Linear)]
+        own = find_storages(module.own_tensors for module in self._modules() if isinstance(module, DraftHead))
+        every = find_storages([self._parts.model, *self._modules()])
+        again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own}
+        rest = [storage for key, storage in every.items() if key not in again]
+        return [FreedMemory(again.values(), keeps=level == 1), FreedMemory(rest, keeps=True)]
+
+    @property
+    def _makes_drafter(self) -> bool:
+        """Whether the drafter can be made again from its files, as it was at the start."""
+        speculative = self._config.speculative
+        return speculative is not None and all(
+            method in (AUTO_METHOD, *METHODS) for method in speculative.methods)
+
+    def _refuse_kept_bits(self, why: str) -> None:
+        modules = (self._parts.model, *self._modules())
+        kept = [slot.kind for module in modules for slot in module.weights().values() if slot.kind is not None]
+        if kept:
+            raise ValueError(f"{why}, and {len(kept)} weights of this model stay in the bits of its file ({kept[0]}): "
+                             "start the engine with keep_quantized=False")
+
+    def _restore(self, part: str) -> None:
+        for memory in self._asleep.get(part, ()):
+            memory.restore()
+
+    def _read_weights(self) -> None:
+        if self._source is None:
+            raise ValueError("the weights were dropped and there are no files to read them from: give them by "
+                             "update_weights")
+        fill_target(self._parts.model, self._config, self._source, None)
+        self._read_drafter(())
+        self._prepare()
+        self._are_incomplete = False
+
+    def _read_drafter(self, given: Iterable[str]) -> None:
+        """Fill the dropped weights of the drafter from one that is made anew, except for those that were given."""
+        speculative, parts = self._config.speculative, self._parts
+        if parts.drafter is None or speculative is None or not self._makes_drafter:
+            return
+        fresh = make_drafter(speculative, draft_build(self._config, parts.model, parts.limits))
+        assert fresh is not None
+        for module, read in zip(self._modules(), fresh.modules(), strict=True):
+            slots, values = module.weights(), read.weights()
+            for name in slots.keys() - set(given):
+                slots[name].target.copy_(values[name].target)
+
+    def _prepare(self) -> None:
+        """Make again what depends on weights: derived tensors, packed copies, fused layers."""
+        for module in (self._parts.model, *self._modules()):
+            module.finalize()
+        prepare_all(self._parts.model, self._parts.drafter, self._config)
+
+    # Cache and captured steps
+
+    def _cache_tensors(self) -> list[torch.Tensor]:
+        """The pages, and the state of recurrent layers: all of it belongs to requests, and none has a row."""
+        rows = self._step.recurrent.layers.values()
+        return [self._step.pool.data, *(tensor for own in rows
+                                        for tensor in (own.state, own.tail, own.conv_in, *own.gates))]
+
+    def _synchronize(self) -> None:
+        if self._step.state.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _release(self) -> None:
+        """Give memory that torch keeps for later back to the device, and to the host."""
+        if self._step.state.device.type == "cuda":
+            torch.cuda.empty_cache()
+            release_copies()
+
+    def _drop_captures(self) -> None:
+        if isinstance(self._runner, CudaRunner) and self._runner.graphs is not None:
+            self._runner.graphs.drop()
+            self._lacks_captures = True
+
+    def _capture_again(self) -> tuple[int, float]:
+        """(number of steps, seconds). Nothing is captured before all parts are awake."""
+        if not self._lacks_captures or self._asleep:
+            return 0, 0.0
+        assert isinstance(self._runner, CudaRunner) and self._runner.graphs is not None
+        start = time.perf_counter()
+        with torch.inference_mode():
+            num_captured = self._runner.graphs.capture_again()
+        self._synchronize()
+        self._lacks_captures = False
+        return num_captured, time.perf_counter() - start

@@ -1,0 +1,91 @@
+"""WeightUpdate: tensors with the names of a checkpoint that replace weights of a loaded model.
+
+The tensors are looked at twice: once to find what does not fit, before anything is changed, and once to copy them.
+Prediction modules (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have
+files of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from outrider.formats import WeightSlot
+from outrider.layers import LayeredModule
+from outrider.models.base import Model
+from outrider.models.loader import check_finite, one_by_one, some_names
+from outrider.models.mtp import MTPHead
+from outrider.models.sources.base import WeightError
+from outrider.runner.commands import NamedArray, UpdateWeights
+
+
+class WeightUpdate:
+    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights) -> None:
+        """modules: those of the drafters."""
+        self._model, self._given = model, given
+        self._heads = [module for module in modules if isinstance(module, MTPHead)]
+        self._slots: dict[str, WeightSlot] = dict(model.weights())
+        for head in self._heads:
+            self._slots |= head.weights()
+
+    def check(self, *, is_whole: bool) -> list[str]:
+        """The names of the weights that the update replaces. Raises WeightError, with nothing changed, if a tensor has
+        an unknown name, another shape than its weight or values that are not finite; with `is_whole` also if the update
+        lacks a weight of the model."""
+        names: dict[str, None] = {}
+        unknown: list[str] = []
+        for name, tensor in self._tensors():
+            if name in names:
+                raise WeightError(f"tensor {name} came twice")
+            if name in self._slots:
+                self._check(name, tensor)
+                names[name] = None
+            elif not self._ignores(name):
+                unknown.append(name)
+        if unknown:
+            raise WeightError(f"the model has no weights of these names: {some_names(unknown)}")
+        if is_whole and (missing := self._model.weights().keys() - names.keys()):
+            raise WeightError("the model's weights were dropped (sleep level 2), or an update that failed has changed "
+                              f"some of them, and this update lacks {some_names(missing)}: give all weights; where "
+                              "they were dropped, wake_up(tags=['weights']) reads them first")
+        if not names:
+            raise WeightError("the update has no tensor that the model uses: give pairs of a name of the checkpoint "
+                              "and a tensor, or a folder with safetensors files")
+        return list(names)
+
+    def store(self) -> None:
+        for name, tensor in self._tensors():
+            if name in self._slots:
+                self._slots[name].store(tensor)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in one_by_one(self._read(), self._slots):
+            assert isinstance(tensor, torch.Tensor)
+            yield name, tensor
+
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._given.path is None:
+            return ((array.name, _tensor(array)) for array in self._given.arrays)
+        from outrider.models.sources.safetensors_files import safetensors_tensors
+
+        return safetensors_tensors(Path(self._given.path))
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        slot = self._slots[name]
+        if tuple(tensor.shape) != slot.shape:
+            raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
+        if not tensor.is_floating_point():
+            raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
+        check_finite(name, tensor.to(slot.target.dtype))
+
+    def _ignores(self, name: str) -> bool:
+        return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
+
+
+def _tensor(array: NamedArray) -> torch.Tensor:
+    dtype = getattr(torch, array.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch does not know")
+    return torch.from_numpy(array.data).view(dtype).view(array.shape)

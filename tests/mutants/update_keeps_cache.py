@@ -1,0 +1,15 @@
+"""An update of weights leaves the cache as it is: prompts go on from keys and values of the old weights."""
+
+from __future__ import annotations
+
+from outrider.cache.manager import CacheManager
+
+NAME = "update keeps cache"
+TESTS = ["tests/engine/test_update_weights.py", "-k", "llama and ngram"]
+
+
+def apply() -> None:
+    def forget_unsettled_only(self: CacheManager) -> None:
+        self.forget_unsettled(())
+
+    CacheManager.forget_all = forget_unsettled_only  # type: ignore[method-assign]
