@@ -110,6 +110,7 @@ class Residence:
         names = update.check(is_whole=self._are_incomplete)
         self._synchronize()
         self._drop_captures()
+        self._release()
         was_incomplete, self._are_incomplete = self._are_incomplete, True
         try:
             self._restore(WEIGHTS)

@@ -20,6 +20,8 @@ from outrider.models.mtp import MTPHead
 from outrider.models.sources.base import WeightError
 from outrider.runner.commands import NamedArray, UpdateWeights
 
+PIECE = 1 << 24  # numbers that are checked together: the device may be full
+
 
 class WeightUpdate:
     def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights) -> None:
@@ -58,7 +60,8 @@ class WeightUpdate:
     def store(self) -> None:
         for name, tensor in self._tensors():
             if name in self._slots:
-                self._slots[name].store(tensor)
+                slot = self._slots[name]
+                slot.store(tensor.to(slot.target.dtype))  # converted on the host: the device may be full
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in one_by_one(self._read(), self._slots):
@@ -78,7 +81,8 @@ class WeightUpdate:
             raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
         if not tensor.is_floating_point():
             raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
-        check_finite(name, tensor.to(slot.target.dtype))
+        for piece in tensor.reshape(-1).split(PIECE):
+            check_finite(name, piece.to(slot.target.device, slot.target.dtype))
 
     def _ignores(self, name: str) -> bool:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)

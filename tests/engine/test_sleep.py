@@ -9,6 +9,7 @@ import mmap
 import sys
 import threading
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from outrider.runner.storages import FreedMemory, find_storages
 from outrider.runner.worker import Worker
 from tests.engine.harness import CONFIGS, greedy, prompt_of, random_model, save_folder, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
+from tests.engine.test_interrupts import Tracer, traced, within_limit
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 3,
                             "max_num_batched_tokens": 48, "num_pages": 64}  # fmt: skip
@@ -254,3 +256,37 @@ def test_a_reset_of_the_prefix_cache_forgets_pages_that_no_request_holds(tmp_pat
         *_, last = stream
         assert last.outputs[0].token_ids == expected[0][0] and last.metrics.num_preemptions == 1
         llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("num_cases", [12, pytest.param(120, marks=pytest.mark.long)])
+def test_an_interrupt_on_any_line_leaves_an_engine_that_can_be_woken(tmp_path: Path, num_cases: int) -> None:
+    folder, rng, num_landed = save_folder(tmp_path / "llama", CONFIGS["llama"], seed=3), Random(num_cases), 0
+    with LLM(str(folder), **SETTINGS) as llm:
+        def change() -> None:
+            llm.sleep(level=2)
+            llm.wake_up()
+            llm.update_weights(folder)
+            llm.reset_prefix_cache(reset_running_requests=True)
+
+        expected = generated(llm)
+        with traced(Tracer()) as tracer:
+            change()
+        lines = tracer.count
+        for _ in range(num_cases):
+            stream = llm.stream(list(PROMPTS[0]), greedy(12, ignore_eos=True))
+            next(stream)
+            try:
+                with traced(Tracer(rng.randint(1, lines))) as tracer:
+                    change()
+            except KeyboardInterrupt:
+                num_landed += 1
+            with within_limit():
+                llm.wake_up()
+                if llm.engine.paused_because is not None:
+                    llm.update_weights(folder)
+                *_, last = stream
+                assert last.outputs[0].token_ids == expected[0][0], tracer.where
+                assert generated(llm) == expected, tracer.where
+            assert not llm.is_sleeping() and llm.engine.paused_because is None
+            llm.engine.scheduler.check_integrity()
+        assert num_landed > num_cases // 2

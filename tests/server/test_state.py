@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -169,6 +172,20 @@ def test_a_worker_that_dies_while_nothing_runs_is_noticed() -> None:
         served.wait_for(lambda: isinstance(served.host.state, Serving) and served.host.state.llm is not first)
         assert served.host.num_restarts == 1 and not first.is_running
         assert served.http.get("/health").status_code == 200
+
+
+def test_requests_may_wait_for_an_engine_that_sleeps() -> None:
+    """It is not taken for one that is stalled, however long that takes."""
+    with serving(stall_timeout=0.2) as served, ThreadPoolExecutor(1) as pool:
+        first = served.llm
+        asyncio.run(first.sleep(level=1))
+        answer = pool.submit(served.post, "/v1/completions", prompt="x", max_tokens=4)
+        served.wait_for(lambda: first.engine.has_requests)
+        time.sleep(1.0)
+        assert served.llm is first and first.is_running and not answer.done()
+        assert served.http.get("/health").status_code == 200
+        asyncio.run(first.wake_up())
+        assert answer.result().status_code == 200 and served.host.num_restarts == 0
 
 
 def test_it_answers_while_the_model_loads() -> None:
