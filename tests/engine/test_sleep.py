@@ -91,7 +91,7 @@ def test_level_2_frees_weights_copies_and_pool(tmp_path: Path) -> None:
         expected, model, step = generated(llm), worker.device_step.model, worker.device_step
         step.pool.data.fill_(1.0)  # so that all of it is in memory
         storages = list(find_storages([model, step.pool.data]).values())
-        copies = [linear.format._cpu_product.copy for linear in
+        copies = [linear.format._prepared.copy for linear in
                   (model.lm_head, model.layers[0].plain.attention.qkv)] if native.available() else []
         assert all(copy is not None for copy in copies)
         before = resident_bytes(storages)
