@@ -24,15 +24,15 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from outrider.core.pooling_params import PoolingParams
+    from outrider.core.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
     from outrider.core.prompts import PromptType as PromptType
-    from outrider.core.prompts import TextPrompt, TokensPrompt
     from outrider.core.structured import StructuredOutputsParams
     from outrider.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
-           "EmbeddingRequestOutput", "EngineArgs", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
-           "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams",
+           "EmbeddingRequestOutput", "EmbedsPrompt", "EngineArgs", "PoolingOutput", "PoolingParams",
+           "PoolingRequestOutput", "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams",
            "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
@@ -44,6 +44,7 @@ HOMES = {
     "EngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    "EmbedsPrompt": ("outrider.core.prompts", "EmbedsPrompt"),
     "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
     "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
     "PoolingParams": ("outrider.core.pooling_params", "PoolingParams"),

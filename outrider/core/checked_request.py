@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import HiddenReport, PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 # A request for hidden states samples and drafts nothing; its row has parameters all the same.
 NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, seed=0, detokenize=False, speculative=False)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds:
+    """Embeddings in place of a prompt's token ids, as the model's own embedding would return them."""
+
+    values: NDArray[np.floating]  # [tokens, hidden size], float32 or float64
+    digest: str  # of the values' bytes
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # zeros where embeddings came without ids
     params: RequestParams  # the request's own copy, with its words as tokens
     text: str | None = None  # the prompt's, if the caller gave any
     priority: int = 0
     cache_salt: str | None = None
     spans: PromptSpans = NO_SPANS
+    embeds: PromptEmbeds | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -55,8 +69,10 @@ class CheckedRequest:
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """Whatever must be equal for requests to share pages, beside their tokens."""
-        return () if self.cache_salt is None else (f"salt={self.cache_salt}",)
+        """Whatever must be equal for requests to share pages, beside their tokens. Requests with embeddings share pages
+        if all their embeddings are equal, and none with a request that has ids alone."""
+        embeds = () if self.embeds is None else (f"embeds={self.embeds.digest}",)
+        return embeds if self.cache_salt is None else (*embeds, f"salt={self.cache_salt}")
 
     @property
     def reads_prefix_cache(self) -> bool:

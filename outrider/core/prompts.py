@@ -17,5 +17,12 @@ class TokensPrompt(TypedDict):
     bidirectional_spans: NotRequired[list[list[int]]]  # [start, end) pairs whose tokens see each other both ways
 
 
-PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    prompt_embeds: Any  # a numpy array or a torch tensor [tokens, hidden size], as the model's embedding would return
+    prompt_token_ids: NotRequired[list[int]]  # for what reads ids: penalties, bad words, prompt logprobs, lookups
+    cache_salt: NotRequired[str]
+    bidirectional_spans: NotRequired[list[list[int]]]
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # as it comes, before it is checked

@@ -110,6 +110,7 @@ class Uncaptured(enum.Enum):
     HIDDEN_STATES = "hidden states of a prompt"
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
     PROMPTS = "prompts whose lengths the host must know"
+    PROMPT_EMBEDS = "embeddings in place of token ids"
     SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"

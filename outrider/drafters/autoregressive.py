@@ -24,12 +24,12 @@ from outrider.cache.groups import Group, LayerCache
 from outrider.cache.kinds import Part
 from outrider.core import NULL_PAGE, Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
-from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_stand_ins
 from outrider.drafters.draw import draw_drafts
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_slots
-from outrider.layers import LayeredModule, NothingAttends, StepContext
+from outrider.layers import LayeredModule, NothingAttends, StandIns, StepContext
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
 from outrider.models.base import Hidden
@@ -153,7 +153,7 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
         first, last = self._cached.bind(view), passes.keys.last
-        context = StepContext(first, view.positions)
+        context = StepContext(first, view.positions, stand_ins=self._fitting(step.stand_ins))
         if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
             rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
             output, feedback = self.network.forward(view.token_ids, hidden, context, rows)
@@ -190,7 +190,12 @@ class AutoregressiveDrafter(NetworkDrafter):
         own.valid_from.index_copy_(0, view.rows, self._all_valid_from(valid_from))
         own.filled.index_copy_(0, view.rows, begin)
         if not is_cold:
-            self._fill_first_slot(view, can_fill, tail_page)
+            self._fill_first_slot(view, can_fill, tail_page, self._fitting(first_stand_ins(admitted, self._device)))
+
+    def _fitting(self, stand_ins: StandIns | None) -> StandIns | None:
+        """Embeddings in place of ids, if the network's own are as wide: a draft model has others, and reads the ids."""
+        fits = stand_ins is not None and stand_ins.values.shape[1] == self.network.hidden_size
+        return stand_ins if fits else None
 
     def _valid_in_hit(self, view: BatchView, group: Group, first_needed: torch.Tensor) -> torch.Tensor:
         """[requests] the slot after the hit's last slot that this drafter did not fill or that was evicted. Pages that
@@ -209,7 +214,8 @@ class AutoregressiveDrafter(NetworkDrafter):
         page = view.page_tables[group.index][view.request_of, column].long()
         return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
 
-    def _fill_first_slot(self, view: BatchView, is_live: torch.Tensor, tail_page: torch.Tensor) -> None:
+    def _fill_first_slot(self, view: BatchView, is_live: torch.Tensor, tail_page: torch.Tensor,
+                         stand_ins: StandIns | None) -> None:
         """Fill the slot of each row's first token. A head leaves slot 0 unwritten; past its length a drafter has no
         slots."""
         own, begin = self._state, view.positions
@@ -218,13 +224,14 @@ class AutoregressiveDrafter(NetworkDrafter):
         slots = find_slots(self._batches.tables(view), own.page_tokens, view.request_of, begin, is_live)
         lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
         only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
-        self._run_first_slot(self._batches.first_slot(view, only, own.valid_from[view.rows]), hidden)
+        self._run_first_slot(self._batches.first_slot(view, only, own.valid_from[view.rows]), hidden, stand_ins)
         own.filled.index_copy_(0, view.rows, begin + 1)
 
     def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
         """The slots from which everything in the cache is valid, where the first valid inputs are at `valid_from`."""
         return valid_from
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
         """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""
-        self.network.forward(view.token_ids, hidden, StepContext(self._cached.bind(view), view.positions))
+        context = StepContext(self._cached.bind(view), view.positions, stand_ins=stand_ins)
+        self.network.forward(view.token_ids, hidden, context)

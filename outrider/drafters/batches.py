@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import Axis, Limits
+from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Step
+from outrider.kernels.buffers import send, to_device
 from outrider.kernels.drafting import CommittedRequests, DraftingRows, DraftPass, DraftPasses, ReadingPass, Tables
+from outrider.layers import StandIns
 from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
 
@@ -95,6 +98,16 @@ class SingleTokenView:
             starts_int32 = starts.int()
         return replace(view, num_tokens=count, queries=ExactQueries((1,) * count), query_starts=starts,
                        query_starts_int32=starts_int32, request_of=starts[:-1])
+
+
+def first_stand_ins(admitted: Sequence[Admission], device: torch.device) -> StandIns | None:
+    """Embeddings in place of ids at the first token that each of these rows is to compute."""
+    found = [(index, own.request.embeds.values[own.computed]) for index, own in enumerate(admitted)
+             if own.request.embeds is not None and own.computed < own.prompt_len]
+    if not found:
+        return None
+    token_rows, values = zip(*found, strict=True)
+    return StandIns(to_device(token_rows, torch.int64, device), send(torch.from_numpy(np.stack(values)), device))
 
 
 def committed_requests(step: Step) -> CommittedRequests:

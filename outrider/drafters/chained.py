@@ -27,7 +27,7 @@ from outrider.drafters.base import Drafts, Step
 from outrider.drafters.batches import committed_requests, drafting_rows
 from outrider.kernels import ops
 from outrider.kernels.drafting import DraftPasses
-from outrider.layers import LayeredModule, StepContext
+from outrider.layers import LayeredModule, StandIns, StepContext
 from outrider.mixers import BatchView, CachedLayers, KeysFrom
 from outrider.models.mtp import MTPHead
 
@@ -81,10 +81,11 @@ class ChainedDrafter(AutoregressiveDrafter):
         index = torch.arange(view.num_tokens, device=self._device)
         is_first = (index == view.query_starts[view.request_of])[:, None]
         carried = self._carried[view.rows]  # [requests, modules - 1, hidden]
+        stand_ins = self._fitting(step.stand_ins)
         for module in range(len(self._modules)):
             # Before the forward, which may write into the hidden states.
             self._tails[:, module].index_put_((passes.tail_page,), hidden)
-            output = self._run(module, view, hidden)
+            output = self._run(module, view, hidden, stand_ins)
             latest[module] = output[passes.keys.last]
             if module < self._last:
                 hidden = torch.where(is_first, carried[view.request_of, module], output.roll(1, dims=0))
@@ -93,19 +94,21 @@ class ChainedDrafter(AutoregressiveDrafter):
         self._carried.index_copy_(0, view.rows, torch.where(fills, kept, carried))
         return latest
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
         assert hidden is not None
-        outputs = [self._run(module, view, hidden[:, module]) for module in range(len(self._modules))]
+        outputs = [self._run(module, view, hidden[:, module], stand_ins) for module in range(len(self._modules))]
         self._carried.index_copy_(0, view.rows, torch.stack(outputs[:-1], dim=1))
 
-    def _run(self, module: int, view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+    def _run(self, module: int, view: BatchView, hidden: torch.Tensor,
+             stand_ins: StandIns | None = None) -> torch.Tensor:
         """One module over the token rows of a view, whose keys are visible from where all modules are valid on."""
         assert isinstance(view.visible, KeysFrom)
         starts = view.visible.starts - (self._last - module)
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
         # A module counts positions from its own first slot on.
         positions = (view.positions - module).clamp_min(0)
-        return self._modules[module].forward(view.token_ids, hidden, StepContext(attend, positions))[1]
+        context = StepContext(attend, positions, stand_ins=stand_ins)
+        return self._modules[module].forward(view.token_ids, hidden, context)[1]
 
     def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
         return valid_from + self._last

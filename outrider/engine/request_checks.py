@@ -19,10 +19,12 @@ from outrider.core.prompts import Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.prompt_embeds import read_embeds, refuse_id_readers
 from outrider.engine.text import Tokenizer
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "bidirectional_spans")
-ONLY_TEXT = "only text and token ids are served"
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "bidirectional_spans", "prompt_embeds")
+NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # one of them
+ONLY_TEXT = "only text, token ids and embeddings are served"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +59,25 @@ class RequestChecks:
 
     def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
         given = _as_dict(prompt)
-        text, token_ids, salt, spans = map(given.get, PROMPT_KEYS)
+        text, token_ids, salt, spans, embeds = map(given.get, PROMPT_KEYS)
         check_value("prompt_token_ids", list | tuple | None, token_ids)
         check_value("prompt", str | None, text)
         check_value("bidirectional_spans", list | tuple | None, spans)
         check_value("priority", Priority, priority)
         check_value("cache_salt", str | None, salt)
-        if token_ids is None:
-            assert isinstance(text, str), "a prompt has a text or token ids"
+        own = None if embeds is None else read_embeds(embeds, self.limits.hidden_size)
+        if own is not None and token_ids is None:
+            refuse_id_readers(params)
+            token_ids = [0] * len(own.values)
+        elif token_ids is None:
+            assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
             token_ids = self.need_tokenizer().encode(text)
         token_ids = tuple(token_ids)
         self._check_tokens(token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
+        if own is not None and len(own.values) != len(token_ids):
+            raise ValueError(f"prompt_embeds has {len(own.values)} tokens and prompt_token_ids has {len(token_ids)}")
         return CheckedRequest(token_ids, params, text, priority, salt,
-                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS)
+                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS, own)
 
     def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
@@ -137,8 +145,8 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
         return {"prompt_token_ids": prompt}
     if not isinstance(prompt, dict):
         raise ValueError(f"a prompt is a text, token ids or a dict, got {shown(prompt)}")
-    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
-        raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids', got "
+    if all(prompt.get(key) is None for key in NEEDED_KEYS):
+        raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds', got "
                          f"{', '.join(map(str, prompt)) or 'nothing'}")
     for key in prompt:
         if key not in PROMPT_KEYS and prompt[key] is not None:

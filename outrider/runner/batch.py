@@ -13,14 +13,17 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
 from outrider.kernels import ops
-from outrider.kernels.buffers import to_device
+from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
 from outrider.kernels.step import PreparedStep
+from outrider.layers import StandIns
 from outrider.mixers.batch import (
     BatchView,
     DecodeQueries,
@@ -145,6 +148,39 @@ def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.devi
         starts[row : row + end - start] = [start] * (end - start)
         ends[row : row + end - start] = [end] * (end - start)
     return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
+
+
+class StepEmbeds(NamedTuple):
+    """Embeddings in place of ids in a step, where there are any."""
+
+    target: StandIns | None = None  # at the step's token rows
+    drafter: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
+
+
+NO_EMBEDS = StepEmbeds()
+
+
+def step_embeds(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
+                device: torch.device) -> StepEmbeds:
+    """embeds: those of prompts that the step computes a part of, by row."""
+    return StepEmbeds(*(_stand_ins(scheduled, shape, embeds, device, ahead) for ahead in (0, 1)))
+
+
+def _stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
+               device: torch.device, ahead: int) -> StandIns | None:
+    """ahead: how many positions further than the step's the token rows are."""
+    first_row = [0, *accumulate(shape.queries.lens)]
+    token_rows: list[int] = []
+    values: list[NDArray[np.floating]] = []
+    for request, row in enumerate(scheduled.rows):
+        if row in embeds:
+            known = scheduled.num_known[request]  # a step with a part of a prompt has no drafts of it
+            start = scheduled.bounds[request] - known + ahead
+            values.append(embeds[row][start : start + known])
+            token_rows += range(first_row[request], first_row[request] + len(values[-1]))
+    if not token_rows:
+        return None
+    return StandIns(to_device(token_rows, torch.int64, device), send(torch.from_numpy(np.concatenate(values)), device))
 
 
 def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:

@@ -6,6 +6,8 @@ admission and page tables as pages are granted, and reads nothing back but a ste
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from outrider.cache.groups import Group
@@ -24,6 +26,10 @@ from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, send, to_device
 from outrider.sample.rows import SamplingRows
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class RowParams:
     """Sampling parameters of each row, as its last admission gave them: what the host side decides steps by. A row that
@@ -34,6 +40,7 @@ class RowParams:
         self._not_plain: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
+        self._embeds: dict[int, NDArray[np.floating]] = {}  # by row whose prompt has any left to compute
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -48,6 +55,9 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
+            self._embeds.pop(row, None)
+            if admission.request.embeds is not None:
+                self._embeds[row] = admission.request.embeds.values
             self._hidden.pop(row, None)
             if not admission.request.generates:
                 self._hidden[row] = (admission.request.hidden, admission.max_len)
@@ -68,6 +78,23 @@ class RowParams:
         """The hidden states that rows report, of those that do, with the lengths at which these rows end."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
+
+    def embeds_of(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
+        """Embeddings of the prompts that the step computes a part of, by row. Until a prompt is computed its bounds are
+        exact."""
+        if not self._embeds:
+            return {}
+        parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
+        return {row: self._embeds[row] for row, bound, known, drafts in parts
+                if row in self._embeds and bound - known - drafts < len(self._embeds[row])}
+
+    def take_embeds(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
+        """As `embeds_of`, when the step runs: prompts that it computes to their ends need their embeddings no more."""
+        taken = self.embeds_of(batch)
+        for row, bound in zip(batch.rows, batch.bounds, strict=True) if taken else ():
+            if row in taken and bound >= len(taken[row]):
+                del self._embeds[row]
+        return taken
 
     def report_prompts(self, batch: ScheduledBatch) -> bool:
         """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed

@@ -20,7 +20,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
-from outrider.layers import StepContext
+from outrider.layers import StandIns, StepContext
 from outrider.mixers import BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.paged.base import Backend
@@ -28,17 +28,20 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
+    NO_EMBEDS,
     CapturedShape,
     EagerShape,
     Inputs,
     PackedBatch,
     PaddedSize,
+    StepEmbeds,
     StepShape,
     admitted_view,
     build_inputs,
     dead_view,
     logit_view,
     pack_eager,
+    step_embeds,
     token_spans,
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
@@ -79,6 +82,7 @@ class StepPlan:
     num_wanted: int  # most drafts that the drafter shall propose for a request
     checkpoints: CheckpointPlan = NoCheckpoints()
     spans: Spans = NO_SPANS  # marked spans of the padded tokens
+    embeds: StepEmbeds = NO_EMBEDS  # embeddings in place of ids
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,11 @@ class DeviceStep:
             self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
+        embeds = self.state.params.take_embeds(scheduled)
         return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
-                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS)
+                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS,
+                        step_embeds(scheduled, shape, embeds, self.state.device) if embeds else NO_EMBEDS)
 
     def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
         """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
@@ -235,7 +241,7 @@ class DeviceStep:
         rows = None
         if self._needs_only_logit_rows(shape):
             rows = WantedRows(inputs.logit_token_rows, lambda: self.cached.bind_rows(logit_view(inputs)))
-        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows))
+        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows, plan.embeds.target))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
         """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
@@ -261,11 +267,11 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None,
-                rows: WantedRows | None = None) -> Hidden:
+    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None, rows: WantedRows | None = None,
+                stand_ins: StandIns | None = None) -> Hidden:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
-        context = StepContext(self.cached.bind(view, bound), view.positions)
+        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=stand_ins)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
@@ -299,7 +305,7 @@ class DeviceStep:
         tokens, known, *keys = map(self.drafting.lend, (state.tokens, state.known, *state.sampling.keys))
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
                     committed.goes_on, tokens, known, SamplingKeys(*keys), plan.any_sampled, plan.num_wanted,
-                    inputs.first_logit)  # fmt: skip
+                    inputs.first_logit, plan.embeds.drafter)  # fmt: skip
         if plan.num_wanted == 0:
             self.drafting.skip(step)
             return

@@ -122,6 +122,7 @@ class Ask:
     params: SamplingParams
     priority: int = 0
     spans: tuple[tuple[int, int], ...] = ()
+    embeds: Any = None  # in place of the prompt's ids, which stand beside them if there are any
 
 
 def add_request(engine: Engine, request_id: str, prompt: Prompt, params: RequestParams, priority: int = 0) -> None:
@@ -136,8 +137,8 @@ class GrowingOutputs:
         self._outputs: dict[str, RequestOutput] = {}
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0,
-            spans: Sequence[tuple[int, int]] = ()) -> None:
-        given = {"prompt_token_ids": prompt, "bidirectional_spans": spans}
+            spans: Sequence[tuple[int, int]] = (), embeds: Any = None) -> None:
+        given = {"prompt_token_ids": prompt or None, "bidirectional_spans": spans, "prompt_embeds": embeds}
         add_request(self._engine, request_id, given, params, priority)
         self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
 
@@ -206,7 +207,8 @@ class Rig:
         """All asks at once, to their ends; then the engine must be clean. Outputs in the order of the asks."""
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority, spans=ask.spans)
+            self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority, spans=ask.spans,
+                             embeds=ask.embeds)
         for _ in range(limit):
             if not self.engine.has_work:
                 break

@@ -84,7 +84,7 @@ class GpuRig:
     def run(self, asks: Sequence[Ask]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
-            self.outputs.add(str(index), ask.prompt, ask.params, spans=ask.spans)
+            self.outputs.add(str(index), ask.prompt, ask.params, spans=ask.spans, embeds=ask.embeds)
         for _ in range(3000):
             if not self.engine.has_work:
                 break

@@ -9,9 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider import LLM, AsyncLLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from outrider.core.checked_request import PromptEmbeds
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.request_checks import RequestChecks
 from tests.counted import count_calls
@@ -26,7 +28,8 @@ def calls_of(name: str) -> set[str]:
     """Modules of the package that call a name."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
+        text = path.read_text()
+        nodes = ast.walk(ast.parse(text)) if f"{name}(" in text else ()
         if any(isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
                for node in nodes):
             found.add(path.relative_to(PACKAGE).as_posix())
@@ -100,3 +103,13 @@ def test_a_seed_is_drawn_for_requests_without_one_that_sample() -> None:
 def test_a_worker_elsewhere_gets_a_request_whole() -> None:
     request = made_request([5, 6], greedy(3), cache_salt="s", priority=2, text="ab")
     assert pickle.loads(pickle.dumps(request)) == request
+
+
+def test_embeddings_reach_a_worker_and_tell_pages_apart() -> None:
+    embeds = PromptEmbeds(np.ones((2, 4), dtype=np.float32), "abc")
+    request = made_request([0, 0], cache_salt="s", embeds=embeds)
+    sent = pickle.loads(pickle.dumps(request))
+    assert np.array_equal(sent.embeds.values, embeds.values) and sent.embeds.digest == "abc"
+    assert request.cache_keys == ("embeds=abc", "salt=s")
+    salted = made_request([0, 0], cache_salt="x\x00embeds=abc\x00salt=s")
+    assert "\x00".join(salted.cache_keys) != "\x00".join(request.cache_keys), "no salt reads like embeddings"

@@ -9,11 +9,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
-from outrider.core.checked_request import CheckedRequest
+from outrider.core.checked_request import CheckedRequest, PromptEmbeds
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
@@ -42,11 +43,12 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
 
 
 def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingParams | None = None,
-            **params: Any) -> Any:
+            num_embeds: int = 0, **params: Any) -> Any:
     """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
     for asked in (SamplingParams(temperature=0), pooling or SamplingParams(temperature=0, **params)):
-        request = CheckedRequest((1,) * prompt_len, asked)
+        embeds = PromptEmbeds(np.zeros((num_embeds, 4), dtype=np.float32), "") if num_embeds else None
+        request = CheckedRequest((1,) * prompt_len, asked, embeds=embeds)
         made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
         are_placed=lambda rows: is_placed)))  # fmt: skip
@@ -98,12 +100,18 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([0]), rows_of(logit_bias={3: 1.0}, is_placed=False), Uncaptured.UNPLACED_LISTS),
     (batch_of([0], num_known=9), rows_of(prompt_logprobs=1, prompt_len=50), Uncaptured.PROMPT_LOGPROBS),
     (batch_of([0], num_known=9), rows_of(pooling=PoolingParams(pooling="mean")), Uncaptured.HIDDEN_STATES),
+    (batch_of([0], num_known=9), rows_of(num_embeds=42), Uncaptured.PROMPT_EMBEDS),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "too many requests",
-        "too many tokens"])  # fmt: skip
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings",
+        "too many requests", "too many tokens"])  # fmt: skip
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason
+
+
+def test_embeddings_behind_the_step_keep_no_graph_away() -> None:
+    batch, state = batch_of([0], num_known=9), rows_of(num_embeds=41)
+    assert graphs().key_for(batch, state) == graphs().key_for(batch, PLAIN)
 
 
 @pytest.mark.parametrize(("params", "form"), [

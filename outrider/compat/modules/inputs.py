@@ -1,5 +1,5 @@
 """Prompts as dicts, importable from the path that vLLM uses."""
 
-from outrider.core.prompts import PromptType, TextPrompt, TokensPrompt
+from outrider.core.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 
-__all__ = ["PromptType", "TextPrompt", "TokensPrompt"]
+__all__ = ["EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"]

@@ -1,0 +1,40 @@
+"""Embeddings that a caller gives in place of a prompt's token ids. Reads torch's tensors without importing torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.checked_request import PromptEmbeds
+from outrider.core.fields import shown
+from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import RequestParams
+
+
+def read_embeds(given: Any, hidden_size: int) -> PromptEmbeds:
+    """A copy of an array or a tensor [tokens, hidden size] of finite floats. Raises ValueError for anything else."""
+    if hasattr(given, "is_floating_point"):  # a torch tensor: numpy knows neither its device nor bfloat16
+        is_narrow = given.is_floating_point() and given.element_size() <= 2
+        given = (given.detach().float() if is_narrow else given.detach()).cpu().numpy()
+    if not isinstance(given, np.ndarray):
+        raise ValueError(f"prompt_embeds must be a numpy array or a torch tensor, got {shown(given)}")
+    if given.ndim != 2 or given.shape[1] != hidden_size or given.dtype.kind != "f":
+        raise ValueError(f"prompt_embeds must be floats of shape [tokens, {hidden_size}], got {given.dtype} of shape "
+                         f"{list(given.shape)}")
+    values: NDArray[np.floating] = given.astype(np.float64 if given.dtype == np.float64 else np.float32, order="C")
+    if not np.isfinite(values).all():
+        raise ValueError("prompt_embeds hold NaN or infinity")
+    return PromptEmbeds(values, hashlib.blake2b(values.data, digest_size=16).hexdigest())
+
+
+def refuse_id_readers(params: RequestParams) -> None:
+    """Raise ValueError for parameters that read the token ids of the prompt, which embeddings alone do not have."""
+    if not isinstance(params, SamplingParams):
+        return
+    reads = {"prompt_logprobs": params.prompt_logprobs is not None, "bad_words": bool(params.bad_words_token_ids),
+             "repetition_penalty": params.repetition_penalty != 1}
+    for name in (name for name, is_given in reads.items() if is_given):
+        raise ValueError(f"{name} reads the token ids of the prompt: give prompt_token_ids beside prompt_embeds")
