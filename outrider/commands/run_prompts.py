@@ -23,6 +23,8 @@ from outrider.llm import LLM
 
 @dataclass(frozen=True)
 class Ask:
+    """One request of a command, before it is checked."""
+
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None

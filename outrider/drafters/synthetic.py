@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels.drafting import DraftVerdicts
-from outrider.kernels.ops import Operation, Refused, triton_kernel
+from outrider.kernels.ops import NotExact, Operation, triton_kernel
 from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
 
@@ -60,5 +60,5 @@ def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch
 
 accept_at_rates = Operation(
     _accept_at_rates, triton_kernel("outrider.kernels.triton.synthetic:accept_at_rates"), name="accept_at_rates",
-    exact=Refused("synthetic acceptance changes the text on purpose"),
+    exact=NotExact("synthetic acceptance changes the text on purpose"),
 )

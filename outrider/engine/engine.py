@@ -69,7 +69,7 @@ class Engine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.stats = EngineStats()
-        self.trace: StepTrace | None = None  # set before the first step, by whoever wants some steps traced
+        self.trace: StepTrace | None = None  # set before the first step, to trace some steps
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name)

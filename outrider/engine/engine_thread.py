@@ -201,7 +201,7 @@ def _put_all(parts: list[tuple[Stream, OutputIncrement]]) -> None:
 
 
 def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> bool:
-    """False if the loop is closed, and with it whoever waited there."""
+    """Schedule a call in an event loop. Returns False if the loop is closed, and with it every reader in it."""
     try:
         loop.call_soon_threadsafe(call, *args)
     except RuntimeError:

@@ -1,11 +1,11 @@
 """RequestLoop: the one loop that drives an engine for callers in their own threads.
 
-Several callers may follow their requests in turn, or in several threads, which wait for each other. Whoever asks next
-steps the engine for all of them; what a step added to another caller's request is kept until that caller looks.
+Several callers may follow their requests in turn, or in several threads, which wait for each other. Each call steps the
+engine for all of them; what a step added to another caller's request is kept until that caller looks.
 
 An interrupt may land on any line, also while another one is cleaned up after. So the engine is only ever touched while
-`_is_mid_change` is set; whoever finds it set forgets the engine's state and goes on from the outputs that callers have.
-A caller is known by a weak reference: the requests of one that is gone are dropped by whoever comes next.
+`_is_mid_change` is set; a caller that finds it set resets the engine and goes on from the outputs that callers have.
+A caller is known by a weak reference: the next call drops the requests of callers that are gone.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Made = TypeVar("Made")
 
 
 class Caller:
-    """Whoever follows some requests, for as long as it does."""
+    """One call that follows some requests, until all have finished or it ends."""
 
     def __init__(self) -> None:
-        self.left: set[str] = set()  # requests that it waits for
+        self.left: set[str] = set()  # requests that have not finished
 
 
 @dataclass
@@ -115,8 +115,8 @@ class RequestLoop:
                     yield output
         finally:
             caller.left.clear()
-            # A garbage collection may close the iterator while this very thread is at work in a step: then whoever
-            # works here next tidies up.
+            # A garbage collection may close the iterator while this very thread is at work in a step: then the next
+            # call tidies up.
             if is_interrupted or not self._is_at_work:
                 with self._lock:
                     self._tidy()

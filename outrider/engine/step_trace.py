@@ -1,4 +1,4 @@
-"""StepTrace: follows a few steps of an engine from their schedule to their result, for whoever draws spans of them.
+"""StepTrace: follows a few steps of an engine from their schedule to their result, for a tracer that draws their spans.
 
 The engine asks it for batches in place of the scheduler. It marks at most so many steps a second as traced, and all
 others pass through; an engine without a StepTrace has none of this on its way. Knows no OpenTelemetry.

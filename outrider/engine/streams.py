@@ -1,7 +1,8 @@
 """Streams: the readers' ends of requests, each in its reader's event loop.
 
 A stream is sent what each step added. It keeps one growing output, of which its reader gets a copy whenever it looks,
-or the increments that its reader has not seen: a slow reader costs no more memory than its output and slows nobody.
+or the increments that its reader has not seen: a slow reader costs no more memory than its output, and no request waits
+for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chat templates: Jinja that comes with a model or from a caller, so it runs in a sandbox and within limits.
 
-A template may take so much time, run so many loop rounds and calls, and make texts of such a length. Whatever goes
-wrong in one is a ChatTemplateError. Rendering takes as long as the limit says: keep it out of an event loop.
+The time of a template, its loop rounds, its calls and the length of its texts are bounded. Whatever goes wrong in
+one is a ChatTemplateError. Rendering takes as long as the limit says: keep it out of an event loop.
 """
 
 from __future__ import annotations

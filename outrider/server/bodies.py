@@ -1,7 +1,7 @@
 """Large bodies: read as JSON in a thread and in pieces, so that no stream waits for them.
 
 The JSON parser keeps the interpreter to itself until it is done, in whatever thread it runs, and a list of a million
-token ids takes it a tenth of a second and more. Such a list is cut into slices, between which other threads run.
+token ids takes it a tenth of a second and more. A long list is cut into slices, between which other threads run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parse_large(body: bytes) -> Any:
     for first, last in _numeric_runs(body):
         numbers = body[first:last]
         if first > end and body[first - 1 : first] == b"[" and body[last : last + 1] == b"]":
-            mark = secrets.token_hex(16)  # nobody can have written it
+            mark = secrets.token_hex(16)  # random: no body contains it already
             try:
                 lists[mark] = _parse_numbers(numbers)
             except ValueError:

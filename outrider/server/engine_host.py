@@ -116,14 +116,14 @@ class EngineHost:
                 _tell(loop, done, None, error)
             else:
                 if not _tell(loop, done, llm, None):
-                    llm.shutdown()  # nobody waits for it any more
+                    llm.shutdown()  # the server is closing and no longer waits for the engine
 
         # A daemon: a server that is told to stop while it loads need not wait for the load.
         threading.Thread(target=work, name="outrider-load", daemon=True).start()
         try:
             llm = await done
         except Exception as error:
-            if self.num_restarts == 0:  # settings that cannot work, most likely; whoever ends the server tells them
+            if self.num_restarts == 0:  # most likely settings that cannot work: the command reports them
                 self._move(Failed("the engine did not start", error))
             else:  # it has served before: the memory of its predecessor may not be free yet
                 log.error("the engine did not start: %s", error)
@@ -179,7 +179,7 @@ class EngineHost:
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
           error: BaseException | None) -> bool:
-    """False if nobody waits any more."""
+    """Hand the result to the event loop. Returns False if the loop is closed."""
     def resolve() -> None:
         if done.done():  # cancelled
             if llm is not None:

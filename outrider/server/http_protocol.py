@@ -1,11 +1,11 @@
 """BoundedHttp: uvicorn's HTTP protocol with bounds on the head of a request, which comes before any key is known.
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
-connections. Fields behind a body in chunks (trailers) count like those of the head, and nobody reads them. Bodies have
+connections. Fields behind a body in chunks (trailers) count like those of the head, and are not used. Bodies have
 their bounds in guard.py.
 
 Requests that offer to go on in another protocol are answered in this one. Java's client offers HTTP/2 with every first
-request (`Upgrade: h2c`), and the parser takes whatever follows such a head for the other protocol: bodies were lost.
+request (`Upgrade: h2c`), and the parser takes the bytes behind that head for the other protocol: bodies were lost.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class BoundedHttp(HttpToolsProtocol):
     """Between requests uvicorn's own timeout for idle connections applies."""
 
     parser: StayingParser
-    _num_unread_bytes = 0  # that came in a head since its beginning; those of the piece in which it ended are not known
+    _num_unread_bytes = 0  # bytes received of the current head; the piece that completes the head is not counted
     _num_field_bytes = 0  # bytes of the current head that the parser has read
     _is_in_head = True
     _may_be_in_trailer = False
-    _num_requests = 0  # whose bodies have come whole
+    _num_requests = 0  # requests whose bodies have come whole
     _timer: asyncio.TimerHandle | None = None  # runs while a head is awaited
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
 from outrider.server.protocol import (
@@ -25,6 +24,7 @@ from outrider.server.protocol import (
     ToolName,
 )
 from outrider.server.service import Service, new_id
+from outrider.server.translated_chat import TranslatedChat
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
@@ -106,7 +106,7 @@ class MessagesRequest(MessagesPrompt):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    metadata: Json | None = None  # an id of the user, read by nobody
+    metadata: Json | None = None  # an id of the user, accepted and not used
 
 
 async def count_tokens(service: Service, body: MessagesPrompt) -> int:
@@ -129,7 +129,7 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
                        continue_final_message=continues_last(messages),
                        stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
                        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
-    conversation = Conversation(service, chat, {"stop": "stop_sequences"})
+    conversation = TranslatedChat(service, chat, {"stop": "stop_sequences"})
     await conversation.prepare(tenant)
     run = _Message(conversation, body)
     timeout = service.config.request_timeout
@@ -175,7 +175,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 class _Message:
     """One request to the route, from its prepared conversation to its answer."""
 
-    def __init__(self, conversation: Conversation, body: MessagesRequest) -> None:
+    def __init__(self, conversation: TranslatedChat, body: MessagesRequest) -> None:
         self._conversation, self._body = conversation, body
         self._id = new_id("msg")
         self._blocks = ContentBlocks()

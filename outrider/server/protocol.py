@@ -134,12 +134,12 @@ class Generated(Scheduled):
     seed: int | None = None
     speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
     stream: bool | None = None
-    user: str | None = Field(default=None, description="read by nobody")
-    prompt_cache_key: str | None = Field(default=None, description="read by nobody: every prefix is cached")
-    safety_identifier: str | None = Field(default=None, description="read by nobody")
+    user: str | None = Field(default=None, description="accepted and not used")
+    prompt_cache_key: str | None = Field(default=None, description="accepted and not used: every prefix is cached")
+    safety_identifier: str | None = Field(default=None, description="accepted and not used")
 
 
-class Sampled(Generated):
+class SamplingFields(Generated):
     """Fields that completions and chats share."""
 
     n: int | None = None
@@ -217,7 +217,7 @@ class Sampled(Generated):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SamplingFields):
     prompt: Prompts
     max_tokens: int | None = None
     logprobs: int | None = None
@@ -287,7 +287,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SamplingFields):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outrider.server.conversation import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
 from outrider.server.protocol import (
@@ -30,6 +29,7 @@ from outrider.server.protocol import (
     ToolCall,
 )
 from outrider.server.service import Service, new_id
+from outrider.server.translated_chat import TranslatedChat
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
@@ -130,7 +130,7 @@ async def create_response(service: Service, body: ResponsesRequest, tenant: str 
     chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
                        response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
                        **{name: getattr(body, name) for name in SHARED})
-    conversation = Conversation(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
+    conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
     await conversation.prepare(tenant)
     run = _Response(conversation, body)
@@ -171,7 +171,7 @@ def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
 class _Response:
     """One request to the route, from its prepared conversation to its answer."""
 
-    def __init__(self, conversation: Conversation, body: ResponsesRequest) -> None:
+    def __init__(self, conversation: TranslatedChat, body: ResponsesRequest) -> None:
         self._conversation, self._body = conversation, body
         self._id = new_id("resp")
         self._created = int(time.time())

@@ -20,7 +20,7 @@ from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, generate
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ChatMessage, Sampled, Scheduled, Tool
+from outrider.server.protocol import ChatMessage, SamplingFields, Scheduled, Tool
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
 from outrider.server.tracing import Tracing
@@ -50,7 +50,7 @@ class Service:
                 "root": self.model_names[0], "parent": None, "max_model_len": max_len}
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with."""
+        """Refuse a name that is not served. Returns the name that the answer carries: the client's, or the first."""
         if name is None or name in self.model_names:
             return name or self.model_names[0]
         raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(self.model_names)}",
@@ -114,7 +114,7 @@ class Service:
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
-    async def check_sampled(self, body: Sampled, prompts: Sequence[list[int]], tenant: str | None,
+    async def check_sampled(self, body: SamplingFields, prompts: Sequence[list[int]], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
         """One request for each prompt. `more`: sampling parameters that the body spells differently."""
         params = body.sampling(**more)

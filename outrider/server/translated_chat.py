@@ -13,7 +13,7 @@ from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
 
 
-class Conversation:
+class TranslatedChat:
     def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
         """names: the API's own names of fields that have another name in a chat's body."""
         self._service, self._body, self._names = service, body, names

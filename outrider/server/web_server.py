@@ -10,7 +10,7 @@ import uvicorn
 
 
 class WebServer(uvicorn.Server):
-    """`tell` shows a line to whoever stops the server."""
+    """`tell` shows a line to the user who stops the server."""
 
     def __init__(self, config: uvicorn.Config, tell: Callable[[str], None]) -> None:
         super().__init__(config)

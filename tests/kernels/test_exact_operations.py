@@ -19,7 +19,7 @@ import outrider.runner.worker  # noqa: F401  so that all packages have declared 
 from outrider.kernels import moe, native, ops
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
-from outrider.kernels.ops import Exactness, Operation, Refused
+from outrider.kernels.ops import Exactness, NotExact, Operation
 from outrider.kernels.quantized import BLOCK_BYTES, QuantizedProduct, QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 
@@ -229,7 +229,7 @@ def test_every_operation_says_how_it_is_exact() -> None:
         match operation.exact:
             case Exactness.ROW_BY_ROW:
                 assert name in SHOWN or name in SHOWN_BY_ENGINES, f"show in this file that {name} is exact"
-            case Refused(reason):
+            case NotExact(reason):
                 assert operation.exact is not ops.operation.UNDECLARED, f"{name} declares nothing"
                 with pytest.raises(ValueError, match=re.escape(reason)):
                     operation.variant(exact=True)

@@ -201,3 +201,13 @@ def test_no_module_knows_too_many_others() -> None:
         own = {name for name in imports(module, at_import_time=False) if part_of(name) is not None}
         found[module] = len([name for name in own if not any(other.startswith(name + ".") for other in own)])
     assert {module: count for module, count in found.items() if count > MOST_IMPORTS} == {}
+
+
+def test_a_class_name_is_one_thing_in_the_whole_package() -> None:
+    """Files of one folder may each have a private sense of a name (`Plan` of the attention backends)."""
+    homes: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(module.split(".")[1])
+    assert not {name: sorted(rooms) for name, rooms in homes.items() if len(rooms) > 1}

@@ -22,7 +22,7 @@ TYPES = [
     BatchView, CapturedShape, CommittedStep, DecodeQueries, DraftPass, DraftPasses, DraftSamplingKeys,
     DrafterCacheState, EagerShape, ExactQueries, ForwardBatch, GraphKey, GraphSizes, Inputs, KeysFrom,
     ListedCheckpoints, MixedQueries, PaddedSize, PreparedStep, ReadingPass, StepExtents, StepPacket, StepPlan,
-    VerifiedStep, GroupPlan, flex_backend.Plan, native_backend.Plan, torch_backend.Part, torch_backend.Plan,
+    VerifiedStep, GroupPlan, flex_backend.Plan, native_backend.Plan, torch_backend.PaddedRequests, torch_backend.Plan,
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ A grammar of thousands of nested rules overflows an ordinary stack, which would 
 ended: one that takes too long is left to itself, and only a few may run at a time.
 
 At its end the interpreter stops threads in the middle of a library, and one in Rust then ends the process by a signal.
-So whoever ends a process calls `end_process`, and others wait for a while.
+So a command that ends its process calls `end_process`; other programs wait at their ends for a while.
 """
 
 from __future__ import annotations

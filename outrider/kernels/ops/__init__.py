@@ -23,8 +23,8 @@ from outrider.kernels.ops.operation import (
     UP_TO_FLOAT32,
     Exactness,
     Kernel,
+    NotExact,
     Operation,
-    Refused,
     finish_compiling,
     has_native,
     has_triton,
@@ -45,7 +45,7 @@ __all__ = [
     "Exactness",
     "Kernel",
     "Operation",
-    "Refused",
+    "NotExact",
     "finish_compiling",
     "has_native",
     "has_triton",
@@ -169,7 +169,7 @@ enter_latents = Operation(
     latent_inputs.enter_latents,
     triton_kernel("outrider.kernels.triton.enter_latents:enter_latents", SIXTEEN_BITS,
                   "outrider.kernels.triton.enter_latents:takes_few"),
-    exact=Refused("it serves few token rows, and more of them are rotated and multiplied one after the other"),
+    exact=NotExact("it serves few token rows, and more of them are rotated and multiplied one after the other"),
 )
 choose_positions = Operation(
     latent.choose_positions,
@@ -196,7 +196,7 @@ latent_values = Operation(
     latent.latent_values,
     triton_kernel("outrider.kernels.triton.latent_values:latent_values", SIXTEEN_BITS,
                   "outrider.kernels.triton.latent_values:takes_few"),
-    exact=Refused("it serves few token rows, and more of them attend and are multiplied one after the other"),
+    exact=NotExact("it serves few token rows, and more of them attend and are multiplied one after the other"),
 )
 
 
@@ -289,7 +289,7 @@ experts_with_shared = Operation(
     moe.experts_with_shared,
     triton_kernel("outrider.kernels.triton.shared_expert:experts_with_shared", BFLOAT16,
                   "outrider.kernels.triton.shared_expert:takes_shared"),
-    exact=Refused("it serves one or two token rows, and more of them are computed one product after the other"),
+    exact=NotExact("it serves one or two token rows, and more of them are computed one product after the other"),
 )
 
 # Around draft heads

@@ -98,7 +98,7 @@ class Exactness(Enum):
 
 
 @dataclass(frozen=True)
-class Refused:
+class NotExact:
     """The operation has no exact variant. A model that needs it does not start in exact mode; these words say why."""
 
     reason: str
@@ -127,7 +127,7 @@ def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-UNDECLARED = Refused("it declares no exact variant")
+UNDECLARED = NotExact("it declares no exact variant")
 native_kernel = partial(Kernel, "native", "cpu", is_available=has_native)
 triton_kernel = partial(Kernel, "triton", "cuda", is_available=has_triton)
 
@@ -137,7 +137,7 @@ class Operation(Generic[P, R]):
 
     def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
                  subject: Callable[..., torch.Tensor] | None = None,
-                 exact: Exactness | Refused | Operation[P, R] = UNDECLARED) -> None:
+                 exact: Exactness | NotExact | Operation[P, R] = UNDECLARED) -> None:
         """exact: why the operation is exact, the operation that replaces it in exact mode, or its refusal."""
         self.reference, self.kernels, self.subject, self.exact = reference, kernels, subject, exact
         self.name = name or reference.__name__
@@ -162,7 +162,7 @@ class Operation(Generic[P, R]):
         """The operation to call in exact mode, or in the ordinary one. Ask once, when a model is prepared."""
         if not exact or isinstance(self.exact, Exactness):
             return self
-        if isinstance(self.exact, Refused):
+        if isinstance(self.exact, NotExact):
             raise ValueError(f"exact=True: {self.name} cannot be exact: {self.exact.reason}")
         return self.exact
 

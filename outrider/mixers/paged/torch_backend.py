@@ -19,7 +19,7 @@ SHORT_QUERY = 16  # requests of at most this many tokens are attended together
 
 
 @dataclass(frozen=True)
-class Part:
+class PaddedRequests:
     """Requests attended together, padded to `query` tokens and `keys` keys each."""
 
     pages: torch.Tensor  # [requests, columns]
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    parts: list[Part]
+    parts: list[PaddedRequests]
     write_slots: torch.Tensor  # slots of live tokens
     write_rows: torch.Tensor  # their token rows
     num_tokens: int
@@ -76,7 +76,7 @@ def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tens
         part[pages, offsets] = encoded[name].to(part.dtype)
 
 
-def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> Part:
+def _part(view: BatchView, group: Group, members: list[int], lengths: list[int], starts: list[int]) -> PaddedRequests:
     device = view.rows.device
     lens = [starts[r + 1] - starts[r] for r in members]
     query = max(lens)
@@ -91,7 +91,7 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
     spans = (none, none)
     if isinstance(view.spans, TokenSpans):
         spans = view.spans.starts[token_rows], view.spans.ends[token_rows]
-    return Part(
+    return PaddedRequests(
         pages=view.page_table(group)[index, :columns].long(),
         token_rows=token_rows,
         is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
@@ -107,7 +107,7 @@ def _of_requests(visible: VisibleKeys, index: torch.Tensor) -> VisibleKeys:
     return visible
 
 
-def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: Part) -> torch.Tensor:
+def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: PaddedRequests) -> torch.Tensor:
     requests, query = part.token_rows.shape
     key_positions = torch.arange(part.pages.shape[1] * cache.k.shape[1], device=q.device)
     exists = key_positions < part.lengths[:, None]  # [requests, keys]
@@ -124,7 +124,7 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     return out.transpose(1, 2).reshape(requests * query, layer.num_heads * layer.head_dim)
 
 
-def _flat(cache: torch.Tensor, part: Part) -> torch.Tensor:
+def _flat(cache: torch.Tensor, part: PaddedRequests) -> torch.Tensor:
     """[requests, keys, ..] of a cache [pages, page tokens, ..]"""
     requests, columns = part.pages.shape
     return cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])

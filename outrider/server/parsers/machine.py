@@ -4,7 +4,7 @@
 
 A format is a list of regions. Reasoning and content are handed out as they come; a call is handed out when its region
 ends, whole. Text that could be the beginning of a marker waits for the rest, so the events do not depend on how the
-text was cut. White space around markers belongs to nobody. A body that is no valid call is content, as it was written.
+text was cut. White space around markers is dropped. A body that is no valid call is content, as it was written.
 """
 
 from __future__ import annotations
