@@ -76,7 +76,7 @@ def test_a_command_comes_after_the_steps_before_it_and_before_those_after_it() -
             ran.append(batch.step)
 
         rig.runner._before_step = before_step
-        engine.add("a", engine.checks.check(list(PROMPTS[0]), greedy(8)))
+        engine.add({"a": engine.checks.check(list(PROMPTS[0]), greedy(8))})
         engine.step()
         engine._submit()
         assert begun.wait(60) and len(engine._in_flight) == 2
