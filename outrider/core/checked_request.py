@@ -39,6 +39,7 @@ class CheckedRequest:
     cache_salt: str | None = None
     spans: PromptSpans = NO_SPANS
     embeds: PromptEmbeds | None = None
+    adapter: str | None = None  # name of the adapter that changes the model's products for this request
 
     @property
     def sampling(self) -> SamplingParams:
@@ -71,8 +72,9 @@ class CheckedRequest:
     def cache_keys(self) -> tuple[str, ...]:
         """Whatever must be equal for requests to share pages, beside their tokens. Requests with embeddings share pages
         if all their embeddings are equal, and none with a request that has ids alone."""
-        embeds = () if self.embeds is None else (f"embeds={self.embeds.digest}",)
-        return embeds if self.cache_salt is None else (*embeds, f"salt={self.cache_salt}")
+        keys = {"embeds": None if self.embeds is None else self.embeds.digest, "adapter": self.adapter,
+                "salt": self.cache_salt}
+        return tuple(f"{name}={value}" for name, value in keys.items() if value is not None)
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -111,6 +111,7 @@ class Uncaptured(enum.Enum):
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
     PROMPTS = "prompts whose lengths the host must know"
     PROMPT_EMBEDS = "embeddings in place of token ids"
+    ADAPTERS = "requests with an adapter"
     SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"

@@ -5,7 +5,7 @@ Layers know nothing of checkpoints beyond the names of their tensors, and nothin
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import DecoderLayer, FeedForward, LayeredModule, Module, Parameter, TokenMixer, find_modules
-from outrider.layers.context import NothingAttends, RowAdapters, StandIns, StepContext
+from outrider.layers.context import LoadedAdapters, NothingAttends, RowAdapters, StandIns, StepContext
 from outrider.layers.decoder import AttentionMLPLayer, LayerNames, PreNormLayer
 from outrider.layers.embedding import Embedding
 from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
@@ -21,8 +21,8 @@ from outrider.layers.router import ExpertTally, Router, SpreadRouting
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "DecoderLayer", "Delta", "Embedding", "ExpertTally",
     "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP",
-    "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape",
-    "MoE", "Module", "NothingAttends", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowAdapters", "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "TiedLinear", "TokenMixer",
+    "HeadNorm", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "LoadedAdapters", "Mamba2",
+    "Mamba2Shape", "MoE", "Module", "NothingAttends", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary",
+    "Router", "RowAdapters", "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "TiedLinear", "TokenMixer",
     "Unnormed", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

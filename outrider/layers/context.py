@@ -6,6 +6,7 @@ calls its parts with the context of those rows (`of_rows`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Never, Protocol
@@ -47,6 +48,14 @@ class RowAdapters(Protocol):
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
         the adapter of each token row adds. A layer that no adapter changes is left alone."""
+
+
+class LoadedAdapters(Protocol):
+    """The adapters that an engine has loaded, by name."""
+
+    def of_step(self, names: Sequence[str | None], num_tokens: Sequence[int]) -> RowAdapters:
+        """The adapters of a step's token rows, which lie request after request: the adapter of each request, None for
+        the model itself, and its number of token rows."""
 
 
 class NothingAttends:

@@ -40,6 +40,7 @@ class RowParams:
         self._not_plain: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
+        self._adapters: dict[int, str] = {}  # by row whose request has one
         self._embeds: dict[int, NDArray[np.floating]] = {}  # by row whose prompt has any left to compute
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
@@ -55,6 +56,9 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
+            self._adapters.pop(row, None)
+            if admission.request.adapter is not None:
+                self._adapters[row] = admission.request.adapter
             self._embeds.pop(row, None)
             if admission.request.embeds is not None:
                 self._embeds[row] = admission.request.embeds.values
@@ -78,6 +82,11 @@ class RowParams:
         """The hidden states that rows report, of those that do, with the lengths at which these rows end."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
+
+    def adapters_of(self, rows: list[int]) -> list[str | None] | None:
+        """The adapter of each row; None if none has any."""
+        found = self._adapters
+        return None if found.keys().isdisjoint(rows) else [found.get(row) for row in rows]
 
     def embeds_of(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
         """Embeddings of the prompts that the step computes a part of, by row. Until a prompt is computed its bounds are

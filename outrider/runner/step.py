@@ -20,7 +20,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
-from outrider.layers import StandIns, StepContext
+from outrider.layers import LoadedAdapters, RowAdapters, StepContext
 from outrider.mixers import BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.paged.base import Backend
@@ -83,6 +83,7 @@ class StepPlan:
     checkpoints: CheckpointPlan = NoCheckpoints()
     spans: Spans = NO_SPANS  # marked spans of the padded tokens
     embeds: StepEmbeds = NO_EMBEDS  # embeddings in place of ids
+    adapters: RowAdapters | None = None  # of the padded token rows
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class DeviceStep:
         self.drafting = drafting or DrafterGuards(drafter)
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
         self.synthetic = synthetic
+        self.adapters: LoadedAdapters | None = None  # of requests that name one
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
@@ -197,7 +199,16 @@ class DeviceStep:
         return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS,
-                        step_embeds(scheduled, shape, embeds, self.state.device) if embeds else NO_EMBEDS)
+                        step_embeds(scheduled, shape, embeds, self.state.device) if embeds else NO_EMBEDS,
+                        self._adapters_of(scheduled, shape))
+
+    def _adapters_of(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdapters | None:
+        names = self.state.params.adapters_of(scheduled.rows)
+        if names is None:
+            return None
+        assert self.adapters is not None, "a request names an adapter, and none is loaded"
+        counts = shape.queries.lens[: scheduled.num_requests]
+        return self.adapters.of_step([*names, None], [*counts, shape.tokens - sum(counts)])  # the last are padding
 
     def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
         """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
@@ -241,7 +252,7 @@ class DeviceStep:
         rows = None
         if self._needs_only_logit_rows(shape):
             rows = WantedRows(inputs.logit_token_rows, lambda: self.cached.bind_rows(logit_view(inputs)))
-        return ForwardHalf(inputs, recurrent, self.forward(view, recurrent, rows, plan.embeds.target))
+        return ForwardHalf(inputs, recurrent, self.forward(view, plan, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
         """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
@@ -267,11 +278,12 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, recurrent: RecurrentStep | None = None, rows: WantedRows | None = None,
-                stand_ins: StandIns | None = None) -> Hidden:
+    def forward(self, view: BatchView, plan: StepPlan, recurrent: RecurrentStep | None = None,
+                rows: WantedRows | None = None) -> Hidden:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
-        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=stand_ins)
+        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.embeds.target,
+                              adapters=plan.adapters)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:

@@ -86,6 +86,8 @@ class GraphKeys:
             return Uncaptured.FOLDS
         if batch.spans:
             return Uncaptured.SPANS
+        if state.params.adapters_of(batch.rows) is not None:
+            return Uncaptured.ADAPTERS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
         if len(rows) < len(batch.checkpoints):
