@@ -6,7 +6,7 @@ the slots of its tensors from here. Sizes of the checkpoint (`ModelSize`) and of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, NewType
@@ -45,12 +45,34 @@ class Ranks:
         return range(first, first + width)
 
 
+ALONE = Ranks(0, 1)
+
+
+class PackedPart(NamedTuple):
+    """One of several matrices that the checkpoint holds in one tensor, one below the other."""
+
+    size: int  # its output features
+    pieces: int | None = None  # into which it is cut; None if each rank gets one
+
+
 @dataclass(frozen=True)
 class OutputCut:
     """Every rank holds some output features of each segment. A rank's product is its part of the outputs."""
 
     ranks: Ranks
     pieces: Mapping[str, int] = field(default_factory=dict)  # of segments that are cut into fewer pieces than ranks
+    packed: Mapping[str, Sequence[PackedPart]] = field(default_factory=dict)  # of segments whose parts are cut apart
+
+    def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
+        """The features of a segment that this rank holds."""
+        ranges: list[range] = []
+        first = 0
+        for part in self.packed.get(name, (PackedPart(size, self.pieces.get(name)),)):
+            share = self.ranks.share(ModelSize(part.size), part.pieces)
+            ranges.append(range(first + share.start, first + share.stop))
+            first += part.size
+        assert first == size, f"the parts of {name} have {first} features, the segment {size}"
+        return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Segment(NamedTuple):
 
     name: str  # below the layer's own name; "" if the checkpoint has the layer's weight as one matrix
     size: ModelSize  # output features of the matrix
-    held: range  # those that this rank holds
+    held: tuple[range, ...]  # those that this rank holds
     rows: range  # where they lie in this rank's weight
     layout: HeadLayout | None
 
@@ -101,22 +123,21 @@ class LinearDeclaration:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
+        cut = self.cut if isinstance(self.cut, OutputCut) else OutputCut(ALONE)
         segments: list[Segment] = []
         first = 0
         for name, size in self.stored.items():
-            held, layout = range(size), self.layouts.get(name)
-            if isinstance(self.cut, OutputCut):
-                held = self.cut.ranks.share(size, self.cut.pieces.get(name))
-                layout = None if layout is None else _share_heads(layout, size // len(held))
-            segments.append(Segment(name, size, held, range(first, first + len(held)), layout))
-            first += len(held)
+            layout, held = self.layouts.get(name), cut.held(name, size)
+            layout = None if layout is None else layout.share(size // sum(map(len, held)))
+            segments.append(Segment(name, size, held, range(first, first + sum(map(len, held))), layout))
+            first = segments[-1].rows.stop
         return tuple(segments)
 
     @cached_property
     def inputs(self) -> range:
         """The input features that this rank holds."""
-        cut = self.cut
-        return cut.ranks.share(self.in_features) if isinstance(cut, InputCut) else range(self.in_features)
+        ranks = self.cut.ranks if isinstance(self.cut, InputCut) else ALONE
+        return ranks.share(self.in_features)
 
     @property
     def num_inputs(self) -> RankSize:
@@ -133,16 +154,20 @@ class LinearDeclaration:
     def without_bias(self) -> LinearDeclaration:
         return replace(self, has_bias=False)
 
-    def slot(self, segment: Segment, held: StoredTensor) -> WeightSlot:
-        """The slot of the checkpoint's tensor that holds one segment of a format's tensor."""
-        per_row, per_column = held.outputs_per_row, held.inputs_per_column
+    def slot(self, segment: Segment, held: StoredTensor, rows_axis: int = 0) -> WeightSlot:
+        """The slot of the checkpoint's tensor that holds one segment of a format's tensor. Axes before that of the rows
+        are not cut."""
+        per_row, per_column, axis = held.outputs_per_row, held.inputs_per_column, rows_axis
         rows = _in_units(segment.rows, per_row, self.num_outputs)
-        target, part, axis = held.tensor[rows.start : rows.stop], _in_units(segment.held, per_row, segment.size), 0
-        shape = [-(-segment.size // per_row), *target.shape[1:]]
+        target = held.tensor.narrow(axis, rows.start, len(rows))
+        parts = tuple(_in_units(part, per_row, segment.size) for part in segment.held)
+        shape = list(target.shape)
+        shape[axis] = -(-segment.size // per_row)
         if isinstance(self.cut, InputCut) and per_column is not None:
-            shape[1] = -(-self.in_features // per_column)
-            part, axis = _in_units(self.inputs, per_column, self.in_features), 1
-        cut = None if len(part) == shape[axis] else TensorCut(tuple(shape), axis, (part,))
+            axis, parts = axis + 1, (_in_units(self.inputs, per_column, self.in_features),)
+            shape[axis] = -(-self.in_features // per_column)
+        is_whole = sum(map(len, parts)) == shape[axis]
+        cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
         return WeightSlot(target, segment.layout, cut, held.kind, held.draw)
 
 
@@ -164,58 +189,38 @@ class ExpertsDeclaration:
         if 3 * self.num_experts * self.hidden_size * self.expert_size * self.dtype.itemsize > MAX_BYTES:
             raise OverflowError("experts of more bytes than there are addresses")
 
-    @property
-    def held(self) -> range:
-        """The inner features of every expert that this rank holds."""
-        return range(self.expert_size) if self.cut is None else self.cut.ranks.share(self.expert_size)
-
-    @property
-    def num_inner(self) -> RankSize:
-        return RankSize(len(self.held))
-
-    @property
-    def firsts(self) -> tuple[str, ...]:
-        """The projections before the activation, in the order of their rows."""
-        return ("gate_proj", "up_proj") if self.is_gated else ("up_proj",)
+    @cached_property
+    def projections(self) -> tuple[LinearDeclaration, LinearDeclaration]:
+        """(gate and up, or up; down) of one expert, or of all of them where the checkpoint has joint tensors."""
+        names = ("gate_proj", "up_proj") if self.is_gated else ("up_proj",)
+        stored, packed = dict.fromkeys(names, self.expert_size), {}
+        if self.is_joint and self.is_gated:
+            stored = {"gate_up_proj": ModelSize(2 * self.expert_size)}
+            packed = {"gate_up_proj": [PackedPart(self.expert_size)] * 2}
+        first_cut = None if self.cut is None else OutputCut(self.cut.ranks, packed=packed)
+        first = LinearDeclaration(self.hidden_size, stored, False, self.dtype, self.device, cut=first_cut)
+        down = {"down_proj": self.hidden_size}
+        return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, cut=self.cut)
 
     def matrices(self) -> Iterator[str]:
         """Names of the checkpoint's matrices below the experts' own name; there may be many."""
+        names = [name for projection in self.projections for name in projection.stored]
         if self.is_joint:
-            yield from (self.joint_first, "down_proj")
+            yield from names
         else:
-            every = (*self.firsts, "down_proj")
-            yield from (f"{expert}.{name}" for expert in range(self.num_experts) for name in every)
+            yield from (f"{expert}.{name}" for expert in range(self.num_experts) for name in names)
 
-    @property
-    def joint_first(self) -> str:
-        return "gate_up_proj" if self.is_gated else "up_proj"
-
-    def slots(self, gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, WeightSlot]:
-        """Slots of two tensors with a row for every feature and a column for every input: [experts, rows, hidden] and
-        [experts, hidden, inner], by their names below the experts' own."""
-        size, held, hidden = self.expert_size, self.held, self.hidden_size
-
-        def slot(target: torch.Tensor, rows: int, columns: int, axis: int, *parts: range) -> WeightSlot:
-            shape = (*target.shape[:-2], rows, columns)
-            is_whole = self.cut is None
-            return WeightSlot(target, cut=None if is_whole else TensorCut(shape, len(shape) - 2 + axis, parts))
-
+    def slots(self, first: Sequence[StoredTensor], down: Sequence[StoredTensor]) -> dict[str, WeightSlot]:
+        """Slots of the tensors [experts, rows, ..] of both projections, by their names below the experts' own. The name
+        of a tensor ends that of a joint matrix ("gate_up_proj" + name), or follows it ("0.gate_proj." + name)."""
+        separator = "" if self.is_joint else "."
+        joint = {f"{segment.name}{separator}{held.name}": projection.slot(segment, held, rows_axis=1)
+                 for projection, tensors in zip(self.projections, (first, down), strict=True)
+                 for segment in projection.segments for held in tensors}  # fmt: skip
         if self.is_joint:
-            both = [range(n * size + held.start, n * size + held.stop) for n in range(len(self.firsts))]
-            return {self.joint_first: slot(gate_up, size * len(both), hidden, 0, *both),
-                    "down_proj": slot(down, hidden, size, 1, held)}
-        slots: dict[str, WeightSlot] = {}
-        for expert in range(self.num_experts):
-            for name, rows in zip(self.firsts, gate_up[expert].split(self.num_inner), strict=True):
-                slots[f"{expert}.{name}.weight"] = slot(rows, size, hidden, 0, held)
-            slots[f"{expert}.down_proj.weight"] = slot(down[expert], hidden, size, 1, held)
-        return slots
-
-
-def _share_heads(layout: HeadLayout, pieces: int) -> HeadLayout:
-    if layout.num_heads % pieces:
-        raise ValueError(f"{layout.num_heads} heads cannot be cut into {pieces} equal parts")
-    return replace(layout, num_heads=layout.num_heads // pieces)
+            return joint
+        each = {name: slot.unbind() for name, slot in joint.items()}
+        return {f"{expert}.{name}": slots[expert] for expert in range(self.num_experts) for name, slots in each.items()}
 
 
 def _in_units(features: range, unit: int, size: int) -> range:

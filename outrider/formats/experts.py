@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.formats.base import LinearFormat
-from outrider.formats.declared import ExpertsDeclaration, StoredFormat
+from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTensor
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.formats.weight_format import WeightFormat
 from outrider.kernels import moe, ops
@@ -20,6 +20,17 @@ from outrider.kernels.buffers import empty_weight
 
 class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     """Every expert has a first projection (gate and up, or up alone) and a second one, down."""
+
+    @abstractmethod
+    def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
+        """The tensors that stand for the first and for the second projections: see `ExpertsDeclaration.slots`."""
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {join_names(prefix, name): slot for name, slot in self.declared.slots(*self.tensors()).items()}
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(held.tensor.numel() * held.tensor.element_size() for tensors in self.tensors() for held in tensors)
 
     @abstractmethod
     def mix(
@@ -39,18 +50,14 @@ class DenseExperts(ExpertsFormat):
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat] = ()) -> None:
         super().__init__(declared)
         self._experts = ops.experts
-        num_experts, hidden, inner = declared.num_experts, declared.hidden_size, declared.num_inner
-        options = {"dtype": declared.dtype, "device": declared.device}
-        self._gate_up = empty_weight(num_experts, inner * len(declared.firsts), hidden, **options)
-        self._down = empty_weight(num_experts, hidden, inner, **options)
+        first, down = declared.projections
+        self._gate_up, self._down = (
+            empty_weight(declared.num_experts, made.num_outputs, made.num_inputs, dtype=made.dtype, device=made.device)
+            for made in (first, down))
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self._gate_up, self._down))
-
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        slots = self.declared.slots(self._gate_up, self._down)
-        return {join_names(prefix, name): slot for name, slot in slots.items()}
+    def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
+        name = "" if self.declared.is_joint else "weight"
+        return (StoredTensor(name, self._gate_up),), (StoredTensor(name, self._down),)
 
     def set_exact(self, exact: bool) -> None:
         self._experts = ops.experts.variant(exact)

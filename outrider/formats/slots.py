@@ -7,7 +7,7 @@ and up). A slot of one rank among several takes a part of the checkpoint's tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -49,6 +49,12 @@ class HeadLayout:
     num_heads: int
     sizes: tuple[int, ...]  # output features of each part in one head, in the checkpoint's order
     is_reversed: bool = False  # the layer has the last part first
+
+    def share(self, pieces: int) -> HeadLayout:
+        """The layout of one of several equal parts."""
+        if self.num_heads % pieces:
+            raise ValueError(f"{self.num_heads} heads cannot be cut into {pieces} equal parts")
+        return replace(self, num_heads=self.num_heads // pieces)
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
         """The checkpoint's tensor in the layer's order."""
@@ -103,6 +109,12 @@ class WeightSlot:
     @property
     def nbytes(self) -> int:
         return self.target.numel() * self.target.element_size()
+
+    def unbind(self) -> list[WeightSlot]:
+        """Slots along the first axis, for a checkpoint that has a tensor for each of them."""
+        assert self.layout is None
+        cut = None if self.cut is None else TensorCut(self.cut.shape[1:], self.cut.axis - 1, self.cut.ranges)
+        return [WeightSlot(target, None, cut, self.kind, self.draw) for target in self.target.unbind()]
 
     def store(self, tensor: torch.Tensor) -> None:
         """Copy the checkpoint's tensor, or the rank's part of it."""

@@ -13,7 +13,6 @@ import torch
 from outrider.formats.base import LinearFormat
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredTensor
 from outrider.formats.experts import ExpertsFormat
-from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
 
 
@@ -56,8 +55,8 @@ class SummedExperts(ExpertsFormat):
         super().__init__(inner.declared)
         self._inner, self._reduce = inner, cut.reduce
 
-    def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        return self._inner.slots(prefix)
+    def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
+        return self._inner.tensors()
 
     def finalize(self) -> None:
         self._inner.finalize()

@@ -33,9 +33,9 @@ class WeightFormat(ABC, Generic[Declaration]):
         """Every tensor that the checkpoint must hold, by its name there."""
 
     @property
+    @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes of the weight, which one product of all of it reads."""
-        return sum(slot.nbytes for slot in self.slots("").values())
+        """Bytes of the weight, which one product with all of it reads."""
 
     def finalize(self) -> None:  # noqa: B027
         """Called when all weights are in place, and again if a blank model is loaded."""

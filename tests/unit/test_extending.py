@@ -27,11 +27,14 @@ from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.formats import (
     EmbeddingFormat,
+    ExpertsDeclaration,
+    ExpertsFormat,
     FormatChoice,
     HeadLayout,
     InputCut,
     LinearDeclaration,
     OutputCut,
+    PackedPart,
     Ranks,
     StoredFormat,
     StoredTensor,
@@ -226,6 +229,41 @@ def test_a_weight_format_serves_a_whole_engine_without_a_dense_copy(tmp_path: Pa
     assert allocated[0] < 3 * numbers < 8 * numbers <= allocated[1], "of float64 numbers each takes eight bytes"
 
 
+class Int8Experts(ExpertsFormat):
+    """Experts of int8 rows, made numbers of for each call."""
+
+    def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat]) -> None:
+        super().__init__(declared, stored)
+        self._values, self._scales = [], []
+        for projection in declared.projections:
+            shape = declared.num_experts, projection.num_outputs
+            self._values.append(torch.empty(*shape, projection.num_inputs, dtype=torch.int8, device=declared.device))
+            self._scales.append(torch.empty(*shape, 1, dtype=declared.dtype, device=declared.device))
+
+    def tensors(self) -> Any:
+        return [[StoredTensor("weight", values, kind="int8_rows"),
+                 StoredTensor("weight_scale", scales, inputs_per_column=None)]
+                for values, scales in zip(self._values, self._scales, strict=True)]
+
+    def mix(self, x: torch.Tensor, routed: Routed, activation: str, added: torch.Tensor | None = None) -> torch.Tensor:
+        numbers = [values * scales for values, scales in zip(self._values, self._scales, strict=True)]
+        return ops.experts(x, routed.ids, routed.weights, *numbers, activation, added)
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_experts_have_formats_by_the_same_table() -> None:
+    register_format("int8_rows", Int8Experts)
+    config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+                       "moe_intermediate_size": 32, "norm_topk_prob": True}  # fmt: skip
+    models = [build_model(config, dtype=torch.float64, device="cpu") for _ in range(2)]
+    declare_formats(models[0], lambda name: StoredFormat("int8_rows"))
+    for model in models:
+        load_weights(model, int8_tensors(config))
+    kept, numbers = (find_modules([model], Experts)[0].format for model in models)
+    assert isinstance(kept, Int8Experts) and kept.weight_bytes < numbers.weight_bytes / 5
+    assert outcome(models[0], speculative_config=DRAFTS) == outcome(models[1])
+
+
 @pytest.mark.usefixtures("int8_format")
 def test_a_kept_format_starts_blank_and_takes_dummy_weights(tmp_path: Path) -> None:
     config = EngineConfig(str(save_int8(tmp_path / "int8")), **(SETTINGS | {"dtype": "float64"}))
@@ -271,7 +309,8 @@ def test_a_format_that_cannot_serve_a_model_leaves_it_to_the_dense_one() -> None
 @pytest.mark.usefixtures("int8_format")
 def test_slots_of_a_rank_load_exactly_its_part() -> None:
     options: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
-    stored, layouts = {"q": 8, "k": 4, "packed": 12}, {"packed": HeadLayout(2, (4, 2), is_reversed=True)}
+    stored = {"q": 8, "k": 4, "by_head": 12, "packed": 11}
+    layouts = {"by_head": HeadLayout(2, (4, 2), is_reversed=True)}
     files = {f"{name}.weight": torch.randn(size, 6, dtype=torch.float64) for name, size in stored.items()}
     files |= {f"{name}.bias": torch.randn(size, dtype=torch.float64) for name, size in stored.items()}
 
@@ -283,13 +322,14 @@ def test_slots_of_a_rank_load_exactly_its_part() -> None:
         return made
 
     x = torch.randn(3, 6, dtype=torch.float64)
-    # The layout has the second part of a head first.
-    q, k, v, gate = layer(None)(x, LOGIT_ROWS).split((8, 4, 4, 8), dim=1)
+    # Of heads the second part comes first. The packed tensor holds a matrix of 8 features, which are cut, and one of 3,
+    # which every rank has.
+    q, k, v, gate, cut, copied = layer(None)(x, LOGIT_ROWS).split((8, 4, 4, 8, 8, 3), dim=1)
     for rank in range(2):
-        part = layer(OutputCut(Ranks(rank, 2), pieces={"k": 1}))
-        assert part.out_features == 4 + 4 + 6 and sum(slot.nbytes for slot in part.weights().values()) == 14 * 7 * 8
-        halves = [whole.chunk(2, dim=1)[rank] for whole in (q, v, gate)]
-        torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((halves[0], k, *halves[1:]), dim=1))
+        part = layer(OutputCut(Ranks(rank, 2), pieces={"k": 1}, packed={"packed": [PackedPart(8), PackedPart(3, 1)]}))
+        assert part.out_features == 21 and sum(slot.nbytes for slot in part.weights().values()) == 21 * 7 * 8
+        mine, *others = (whole.chunk(2, dim=1)[rank] for whole in (q, v, gate, cut))
+        torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((mine, k, *others, copied), dim=1))
     with pytest.raises(ValueError, match="8 features cannot be cut into 3 equal parts"):
         layer(OutputCut(Ranks(0, 3)))
 
