@@ -152,7 +152,7 @@ def _shared_bytes(head: LayeredModule, target: Model) -> int:
     if not isinstance(head, DraftHead) or hasattr(head, "lm_head"):  # a model, or a head whose output is its own
         return 0
     total = target.lm_head.format.weight_bytes if head.own_output is None else 0
-    return total if head.embedding is target.embed_tokens.weight else total - _size(head.embedding)
+    return total if head.embedding is target.embed_tokens else total - head.embedding.format.weight_bytes
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -43,9 +43,9 @@ class LinearFormat(MatrixFormat):
 
     # Questions about the weight
 
-    def dense(self) -> torch.Tensor:
-        """The weight as numbers, made anew if the format keeps other bits."""
-        raise NotImplementedError(f"the weight format {type(self).__name__} does not make numbers of its bits")
+    def dense(self) -> torch.Tensor | None:
+        """The weight as numbers, made anew if the format keeps other bits; None if it does not make them."""
+        return None
 
     # Products
 
@@ -92,3 +92,11 @@ class EmbeddingFormat(LinearFormat):
     @abstractmethod
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """The weight's rows of these tokens as numbers in the model's dtype: [tokens, inputs]."""
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The weight for kernels that look rows up themselves, if the format has it as numbers in the model's dtype."""
+        return None
+
+    def dense(self) -> torch.Tensor:
+        return self.look_up(torch.arange(self.declared.num_outputs, device=self.declared.device))

@@ -53,6 +53,10 @@ class DenseLinear(EmbeddingFormat):
     def dense(self) -> torch.Tensor:
         return self._weight
 
+    @property
+    def table(self) -> torch.Tensor:
+        return self._weight
+
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, self._weight)
 

@@ -40,9 +40,6 @@ class GgufLinear(EmbeddingFormat):
     def finalize(self) -> None:
         self._product = QuantizedProduct(self._rows, self._bias, self._activation_bits)
 
-    def dense(self) -> torch.Tensor:
-        return self._rows.dequantize()
-
     def prepare(self, allow_copy: bool) -> int:
         return self._finalized.extra_bytes
 

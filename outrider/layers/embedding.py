@@ -21,21 +21,19 @@ class Embedding(FormatModule[EmbeddingFormat]):
     ) -> None:
         sizes = {"": ModelSize(vocab_size)}
         super().__init__(LinearDeclaration(ModelSize(hidden_size), sizes, False, dtype, device), DenseLinear)
-        self._numbers: torch.Tensor | None = None
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor) -> Embedding:
+        """An embedding on a table [vocabulary, hidden] that exists already."""
+        made = cls(*weight.shape, dtype=weight.dtype, device=weight.device)
+        made.format = DenseLinear(made.declared, weight=weight)
+        return made
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table as numbers, for draft heads that read it themselves. A format that keeps other bits makes a copy of
-        its numbers for them, once."""
-        if self._numbers is None:
-            self._numbers = self.format.dense()
-        return self._numbers
-
-    def finalize(self) -> None:
-        super().finalize()
-        if self._numbers is not None and self._numbers is not (numbers := self.format.dense()):
-            self._numbers.copy_(numbers)
+        """The table as numbers, made anew if the format keeps other bits."""
+        return self.format.dense()
 
     def set_exact(self, exact: bool) -> None:
         """Looking rows up is exact in any mode; a tied head tells the format which products it needs."""

@@ -15,7 +15,7 @@ import torch
 
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
+from outrider.layers import Angles, Embedding, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
 from outrider.mixers import AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
@@ -144,7 +144,9 @@ class EagleHead(DraftHead):
                 name = re.sub(pattern, ours, name)
             if name == EMBEDDING:
                 shape = (self.sizes.vocab_size, self.hidden_size)
-                self.embedding = self._own(original, tensor, shape, self.target.embed_tokens.weight)
+                shared = self.target.embed_tokens.weight
+                table = self._own(original, tensor, shape, shared)
+                self.embedding = self.target.embed_tokens if table is shared else Embedding.from_weight(table)
                 self.has_own_embedding = True
             elif name == OUTPUT:
                 self._take_output(original, tensor)
@@ -232,7 +234,7 @@ class Eagle1Head(EagleHead):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         angles = self.rotary.at(context.rope_positions)
-        ids, table, _ = self._table(tokens, self.embedding, None, context)
+        ids, table, _ = self._table(tokens, None, context)
         x = self.fc(ops.join_embedding(ids, table, hidden)[0], context)
         output = copy_stream(*self._layers_from(x, x, angles, context, rows))
         return output, output
@@ -300,7 +302,7 @@ class Eagle3Head(EagleHead):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         angles = self.rotary.at(context.rope_positions)
-        ids, table, _ = self._table(tokens, self.embedding, None, context)
+        ids, table, _ = self._table(tokens, None, context)
         gains = (self.first.input_norm.scale, self.hidden_norm.scale)
         x, normed = ops.join_embedding(ids, table, hidden, gains=gains, eps=self.sizes.eps)
         residual = normed if self._norm_before_residual else hidden

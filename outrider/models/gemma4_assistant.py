@@ -106,8 +106,7 @@ class Gemma4Assistant(DraftHead):
         writes nothing: all rows are wanted."""
         assert rows is None
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
-        embedding = self.target.embed_tokens
-        ids, table, scale = self._table(tokens, embedding.weight, embedding.scale, context)
+        ids, table, scale = self._table(tokens, self.embedding.scale, context)
         joined, _ = ops.join_embedding(ids, table, hidden, scale=scale)
         residual = self.pre(joined, context)
         delta: Delta = None

@@ -33,7 +33,7 @@ class DraftHead(LayeredModule, ABC):
         self.hidden_size = hidden_size
         self.dtype, self.device = dtype, device
         self.num_outputs = target.vocab_size
-        self.embedding = target.embed_tokens.weight
+        self.embedding = target.embed_tokens
         self.own_output: Linear | None = None
         self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
 
@@ -59,14 +59,17 @@ class DraftHead(LayeredModule, ABC):
             return self.target.logits(hidden, context)
         return self.own_output.wide(hidden, context)
 
-    def _table(self, tokens: torch.Tensor, weight: torch.Tensor, scale: float | None,
+    def _table(self, tokens: torch.Tensor, scale: float | None,
                context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         """Rows to look up, the table that holds them and its scale: those of the embedding or, where embeddings stand
-        in for ids, a table of this pass's own."""
-        if context.stand_ins is None:
-            return tokens, weight, scale
-        found = weight[tokens] if scale is None else weight[tokens] * scale
-        return torch.arange(len(tokens), device=tokens.device), context.stand_ins.put_into(found), None
+        in for ids or the embedding's format has no numbers, a table of this pass's own."""
+        table = self.embedding.format.table
+        if context.stand_ins is None and table is not None:
+            return tokens, table, scale
+        found = self.embedding.format.look_up(tokens)
+        found = found if scale is None else found * scale
+        found = found if context.stand_ins is None else context.stand_ins.put_into(found)
+        return torch.arange(len(tokens), device=tokens.device), found, None
 
     def module(self) -> DraftHead:
         """A head is the module that a drafter of its kind runs."""
@@ -76,14 +79,15 @@ class DraftHead(LayeredModule, ABC):
         held = [slot.target for slot in self.weights().values()] + self.own_tensors
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int], shared: torch.Tensor) -> torch.Tensor:
+    def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int],
+             shared: torch.Tensor | None) -> torch.Tensor:
         """An optional tensor of the checkpoint in the head's dtype, or the target's where both are equal."""
         if tuple(tensor.shape) != shape:
             raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the head's config says {list(shape)}")
         own = tensor.to(device=self.device, dtype=self.dtype, copy=True)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(own))).all()):
             raise WeightError(f"tensor {name} holds NaN or Inf (as {own.dtype})")
-        if own.shape == shared.shape and torch.equal(own, shared):
+        if shared is not None and own.shape == shared.shape and torch.equal(own, shared):
             return shared
         self.own_tensors.append(own)
         return own

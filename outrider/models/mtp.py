@@ -115,8 +115,8 @@ class MTPHead(DraftHead):
 
     def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, 2 x hidden] the norms of embedding and hidden state."""
-        embedding, description = self.target.embed_tokens, self.description
-        ids, table, scale = self._table(tokens, embedding.weight, embedding.scale, context)
+        description = self.description
+        ids, table, scale = self._table(tokens, self.embedding.scale, context)
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
         return ops.join_embedding(ids, table, hidden, scale=scale, gains=gains,
                                   eps=description.eps, hidden_first=not description.embedding_first,

@@ -184,16 +184,16 @@ def test_fewer_positions_than_max_model_len(tmp_path: Path, caplog: pytest.LogCa
 def test_embedding_and_output_are_the_targets_where_absent_or_equal(tmp_path: Path) -> None:
     target = tiny_model("llama")
     shared = head_of(load(make_drafter("eagle_speculators", "llama", tmp_path / "a")))
-    assert shared.embedding is target.embed_tokens.weight and shared.own_output is None
+    assert shared.embedding is target.embed_tokens and shared.own_output is None
     copies = {"embed_tokens.weight": target.embed_tokens.weight, "lm_head.weight": target.lm_head.format.dense()}
     drafter = with_tensors(make_drafter("eagle_speculators", "llama", tmp_path / "b"),
                            **{name: weight.clone() for name, weight in copies.items()})
     equal = head_of(load(drafter))
-    assert equal.embedding is target.embed_tokens.weight and equal.own_output is None
+    assert equal.embedding is target.embed_tokens and equal.own_output is None
     assert equal.weight_bytes() == shared.weight_bytes()
     own = head_of(load(make_drafter("eagle", "llama", tmp_path / "c")))
-    assert own.embedding is not target.embed_tokens.weight
-    assert own.weight_bytes() > 8 * own.embedding.numel()
+    assert own.embedding is not target.embed_tokens
+    assert own.weight_bytes() > 8 * own.embedding.weight.numel()
 
 
 def test_taps_vocabulary_and_layers(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from outrider.formats import StoredFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.kernels.quantized import KINDS, QuantizedRows
-from outrider.layers import StepContext
+from outrider.layers import NothingAttends, StepContext
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import NativeDecoderLayer, prepare, use_int8_activations
 from outrider.layers.linear import Linear
@@ -25,7 +26,8 @@ from outrider.layers.mlp import GatedMLP
 from outrider.mixers.cached import CachedLayers
 from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.models.base import Model
-from outrider.models.loader import blank_model, declare_formats, fill_model, load_dummy, load_weights
+from outrider.models.head import DraftHead
+from outrider.models.loader import declare_formats, fill_model, load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
@@ -110,17 +112,15 @@ def test_kept_weights_take_the_memory_of_their_bits() -> None:
     assert torch.equal(down.dense(), dense.dense()) and down.weight_bytes == dense.weight_bytes // 4 * 20 // 32
 
 
-def test_numbers_of_a_kept_embedding_follow_the_weights_that_come_later() -> None:
-    """A draft head takes the target's table when it is made, which may be before the weights are read."""
-    model = build_model(CONFIG, dtype=torch.float32, device="cpu")
-    declare_formats(model, lambda name: StoredFormat("Q4_1"))
-    blank_model(model)
-    table = model.embed_tokens.weight
-    load_weights(model, stored(CONFIG, {}))
-    assert isinstance(model.embed_tokens.format, GgufLinear) and model.embed_tokens.weight is table
-    assert torch.equal(table, build(CONFIG, {}, keep=False).embed_tokens.weight)
+def test_rows_of_a_kept_embedding_are_those_of_its_numbers() -> None:
+    kept, numbers = build(CONFIG, {}, keep=True).embed_tokens, build(CONFIG, {}, keep=False).embed_tokens
+    assert isinstance(kept.format, GgufLinear) and kept.format.table is None
+    assert torch.equal(kept.weight, numbers.weight)
     tokens = torch.tensor([5, 0, 95, 5])
-    assert torch.equal(model.embed_tokens.look_up(tokens), table[tokens])
+    assert torch.equal(kept.look_up(tokens), numbers.weight[tokens])
+    head, context = SimpleNamespace(embedding=kept), StepContext(NothingAttends(), tokens)
+    rows, table, scale = DraftHead._table(head, tokens, 2.0, context)  # type: ignore[arg-type]
+    assert torch.equal(table[rows], 2 * numbers.weight[tokens]) and scale is None, "a draft head reads the same"
 
 
 def test_dummy_bits_are_finite_and_run() -> None:
