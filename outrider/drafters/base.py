@@ -32,6 +32,7 @@ class DraftBuild:
     load_format: str = "auto"
     seed: int = 0
     target_source: str | None = None  # the target's own files, for a drafter that is a module of its checkpoint
+    keep_quantized: bool = False  # weights may stay in the format of their files
     num_drafter_layers: int = 0  # attention layers of the drafters made before this one
 
     @property

@@ -16,7 +16,8 @@ from outrider.models.sources import ModelSource, resolve
 def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
     modules = build_mtp_modules(build.target, first_layer=build.first_layer, dtype=build.dtype, device=build.device)
     for module in modules:
-        load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed)
+        load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed,
+                  keep_quantized=build.keep_quantized)
     return modules_drafter(modules, config.num_speculative_tokens)
 
 

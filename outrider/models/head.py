@@ -16,7 +16,7 @@ import torch
 from outrider.layers import LayeredModule, Linear, Rotary, StepContext
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
-from outrider.models.loader import load_dummy, load_weights
+from outrider.models.loader import declare_formats, load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
 
 
@@ -102,12 +102,19 @@ class SlotRotary(Rotary):
         self.table = table if table.is_meta else torch.cat((table[:1], table[:-1]))
 
 
-def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int) -> None:
-    """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`."""
+def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int,
+              keep_quantized: bool = False) -> None:
+    """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`.
+    `keep_quantized`: weights stay in the format of their files where they can; the names of the head's tensors must be
+    those of the files."""
     if load_format == "dummy":
         return load_dummy_head(head, seed)
     loadable: Any = head  # the loader only uses methods of a model that a head has too
-    load_weights(loadable, head.arrivals(find_source().tensors()))
+    source = find_source()
+    if keep_quantized:
+        declare_formats(loadable, source.stored_format)
+    tensors: Any = source.read() if keep_quantized else source.tensors()
+    load_weights(loadable, head.arrivals(tensors))
     head.check_loaded()
 
 

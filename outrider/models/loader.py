@@ -24,9 +24,12 @@ Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
-               seed: int = 0, max_len: int | None = None) -> Model:
-    """The model of a source, ready to run. `max_len`: positions it must serve, the config's own by default."""
+               seed: int = 0, max_len: int | None = None, keep_quantized: bool = False) -> Model:
+    """The model of a source, ready to run. `max_len`: positions it must serve, the config's own by default.
+    `keep_quantized`: weights stay in the format of their files where they can."""
     model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=str(source.config_file))
+    if keep_quantized:
+        declare_formats(model, source.stored_format)
     fill_model(model, source, load_format=load_format, seed=seed)
     return model
 

@@ -96,7 +96,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None = N
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:
-    return DraftBuild(model, model.dtype, model.device, limits.max_len, config.load_format, config.seed, config.model)
+    return DraftBuild(model, model.dtype, model.device, limits.max_len, config.load_format, config.seed, config.model,
+                      config.keep_quantized)
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
 from outrider.cache.kinds import base as kinds_base
-from outrider.config import EngineConfig
-from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.drafters.base import DraftBuild, Drafter, Drafts, Step
+from outrider.drafters.registry import make_drafter
 from outrider.formats import (
     EmbeddingFormat,
     ExpertsDeclaration,
@@ -60,8 +61,10 @@ from outrider.mixers.pool import DevicePool
 from outrider.models import registry as models_registry
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
+from outrider.models.head import load_head
 from outrider.models.llama import Llama
 from outrider.models.loader import blank_model, declare_formats, load_weights
+from outrider.models.mtp import build_mtp_modules
 from outrider.models.registry import build_model
 from outrider.models.sources import quantization, resolve
 from outrider.models.sources.base import WeightError
@@ -262,6 +265,36 @@ def test_experts_have_formats_by_the_same_table() -> None:
     kept, numbers = (find_modules([model], Experts)[0].format for model in models)
     assert isinstance(kept, Int8Experts) and kept.weight_bytes < numbers.weight_bytes / 5
     assert outcome(models[0], speculative_config=DRAFTS) == outcome(models[1])
+
+
+@pytest.mark.usefixtures("int8_format")
+def test_drafters_keep_formats_too(tmp_path: Path) -> None:
+    """A draft model, and a prediction module whose tensors lie in the target's own files."""
+    folder, target = save_int8(tmp_path / "int8"), loaded(keep=True)
+    speculative = DRAFTS | {"method": "draft_model", "model": str(folder)}
+    config = SpeculativeConfig(**speculative)
+    build = DraftBuild(target, torch.float64, torch.device("cpu"), 96)
+    for keep in (True, False):
+        drafter = make_drafter(config, replace(build, keep_quantized=keep))
+        assert drafter is not None
+        formats = [linear.format for linear in find_modules(drafter.modules(), Linear)]
+        assert formats and all(isinstance(made, Int8Linear) == keep for made in formats)
+    assert outcome(target, speculative_config=speculative) == outcome(target)
+
+    class ModuleSource(type(resolve(folder))):  # type: ignore[misc]
+        def stored_format(self, name: str) -> StoredFormat:
+            return StoredFormat("int8_rows")
+
+        def read(self) -> Iterator[tuple[str, torch.Tensor | Int8Rows]]:
+            for name, slot in outline.weights().items():
+                rows = Int8Rows(torch.ones(slot.shape, dtype=torch.int8), torch.ones(slot.shape[0], 1))
+                yield name, rows if len(slot.shape) == 2 else torch.ones(slot.shape)
+
+    outline, module = (build_mtp_modules(target, first_layer=2, dtype=torch.float64, device=torch.device(device))[0]
+                       for device in ("meta", "cpu"))
+    source = ModuleSource(**{key: getattr(resolve(folder), key) for key in ("name", "path", "config", "eos_token_ids")})
+    load_head(module, lambda: source, load_format="auto", seed=0, keep_quantized=True)
+    assert all(isinstance(linear.format, Int8Linear) for linear in find_modules([module], Linear))
 
 
 @pytest.mark.usefixtures("int8_format")
@@ -638,7 +671,7 @@ def test_a_kernel_goes_before_those_of_the_table(monkeypatch: pytest.MonkeyPatch
 PROGRAM = """
 import sys
 from outrider import LLM, SamplingParams
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.start import start_engine
 from outrider.mixers.paged.registry import BackendEntry, register_backend
 from outrider.models.registry import register
