@@ -56,8 +56,6 @@ class Residence:
     def sleep(self, level: int) -> SleepReport:
         """Put all parts to sleep. If something speaks against it, nothing is changed."""
         start = time.perf_counter()
-        if level == 2:
-            self._refuse_kept_bits("sleep level 2 drops weights that it can read again")
         self._synchronize()
         falling: dict[str, list[FreedMemory]] = {}
         if WEIGHTS not in self._asleep:
@@ -105,7 +103,6 @@ class Residence:
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
         """Replace weights. Everything is checked before anything is changed."""
         start = time.perf_counter()
-        self._refuse_kept_bits("update_weights replaces weights that are stored as numbers")
         update = WeightUpdate(self._parts.model, self._modules(), given)
         names = update.check(is_whole=self._are_incomplete)
         self._synchronize()
@@ -153,13 +150,6 @@ class Residence:
         speculative = self._config.speculative
         return speculative is not None and all(
             method in (AUTO_METHOD, *METHODS) for method in speculative.methods)
-
-    def _refuse_kept_bits(self, why: str) -> None:
-        modules = (self._parts.model, *self._modules())
-        kept = [slot.kind for module in modules for slot in module.weights().values() if slot.kind is not None]
-        if kept:
-            raise ValueError(f"{why}, and {len(kept)} weights of this model stay in the bits of its file ({kept[0]}): "
-                             "start the engine with keep_quantized=False")
 
     def _restore(self, part: str) -> None:
         for memory in self._asleep.get(part, ()):

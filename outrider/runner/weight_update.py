@@ -34,8 +34,8 @@ class WeightUpdate:
 
     def check(self, *, is_whole: bool) -> list[str]:
         """The names of the weights that the update replaces. Raises WeightError, with nothing changed, if a tensor has
-        an unknown name, another shape than its weight or values that are not finite; with `is_whole` also if the update
-        lacks a weight of the model."""
+        an unknown name, another shape than its weight or values that are not finite, or if the weight stays in the bits
+        of its file; with `is_whole` also if the update lacks a weight of the model."""
         names: dict[str, None] = {}
         unknown: list[str] = []
         for name, tensor in self._tensors():
@@ -77,6 +77,9 @@ class WeightUpdate:
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         slot = self._slots[name]
+        if slot.kind is not None:
+            raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file ({slot.kind}): "
+                              "start the engine with keep_quantized=False")
         if tuple(tensor.shape) != slot.shape:
             raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
         if not tensor.is_floating_point():
