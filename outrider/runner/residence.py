@@ -88,9 +88,7 @@ class Residence:
                 if part == WEIGHTS and self._are_incomplete:
                     self._read_weights()
             except BaseException:
-                for memory in self._asleep[part]:
-                    memory.free()
-                self._release()
+                self._free_again(part)
                 raise
             del self._asleep[part]
         self._release()
@@ -103,14 +101,18 @@ class Residence:
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
         """Replace weights. Everything is checked before anything is changed."""
         start = time.perf_counter()
-        update = WeightUpdate(self._parts.model, self._modules(), given)
-        names = update.check(is_whole=self._are_incomplete)
         self._synchronize()
+        self._restore(WEIGHTS)  # slots are views
+        try:
+            update = WeightUpdate(self._parts.model, self._modules(), given)
+            names = update.check(is_whole=self._are_incomplete)
+        except BaseException:
+            self._free_again(WEIGHTS)
+            raise
         self._drop_captures()
         self._release()
         was_incomplete, self._are_incomplete = self._are_incomplete, True
         try:
-            self._restore(WEIGHTS)
             self._asleep.pop(WEIGHTS, None)
             update.store()
             if was_incomplete:
@@ -154,6 +156,12 @@ class Residence:
     def _restore(self, part: str) -> None:
         for memory in self._asleep.get(part, ()):
             memory.restore()
+
+    def _free_again(self, part: str) -> None:
+        """What a part was restored for has failed: it sleeps on."""
+        for memory in self._asleep.get(part, ()):
+            memory.free()
+        self._release()
 
     def _read_weights(self) -> None:
         if self._source is None:

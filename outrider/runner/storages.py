@@ -73,7 +73,7 @@ class FreedMemory:
         self._keeps = keeps
         self._copies: list[list[torch.Tensor]] = []
         for storage, _ in self._sizes if keeps else ():
-            pieces = [] if storage.device.type == "cpu" else [_to_host(piece) for piece in _pieces(storage)]
+            pieces = [_to_host(piece) for piece in _pieces(storage)] if _can_move(storage) else []
             self._copies.append(pieces)
             self.host_bytes += sum(piece.nbytes for piece in pieces)
 
@@ -82,7 +82,7 @@ class FreedMemory:
         return sum(self._free(storage, size) for storage, size in self._sizes)
 
     def _free(self, storage: torch.UntypedStorage, size: int) -> int:
-        if storage.device.type != "cpu":
+        if _can_move(storage):
             storage.resize_(0)
             return size
         return 0 if self._keeps else _give_back(storage)
@@ -92,13 +92,13 @@ class FreedMemory:
         if not self._keeps:
             return 0
         self._keeps, self._copies = False, []
-        return sum(_give_back(storage) for storage, _ in self._sizes if storage.device.type == "cpu")
+        return sum(_give_back(storage) for storage, _ in self._sizes if not _can_move(storage))
 
     def restore(self) -> None:
         """Bring the storages back, with their content if that was kept, and as zeros otherwise. Copies stay: the memory
         may be freed once more."""
         for index, (storage, size) in enumerate(self._sizes):
-            if storage.device.type == "cpu":
+            if not _can_move(storage):
                 continue
             storage.resize_(size)
             pieces = _pieces(storage)
@@ -106,7 +106,7 @@ class FreedMemory:
                 piece.copy_(copy, non_blocking=True)
             for piece in () if self._keeps else pieces:
                 piece.zero_()
-        if any(self._copies):
+        if any(self._copies) and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies may be forgotten from now on
 
 
@@ -115,6 +115,11 @@ def release_copies() -> None:
     empty = getattr(torch._C, "_host_emptyCache", None)  # a torch without CUDA has none
     if empty is not None:
         empty()
+
+
+def _can_move(storage: torch.UntypedStorage) -> bool:
+    """Whether the memory may come back at another address. On a CPU native code holds addresses."""
+    return storage.device.type != "cpu"
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:

@@ -19,6 +19,7 @@ from outrider.models.sources.base import WeightError
 from outrider.runner.commands import WeightsIncomplete
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
+from tests.engine.test_sleep import let_memory_move
 from tests.models import gemma4
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
@@ -89,14 +90,23 @@ def generated(llm: LLM) -> tuple[list[list[list[int]]], int]:
 LONG = {"eagle", "draft model", "delta rule, experts in one tensor, mtp", "assistant", "latents, indexer"}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else [])
-                                  for case in FOLDERS])  # fmt: skip
-def test_tokens_and_drafts_are_those_of_an_engine_started_with_the_weights(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "moves"), [
+    pytest.param(case, moves, marks=[pytest.mark.long] if moves or case in LONG else [],
+                 id=case + (", memory comes back elsewhere" if moves else ""))
+    for case in FOLDERS for moves in (False, True)
+])  # fmt: skip
+def test_tokens_and_drafts_are_those_of_an_engine_started_with_the_weights(
+    case: str, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, drafts = FOLDERS[case](tmp_path)
     other = with_other_weights(folder, tmp_path / "other")
-    with LLM(str(other), **SETTINGS, speculative_config=drafts) as llm:
+    settings = SETTINGS | {"speculative_config": drafts}
+    if moves:
+        let_memory_move(monkeypatch)
+        settings["dtype"] = "float64"
+    with LLM(str(other), **settings) as llm:
         theirs = generated(llm)
-    with LLM(str(folder), **SETTINGS, speculative_config=drafts) as llm:
+    with LLM(str(folder), **settings) as llm:
         ours = generated(llm)
         assert ours[0] != theirs[0]
         tensors = load_file(other / "model.safetensors")

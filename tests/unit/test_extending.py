@@ -64,13 +64,14 @@ from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.head import load_head
 from outrider.models.llama import Llama
-from outrider.models.loader import blank_model, declare_formats, load_weights
+from outrider.models.loader import blank_model, declare_formats, load_dummy, load_weights
 from outrider.models.mtp import build_mtp_modules
 from outrider.models.registry import build_model
 from outrider.models.sources import quantization, resolve
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.block_scaled import BlockScaledWeight
 from outrider.models.sources.quantization import BlockScaled
+from outrider.runner.commands import Command
 from outrider.runner.target import build_target, fill_target, load_target
 from tests.engine.harness import SETTINGS, Ask, Rig, greedy
 from tests.models.oracle import LOGIT_ROWS
@@ -685,6 +686,22 @@ def test_a_drafter_is_named_by_its_import_path() -> None:
 
 
 # A kernel
+
+
+@dataclass(frozen=True)
+class LargestWeight(Command[float]):
+    name: str
+
+    def carry_out(self, worker: Any) -> float:
+        return float(worker.device_step.model.weights()[self.name].target.abs().max())
+
+
+def test_a_command_says_what_the_worker_does_with_it() -> None:
+    model = build_model(CONFIG, dtype=torch.float32, device="cpu")
+    load_dummy(model, 1)
+    with Rig(model) as rig:
+        found = rig.engine.command(LargestWeight("model.norm.weight"))
+        assert found == float(model.weights()["model.norm.weight"].target.abs().max()) > 0
 
 
 def test_a_kernel_goes_before_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
