@@ -138,7 +138,7 @@ def test_a_refused_request_raises_where_it_is_read_and_nowhere_else() -> None:
             with pytest.raises(ValueError, match=message):
                 await last_of(llm.generate(prompt, greedy(4)))
         odd: Any
-        for odd, message in (({"text": "a"}, "needs 'prompt' or 'prompt_token_ids', got text"), (7, "a prompt is a")):
+        for odd, message in (({"text": "a"}, "'prompt_embeds', got text"), (7, "a prompt is a")):
             with pytest.raises(ValueError, match=message):
                 await last_of(llm.generate(odd, greedy(4)))
         with pytest.raises(ValueError, match="in use"):
