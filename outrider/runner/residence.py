@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +33,7 @@ from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.local import LocalRunner
 from outrider.runner.parts import StepParts, draft_build, prepare_all
 from outrider.runner.step import DeviceStep
-from outrider.runner.storages import FreedMemory, find_storages, release_copies
+from outrider.runner.storages import FreedMemory, collect_replaced, find_storages, release_copies
 from outrider.runner.target import fill_target
 from outrider.runner.weight_update import WeightUpdate
 
@@ -48,6 +49,7 @@ class Residence:
         self._asleep: dict[str, list[FreedMemory]] = {}
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
         self._lacks_captures = False  # captured steps were dropped, and not captured again
+        self._packed_bytes = parts.packed_bytes
 
     @property
     def asleep(self) -> Collection[str]:
@@ -57,13 +59,16 @@ class Residence:
         """Put all parts to sleep. If something speaks against it, nothing is changed."""
         start = time.perf_counter()
         self._synchronize()
+        num_packed = self._drop_packed() if level == 2 else 0
         falling: dict[str, list[FreedMemory]] = {}
         if WEIGHTS not in self._asleep:
             falling[WEIGHTS] = self._weights_to_free(level)
         if KV_CACHE not in self._asleep:
             falling[KV_CACHE] = [FreedMemory(find_storages(self._cache_tensors()).values(), keeps=False)]
         self._drop_captures()
-        num_freed = self._asleep[WEIGHTS][0].drop_content() if level == 2 and WEIGHTS in self._asleep else 0
+        num_freed = num_packed
+        if level == 2 and WEIGHTS in self._asleep:
+            num_freed += self._asleep[WEIGHTS][0].drop_content()
         self._are_incomplete |= level == 2
         self._asleep |= falling
         for first, *others in falling.values():
@@ -71,7 +76,7 @@ class Residence:
             for memory in others:
                 memory.free()
         self._release()
-        report = SleepReport(sum(own[0].total_bytes for own in falling.values()), num_freed,
+        report = SleepReport(num_packed + sum(own[0].total_bytes for own in falling.values()), num_freed,
                              sum(memory.host_bytes for own in falling.values() for memory in own),
                              time.perf_counter() - start)
         log.info("asleep at level %d: %.0f of %.0f MiB of weights and cache are free, %.0f MiB were copied to the "
@@ -146,6 +151,16 @@ class Residence:
         rest = [storage for key, storage in every.items() if key not in again]
         return [FreedMemory(again.values(), keeps=level == 1), FreedMemory(rest, keeps=True)]
 
+    def _drop_packed(self) -> int:
+        """Let go of the second copies of weights, which only a CPU has; `_prepare` makes them again. Returns their
+        bytes."""
+        if self._step.state.device.type != "cpu" or not self._packed_bytes:
+            return 0
+        num_bytes, self._packed_bytes = self._packed_bytes, 0
+        prepare_all(self._parts.model, self._parts.drafter, replace(self._config, packed_weights=False))
+        collect_replaced()
+        return num_bytes
+
     @property
     def _makes_drafter(self) -> bool:
         """Whether the drafter can be made again from its files, as it was at the start."""
@@ -188,7 +203,8 @@ class Residence:
         """Make again what depends on weights: derived tensors, packed copies, fused layers."""
         for module in (self._parts.model, *self._modules()):
             module.finalize()
-        prepare_all(self._parts.model, self._parts.drafter, self._config)
+        self._packed_bytes = prepare_all(self._parts.model, self._parts.drafter, self._config)
+        collect_replaced()
 
     # Cache and captured steps
 

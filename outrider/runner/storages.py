@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import mmap
 import sys
 import weakref
@@ -25,7 +26,8 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFuncti
 
 def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors that objects hold, directly or through other objects, by an identity that stays while
-    they are resized. Functions, classes and weak references are not followed."""
+    they are resized. Functions, classes and weak references are not followed; a tensor in a layout of a library's own
+    has no storage."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that an id has one owner
     found: dict[int, torch.UntypedStorage] = {}
     waiting = list(roots)
@@ -35,7 +37,7 @@ def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
             continue
         seen[id(item)] = item
         if isinstance(item, torch.Tensor):
-            if not item.is_meta:
+            if not item.is_meta and item.layout is torch.strided:
                 storage = item.untyped_storage()
                 found[storage._cdata] = storage
         else:
@@ -108,6 +110,16 @@ class FreedMemory:
                 piece.zero_()
         if any(self._copies) and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies may be forgotten from now on
+
+
+def collect_replaced() -> None:
+    """Collect objects that were replaced, with the tensors that they hold. What lives since start-up may be frozen,
+    which leaves it out of collections: a frozen object that is part of a cycle would hold its tensors for ever."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
 
 
 def release_copies() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import mmap
 import sys
 import threading
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,10 +24,12 @@ from outrider.core.outputs import RequestOutput
 from outrider.engine.engine import EngineError
 from outrider.engine.start import engine_around, start_engine
 from outrider.kernels import native
+from outrider.layers import Linear, find_modules
 from outrider.runner import storages
 from outrider.runner.commands import WakeReport
 from outrider.runner.storages import FreedMemory, find_storages
 from outrider.runner.worker import Worker
+from tests import garbage
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, random_model, save_folder, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
@@ -126,8 +130,15 @@ def test_memory_that_comes_back_elsewhere_holds_what_it_should(tmp_path: Path, m
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes memory back while its address stays")
-def test_level_2_frees_weights_copies_and_pool(tmp_path: Path) -> None:
-    """The layers' weights are numbers of bfloat16, so that packed copies are held beside them."""
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "library"])
+def test_level_2_frees_weights_copies_and_pool(tmp_path: Path, is_native: bool,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are numbers of bfloat16: copies in 16 bits, or in a library's layout, are held beside them."""
+    if not (native.available() if is_native else torch.backends.mkldnn.is_available()):
+        pytest.skip("there are no packed copies of this kind here")
+    if not is_native:
+        monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(gc, "unfreeze", garbage.unfreeze)
     folder = save_folder(tmp_path / "wide", WIDE, seed=3)
     from safetensors.torch import load_file, save_file
 
@@ -137,14 +148,15 @@ def test_level_2_frees_weights_copies_and_pool(tmp_path: Path) -> None:
         worker: Any = llm.engine.runner
         expected, model, step = generated(llm), worker.device_step.model, worker.device_step
         step.pool.data.fill_(1.0)  # so that all of it is in memory
-        held = list(find_storages([model, step.pool.data]).values())
-        copies = [linear.format._prepared.copy for linear in
-                  (model.lm_head, model.layers[0].plain.attention.qkv)] if native.available() else []
-        assert all(copy is not None for copy in copies)
+        weights = [slot.target for slot in model.weights().values()]
+        held = list(find_storages([weights, step.pool.data]).values())
+        copies = [weakref.ref(linear.format._prepared.copy) for linear in find_modules([model], Linear)]
+        num_copied = sum(copy().nbytes for copy in copies if copy().layout is torch.strided)
         before = resident_bytes(held)
         report = llm.sleep(level=2)
-        assert resident_bytes(held) < 0.05 * before
-        assert report.freed_bytes >= 0.95 * report.total_bytes >= 0.9 * before
+        left, num_left = resident_bytes(held), sum(copy() is not None for copy in copies)
+        assert left < 0.05 * before and num_left == 0
+        assert report.freed_bytes >= 0.95 * report.total_bytes >= 0.9 * (before + num_copied)
         llm.wake_up()
         assert generated(llm) == expected
         report = llm.sleep(level=1)
