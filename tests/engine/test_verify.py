@@ -18,6 +18,7 @@ from outrider.commands.run_prompts import Ask
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.kernels import ops, step
+from outrider.layers import StepContext
 from tests.engine.harness import CONFIGS, byte_tokenizer, greedy, save_folder, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -66,8 +67,8 @@ def test_a_tie_that_batch_mates_decide(size: float, verdict: str, monkeypatch: p
     model = loaded(torch.float32)
     true_logits = model.model.logits
 
-    def wavering(hidden: torch.Tensor) -> torch.Tensor:
-        logits = true_logits(hidden)
+    def wavering(hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        logits = true_logits(hidden, context)
         logits[:, 10:12] = logits.amax(dim=1, keepdim=True) + 1
         logits[:, 10 if hidden.shape[0] == 1 else 11] += size / 2
         return logits
@@ -125,8 +126,8 @@ def test_one_fault_among_near_ties_is_a_fault(monkeypatch: pytest.MonkeyPatch) -
     true_logits = model.model.logits
     lead = [1e-4, 5.0]  # of token 10 before token 11, by request; batch mates reverse it
 
-    def wavering(hidden: torch.Tensor) -> torch.Tensor:
-        logits = true_logits(hidden)
+    def wavering(hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        logits = true_logits(hidden, context)
         logits[:, 10:12] = logits.amax(dim=1, keepdim=True) + 1
         is_alone = hidden.shape[0] == 1
         own = lead[:1] if is_alone and asked["now"] == 0 else lead[1:] if is_alone else lead
