@@ -23,7 +23,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
 from outrider.kernels.step import PreparedStep
-from outrider.layers import StandIns
+from outrider.layers import RowAdapters, StandIns
 from outrider.mixers.batch import (
     BatchView,
     DecodeQueries,
@@ -150,25 +150,23 @@ def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.devi
     return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
 
 
-class StepEmbeds(NamedTuple):
-    """Embeddings in place of ids in a step, where there are any."""
+class RowAdditions(NamedTuple):
+    """What the requests of a step bring beside token ids, where one of them brings any."""
 
-    target: StandIns | None = None  # at the step's token rows
-    drafter: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
-
-
-NO_EMBEDS = StepEmbeds()
+    stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
+    drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
+    adapters: RowAdapters | None = None  # of the padded token rows
 
 
-def step_embeds(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
-                device: torch.device) -> StepEmbeds:
-    """embeds: those of prompts that the step computes a part of, by row."""
-    return StepEmbeds(*(_stand_ins(scheduled, shape, embeds, device, ahead) for ahead in (0, 1)))
+IDS_ALONE = RowAdditions()
 
 
-def _stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
-               device: torch.device, ahead: int) -> StandIns | None:
-    """ahead: how many positions further than the step's the token rows are."""
+def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
+                   device: torch.device, *, ahead: int = 0) -> StandIns | None:
+    """embeds: those of prompts that the step computes a part of, by row. ahead: how many positions further than the
+    step's the token rows are."""
+    if not embeds:
+        return None
     first_row = [0, *accumulate(shape.queries.lens)]
     token_rows: list[int] = []
     values: list[NDArray[np.floating]] = []

@@ -28,20 +28,20 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
-    NO_EMBEDS,
+    IDS_ALONE,
     CapturedShape,
     EagerShape,
     Inputs,
     PackedBatch,
     PaddedSize,
-    StepEmbeds,
+    RowAdditions,
     StepShape,
     admitted_view,
     build_inputs,
     dead_view,
+    find_stand_ins,
     logit_view,
     pack_eager,
-    step_embeds,
     token_spans,
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
@@ -82,8 +82,7 @@ class StepPlan:
     num_wanted: int  # most drafts that the drafter shall propose for a request
     checkpoints: CheckpointPlan = NoCheckpoints()
     spans: Spans = NO_SPANS  # marked spans of the padded tokens
-    embeds: StepEmbeds = NO_EMBEDS  # embeddings in place of ids
-    adapters: RowAdapters | None = None  # of the padded token rows
+    additions: RowAdditions = IDS_ALONE
 
 
 @dataclass(frozen=True)
@@ -195,12 +194,15 @@ class DeviceStep:
             self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self.recurrent.targets(scheduled, shape.requests)
-        embeds = self.state.params.take_embeds(scheduled)
         return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS,
-                        step_embeds(scheduled, shape, embeds, self.state.device) if embeds else NO_EMBEDS,
-                        self._adapters_of(scheduled, shape))
+                        self._additions(scheduled, shape))
+
+    def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
+        embeds, device = self.state.params.take_embeds(scheduled), self.state.device
+        own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
+        return RowAdditions(own, ahead, self._adapters_of(scheduled, shape))
 
     def _adapters_of(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdapters | None:
         names = self.state.params.adapters_of(scheduled.rows)
@@ -282,8 +284,8 @@ class DeviceStep:
                 rows: WantedRows | None = None) -> Hidden:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
-        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.embeds.target,
-                              adapters=plan.adapters)
+        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
+                              adapters=plan.additions.adapters)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
@@ -317,7 +319,7 @@ class DeviceStep:
         tokens, known, *keys = map(self.drafting.lend, (state.tokens, state.known, *state.sampling.keys))
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
                     committed.goes_on, tokens, known, SamplingKeys(*keys), plan.any_sampled, plan.num_wanted,
-                    inputs.first_logit, plan.embeds.drafter)  # fmt: skip
+                    inputs.first_logit, plan.additions.drafter_stand_ins)  # fmt: skip
         if plan.num_wanted == 0:
             self.drafting.skip(step)
             return
