@@ -49,7 +49,7 @@ class Residence:
         self._asleep: dict[str, list[FreedMemory]] = {}
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
         self._lacks_captures = False  # captured steps were dropped, and not captured again
-        self._packed_bytes = parts.packed_bytes
+        self._packed_bytes = parts.packed_bytes  # of second copies of weights, and of others that formats hold
 
     @property
     def asleep(self) -> Collection[str]:
@@ -156,10 +156,10 @@ class Residence:
         bytes."""
         if self._step.state.device.type != "cpu" or not self._packed_bytes:
             return 0
-        num_bytes, self._packed_bytes = self._packed_bytes, 0
-        prepare_all(self._parts.model, self._parts.drafter, replace(self._config, packed_weights=False))
+        before, unpacked = self._packed_bytes, replace(self._config, packed_weights=False)
+        self._packed_bytes = prepare_all(self._parts.model, self._parts.drafter, unpacked)
         collect_replaced()
-        return num_bytes
+        return before - self._packed_bytes
 
     @property
     def _makes_drafter(self) -> bool:

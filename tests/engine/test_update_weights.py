@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM
 from outrider.formats import WeightSlot
+from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
+from outrider.layers import Linear, find_modules
 from outrider.models.sources.base import WeightError
 from outrider.runner.commands import WeightsIncomplete
+from outrider.runner.storages import find_storages
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
 from tests.engine.test_sleep import let_memory_move
@@ -256,3 +259,24 @@ def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monk
             assert tokens_of(llm.generate(prompts, greedy(8))) == ours
         llm.update_weights({"model.norm.weight": torch.zeros(256)})
         assert tokens_of(llm.generate(prompts, greedy(8))) != ours, "other weights can be replaced"
+
+
+def test_copies_of_weights_in_the_bits_of_their_file_are_counted_once(tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some machines products hold interleaved copies, which no setting drops as it drops packed ones."""
+    if not native.available():
+        pytest.skip(native.reason())
+    monkeypatch.setattr("outrider.formats.gguf.kept_bits_are_fast", lambda: True)
+    monkeypatch.setattr(GgufLinear, "prepare", lambda linear, allow_copy: 1000)
+    write_gguf(tmp_path / "model.gguf", "Q8_0")
+    with LLM(str(tmp_path / "model.gguf"), **SETTINGS, activation_bits=8) as llm:
+        prompts, worker = [[3, 4, 5, 6, 7] * 4], cast(Any, llm.engine.runner)
+        ours, model = tokens_of(llm.generate(prompts, greedy(8))), worker.device_step.model
+        slots = [slot.target for slot in model.weights().values()]
+        formats = [linear.format for linear in find_modules([model], Linear)]
+        held = find_storages([slots, formats, worker.device_step.pool.data])
+        num_bytes = sum(storage.nbytes() for storage in held.values())
+        del held, slots, formats
+        assert llm.sleep(level=2).total_bytes == num_bytes
+        llm.wake_up()
+        assert tokens_of(llm.generate(prompts, greedy(8))) == ours
