@@ -46,7 +46,7 @@ class StepParts:
     grammars: Grammars | None
 
     @property
-    def takes_checkpoints(self) -> bool:
+    def _takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
 
     @property
@@ -61,7 +61,8 @@ class StepParts:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, device)
         state = RowState(limits, self.layout.groups, device)
         return DeviceStep(model, pool, state, self.backend, limits.max_len,
-                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact),
+                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact,
+                                                  takes_checkpoints=self._takes_checkpoints),
                           grammars=GrammarRows(state, limits, self.grammars), drafter=drafter, drafting=self.drafting,
                           synthetic=self.synthetic, logprobs_mode=self.logprobs_mode, exact=self.exact)
 

@@ -76,14 +76,12 @@ class Worker:
             self.device_step = parts.make_step(limits, num_pages)
         self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
         clock.lap("captured steps")
-        drafting = _measure_drafting(config, self.device_step, limits, self.runner,
-                                     takes_checkpoints=parts.takes_checkpoints)
+        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
         clock.lap("step costs")
         if isinstance(self.runner, CudaRunner):
             with status_line("compiling kernels"), enough_memory("captured steps", CAPTURE_ADVICE):
-                self.runner.capture_prompts(takes_checkpoints=parts.takes_checkpoints)
-        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner,
-                                      takes_checkpoints=parts.takes_checkpoints)
+                self.runner.capture_prompts()
+        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner)
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
         self.residence = Residence(config, parts, self.device_step, self.runner, source)
@@ -150,7 +148,7 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
         use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                              use_graphs=use_graphs, takes_checkpoints=parts.takes_checkpoints)
+                                              use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory)
     log.info("%s", plan.report())
@@ -166,14 +164,13 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
     runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
     with status_line("compiling kernels and capturing steps"), enough_memory("captured steps", CAPTURE_ADVICE):
         if step_memory is None:
-            runner.begin_compiling(takes_checkpoints=parts.takes_checkpoints)
-        runner.capture_decoding(takes_checkpoints=parts.takes_checkpoints,
-                                reserved_bytes=0 if step_memory is None else step_memory.activation_bytes)
+            runner.begin_compiling()
+        runner.capture_decoding(reserved_bytes=0 if step_memory is None else step_memory.activation_bytes)
     return runner
 
 
-def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits, runner: LocalRunner | CudaRunner, *,
-                      takes_checkpoints: bool) -> NoDrafting | FixedDrafting | MeasuredDrafting:
+def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
+                      runner: LocalRunner | CudaRunner) -> NoDrafting | FixedDrafting | MeasuredDrafting:
     speculative = config.speculative
     if speculative is None:
         return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
@@ -182,7 +179,7 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits, ru
     with status_line("measuring what steps cost"):
         if isinstance(runner, CudaRunner):
             with enough_memory("captured steps", CAPTURE_ADVICE):
-                runner.capture_fewer_drafts(takes_checkpoints=takes_checkpoints)
+                runner.capture_fewer_drafts()
             costs = measure_costs(step, limits, runner.graphs)
         else:
             costs = runner.on_thread(lambda: measure_costs(step, limits))
@@ -196,12 +193,12 @@ def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits, ru
 
 
 def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
-                   runner: LocalRunner | CudaRunner, *, takes_checkpoints: bool) -> UnboundedSteps | BoundedSteps:
+                   runner: LocalRunner | CudaRunner) -> UnboundedSteps | BoundedSteps:
     if config.max_step_ms is None or not isinstance(runner, CudaRunner):
         return UnboundedSteps()
     max_seconds = config.max_step_ms * 1e-3
     with status_line("measuring what steps with prompts cost"):
-        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds, takes_checkpoints=takes_checkpoints)
+        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds)
     log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)

@@ -26,7 +26,7 @@ class AsCaptured:
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len,
                               takes_shared=rig.step.pool.layout.has_full_attention)
-        self._at_start = list(self.keys.at_start(takes_checkpoints=False)) if stands_in else []
+        self._at_start = list(self.keys.at_start()) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []
         self.reasons: Counter[Uncaptured] = Counter()

@@ -184,13 +184,13 @@ def test_start_up_loads_for_later_captures_while_it_waits(clock: Clock) -> None:
     own = made(clock)
     filled: list[int] = []
     own._step = SimpleNamespace(load_filling=filled.append)
-    likely = list(own.keys.likely(takes_checkpoints=False))
-    assert OWN in likely and not set(likely) & set(own.keys.at_start(takes_checkpoints=False))
+    likely = list(own.keys.likely())
+    assert OWN in likely and not set(likely) & set(own.keys.at_start())
     later = [*own.keys.prompts_by_size(), *likely]
     turns = iter([True, True, True, False])
-    own.load_while(lambda: next(turns), takes_checkpoints=False)
+    own.load_while(lambda: next(turns))
     assert own._loaded == set(later[:2]) and next(turns, None) is None and filled == list(FILLED_ROWS)
-    own.load_while(lambda: True, takes_checkpoints=False)
+    own.load_while(lambda: True)
     assert own._loaded == set(later)
     assert len(steps_until_captured(own, OWN)) == len(steps_until_captured(made(clock), OWN)) - 1
 
@@ -215,10 +215,10 @@ def test_kernels_of_sampling_parameters_are_begun_early(clock: Clock, takes_para
     own.keys = make_keys(takes_parameters=takes_parameters)
     own.run_empty = ran.append
     own.run_sizes()
-    wanted = {*own.keys.at_start(takes_checkpoints=False), *own.keys.behind_long_contexts(), *own.keys.prompts()}
-    sampled = list(own.keys.with_parameters(takes_checkpoints=False))
+    wanted = {*own.keys.at_start(), *own.keys.behind_long_contexts(), *own.keys.prompts()}
+    sampled = list(own.keys.with_parameters())
     assert bool(sampled) is takes_parameters and ran[1 : 1 + len(sampled)] == sampled
-    assert ran[0] == next(own.keys.decoding(takes_checkpoints=False))
+    assert ran[0] == next(own.keys.decoding())
     assert len(ran) == len(set(ran)) and set(ran) == wanted
 
 

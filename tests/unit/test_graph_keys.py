@@ -57,10 +57,11 @@ def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingPara
 PLAIN = rows_of()
 
 
-def graphs(*, is_costly: bool = True, takes_prompts: bool = True, takes_parameters: bool = True) -> GraphKeys:
+def graphs(*, is_costly: bool = True, takes_prompts: bool = True, takes_parameters: bool = True,
+           takes_checkpoints: bool = False) -> GraphKeys:
     drafting = SimpleNamespace(has_layers=is_costly)
     return GraphKeys(LIMITS, drafting, takes_prompts=takes_prompts,  # type: ignore[arg-type]
-                     takes_parameters=takes_parameters)  # fmt: skip
+                     takes_parameters=takes_parameters, takes_checkpoints=takes_checkpoints)  # fmt: skip
 
 
 def served(made: GraphKeys, batch: ScheduledBatch, state: Any = PLAIN) -> GraphKey:
@@ -90,7 +91,7 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     assert sizes.key_for(replace(key, has_prompts=False), 3500) is None
     assert OwnSizes().key_for(key, 3500) is None, "nobody has measured"
     largest = graphs().largest_with_prompts()
-    assert largest == graphs().largest() in list(graphs().at_start(takes_checkpoints=False)) and largest.tokens == 512
+    assert largest == graphs().largest() in list(graphs().at_start()) and largest.tokens == 512
     assert graphs(takes_prompts=False).largest_with_prompts() is None
 
 
@@ -134,8 +135,8 @@ def test_parameters_choose_the_sampler(params: dict[str, Any], form: SamplerForm
 @pytest.mark.parametrize("takes_checkpoints", [False, True])
 def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_costly: bool,
                                                                           takes_checkpoints: bool) -> None:
-    made = graphs(is_costly=is_costly)
-    at_start = set(made.at_start(takes_checkpoints=takes_checkpoints))
+    made = graphs(is_costly=is_costly, takes_checkpoints=takes_checkpoints)
+    at_start = set(made.at_start())
     assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 9 + len(PROMPTS_AT_START)
     asked = rows_of(logprobs=1)
     for requests, drafts, num_wanted in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
@@ -169,7 +170,7 @@ def test_prompts_that_no_graph_serves() -> None:
 def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -> None:
     """And whatever a batch has or wants fits the graph captured at start-up that stands in for a new one."""
     made = graphs(is_costly=is_costly)
-    at_start = set(made.decoding(takes_checkpoints=False))
+    at_start = set(made.decoding())
     for requests in (1, 5, 40, 64):
         keys = set()
         for drafts, num_wanted in itertools.product(range(4), range(4)):
@@ -191,21 +192,21 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
 def test_start_up_has_a_graph_for_every_number_of_drafts(num_requests: int, num_drafts: int) -> None:
     """A batch of a new size is padded to more requests, but neither to more drafts nor to a longer proposal."""
-    made, batch = graphs(), replace(batch_of([num_drafts] * num_requests), num_wanted=num_drafts)
+    batch = replace(batch_of([num_drafts] * num_requests), num_wanted=num_drafts)
     for takes_checkpoints in (False, True):
-        captured = [*made.decoding_at_start(takes_checkpoints=takes_checkpoints),
-                    *made.fewer_drafts(takes_checkpoints=takes_checkpoints)]
+        made = graphs(takes_checkpoints=takes_checkpoints)
+        captured = [*made.decoding_at_start(), *made.fewer_drafts()]
         assert len(captured) == len(set(captured))
         wider = made.wider(served(made, batch), captured)
         assert wider is not None
         assert wider.num_wanted == num_drafts and wider.tokens == wider.requests * (1 + num_drafts)
-    assert not list(graphs(is_costly=False).fewer_drafts(takes_checkpoints=False)), "their proposals cost nothing"
+    assert not list(graphs(is_costly=False).fewer_drafts()), "their proposals cost nothing"
 
 
 def test_costs_of_proposals_are_measured_on_graphs_that_serve_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is captured to be measured alone but steps that check drafts and propose none, which are dropped."""
     made, timed = graphs(), list[GraphKey]()
-    at_start = {*made.decoding_at_start(takes_checkpoints=False), *made.fewer_drafts(takes_checkpoints=False)}
+    at_start = {*made.decoding_at_start(), *made.fewer_drafts()}
 
     @contextmanager
     def borrowed(key: GraphKey) -> Iterator[Any]:
@@ -231,7 +232,7 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     """Up to 40 tokens nothing is looked for: 37 and three drafts, which are guessed behind the longest context."""
     drafting: Any = SimpleNamespace(has_layers=True)
     made = GraphKeys(LIMITS, drafting, takes_parameters=True, whole_len=40)
-    at_start, later = set(made.decoding(takes_checkpoints=False)), list(made.usual(takes_checkpoints=False))
+    at_start, later = set(made.decoding()), list(made.usual())
     for drafts in ([0], [3], [1] * 9, [0] * 64):
         short, long = (replace(batch_of(drafts), bounds=[1] * (len(drafts) - 1) + [most]) for most in (37, 38))
         key, usual = served(made, short), served(made, long)
@@ -245,14 +246,14 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
         assert made.wider(usual, set(later)) is not None, "there once nobody has waited for a while"
     assert {key.longest for key in at_start} == {37} and not at_start & set(later)
     plain = GraphKeys(LIMITS, drafting, takes_parameters=True)
-    assert [replace(key, longest=EVERY_LENGTH) for key in made.decoding(takes_checkpoints=False)] == list(
-        plain.decoding(takes_checkpoints=False))
+    assert [replace(key, longest=EVERY_LENGTH) for key in made.decoding()] == list(
+        plain.decoding())
     is_long = [key.longest == EVERY_LENGTH for key in later]
     assert is_long == sorted(is_long) and sum(is_long) == 2 * len(made.sizes.at_start), "the first to be captured"
-    assert len(plain_later := list(plain.usual(takes_checkpoints=False))) == is_long.count(False)
+    assert len(plain_later := list(plain.usual())) == is_long.count(False)
     assert {key.longest for key in plain_later} == {EVERY_LENGTH}
     assert {key.longest for key in made.behind_long_contexts()} == {EVERY_LENGTH}
-    likely = set(made.likely(takes_checkpoints=False))
+    likely = set(made.likely())
     assert {key.longest for key in likely} == {37} and not likely & at_start
     assert served(made, replace(batch_of([1] * 9), bounds=[9] * 9)) in likely
     prompt = served(made, replace(batch_of([0], num_known=9), bounds=[9]))
@@ -301,10 +302,10 @@ def test_several_checkpoints_of_a_request_and_folds_run_eagerly() -> None:
 
 
 def test_a_split_step_has_a_graph_of_its_own() -> None:
-    made, batch = graphs(), batch_of([1, 0, 2])
+    made, batch = graphs(takes_checkpoints=True), batch_of([1, 0, 2])
     whole, split = served(made, batch), served(made, replace(batch, form=StepForm.SPLIT))
     assert split == replace(whole, form=StepForm.SPLIT) and made.shape(split) == made.shape(whole)
-    assert all(key.form is StepForm.WHOLE for key in made.at_start(takes_checkpoints=True)), "captured when it is met"
+    assert all(key.form is StepForm.WHOLE for key in made.at_start()), "captured when it is met"
 
 
 def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
@@ -331,7 +332,7 @@ def test_the_ladders_end_at_the_most_there_may_be() -> None:
 
 def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:
     for takes_checkpoints in (False, True):
-        at_start = list(graphs().at_start(takes_checkpoints=takes_checkpoints))
+        at_start = list(graphs(takes_checkpoints=takes_checkpoints).at_start())
         for requests, tokens, serving in ((1, 64, 256), (4, 256, 256), (16, 256, 512), (4, 320, 512), (16, 512, 512)):
             saves = takes_checkpoints and requests * tokens <= 1024
             key = GraphKey(requests, tokens, 0, False, saves, has_prompts=True)

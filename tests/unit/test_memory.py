@@ -51,7 +51,7 @@ def test_dead_steps_change_nothing(family: str) -> None:
         needs = StepNeeds(any_sampled=True, any_top_p=True, any_top_p_alone=True)
         run_dead(rig.step, lens, drafts=drafts, num_wanted=3, bound=limits.max_len, needs=needs)
         with mock.patch.object(rig.step, "whole", wraps=rig.step.whole) as whole:
-            run_kinds(rig.step, limits, takes_checkpoints=True)
+            run_kinds(rig.step, limits)
         assert whole.call_count > 10
         after = (*state.page_tables, state.known, state.tokens, rig.step.pool.data, *rows)
         assert all(torch.equal(one, two) for one, two in zip(kept, after, strict=True))

@@ -25,8 +25,10 @@ from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 class RecurrentRows:
     def __init__(self, mixers: Mapping[int, RecurrentMixer], limits: Limits, pool: DevicePool, *,
-                 exact: bool = False) -> None:
+                 exact: bool = False, takes_checkpoints: bool = False) -> None:
+        """takes_checkpoints: states are written to pages, from which requests with a common beginning start."""
         kind: RecurrentKind = pool.layout.recurrent
+        self.takes_checkpoints = takes_checkpoints
         if {layer: mixer.spec for layer, mixer in mixers.items()} != dict(kind.layers):
             raise ValueError("the model's recurrent layers are not those of the cache layout")
         device = pool.data.device

@@ -74,6 +74,7 @@ class StepGraphs:
         self._step = step
         step.cached.prepare_capture(limits)
         self.keys = GraphKeys(limits, step.drafting, takes_prompts=step.recurrent.needs_no_counts,
+                              takes_checkpoints=step.recurrent.takes_checkpoints,
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len,
                               takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention)
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
@@ -217,34 +218,33 @@ class StepGraphs:
             self.get(key)
             self.losses.captured(key, time.perf_counter() - start, pauses=False)
 
-    def load_while(self, is_waiting: Callable[[], bool], *, takes_checkpoints: bool) -> None:
+    def load_while(self, is_waiting: Callable[[], bool]) -> None:
         """Load what steps that are met later will find loaded, while there is nothing else to do: the filling of a
         drafter's slots, products of steps with prompts, and what captures need."""
         for count in FILLED_ROWS if is_waiting() else ():
             self._step.load_filling(count)
-        for key in chain(self.keys.prompts_by_size(), self.keys.sharing(),
-                         self.keys.likely(takes_checkpoints=takes_checkpoints)):
+        for key in chain(self.keys.prompts_by_size(), self.keys.sharing(), self.keys.likely()):
             if not is_waiting():
                 break
             if key not in self._loaded:
                 self.run_empty(key)
 
-    def end_start(self, *, takes_checkpoints: bool) -> int:
+    def end_start(self) -> int:
         """All is captured that start-up captures. Returns how many."""
         self._num_at_start = len(self._captured)
-        self._usual = list(self.keys.usual(takes_checkpoints=takes_checkpoints))
+        self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
         log.info("captured %d steps, %d of them with all sampling parameters; %d more at most when they are met",
                  self._num_at_start, num_full, MOST_LATER)
         return self._num_at_start
 
-    def run_sizes(self, *, takes_checkpoints: bool = False) -> None:
+    def run_sizes(self) -> None:
         """Run the steps that start-up will capture, others that do more, and steps with prompts, for their kernels.
         Those with all sampling parameters are captured late, but have kernels that take seconds to compile: they come
         behind the first step. Steps with fewer drafts than the most launch no kernel that these do not."""
-        first = islice(self.keys.decoding(takes_checkpoints=takes_checkpoints), 1)
-        sampled = self.keys.with_parameters(takes_checkpoints=takes_checkpoints)
-        rest = self.keys.at_start(takes_checkpoints=takes_checkpoints)
+        first = islice(self.keys.decoding(), 1)
+        sampled = self.keys.with_parameters()
+        rest = self.keys.at_start()
         others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts(),
                        self.keys.sharing())
         for key in dict.fromkeys(chain(first, sampled, rest, others)):

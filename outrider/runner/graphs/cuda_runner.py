@@ -111,37 +111,37 @@ class CudaRunner:
         self.num_padded_steps = 0
 
     @torch.inference_mode()
-    def begin_compiling(self, *, takes_checkpoints: bool = False) -> None:
+    def begin_compiling(self) -> None:
         """Begins to compile the kernels of all steps. Measuring the memory of steps begins this too."""
-        compile_steps(self.device_step, self._limits, self.graphs, takes_checkpoints=takes_checkpoints)
+        compile_steps(self.device_step, self._limits, self.graphs)
 
     @torch.inference_mode()
-    def capture_decoding(self, *, takes_checkpoints: bool = False, reserved_bytes: int = 0) -> None:
+    def capture_decoding(self, *, reserved_bytes: int = 0) -> None:
         """Captures the usual steps without prompts, while other kernels are compiled. reserved_bytes: what the largest
         step takes, for captures of steps with prompts."""
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
         if self.graphs is not None:
             if reserved_bytes and self.graphs.keys.largest_with_prompts() is not None:
                 self.graphs.reserve(reserved_bytes)
-            self.graphs.capture_at_start(self.graphs.keys.decoding_at_start(takes_checkpoints=takes_checkpoints))
+            self.graphs.capture_at_start(self.graphs.keys.decoding_at_start())
 
     @torch.inference_mode()
-    def capture_fewer_drafts(self, *, takes_checkpoints: bool = False) -> None:
+    def capture_fewer_drafts(self) -> None:
         """Captures decode steps with every number of drafts: the scheduler will choose it anew for each step."""
         if self.graphs is not None:
-            self.graphs.capture_at_start(self.graphs.keys.fewer_drafts(takes_checkpoints=takes_checkpoints))
+            self.graphs.capture_at_start(self.graphs.keys.fewer_drafts())
 
     @torch.inference_mode()
-    def capture_prompts(self, *, takes_checkpoints: bool = False) -> int:
+    def capture_prompts(self) -> int:
         """Captures some steps with prompts too, and waits for all kernels. Returns how many steps are captured."""
         num_captured, device = 0, self.device_step.state.device
         if self.graphs is not None:
-            self.graphs.load_while(lambda: ops.is_compiling(device), takes_checkpoints=takes_checkpoints)
+            self.graphs.load_while(lambda: ops.is_compiling(device))
             largest = self.graphs.keys.largest()
             self.graphs.capture_at_start([largest])
             replay = ReplayTime(self.graphs, largest)
-            self.graphs.capture_at_start(self.graphs.keys.prompts_at_start(takes_checkpoints=takes_checkpoints))
-            num_captured = self.graphs.end_start(takes_checkpoints=takes_checkpoints)
+            self.graphs.capture_at_start(self.graphs.keys.prompts_at_start())
+            num_captured = self.graphs.end_start()
             self._measure(self.graphs, largest, replay.seconds())
         ops.finish_compiling(device)
         return num_captured

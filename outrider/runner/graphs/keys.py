@@ -61,11 +61,12 @@ class GraphKey:
 
 class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
-                 takes_parameters: bool = False, takes_shared: bool = False, whole_len: int = EVERY_LENGTH) -> None:
+                 takes_parameters: bool = False, takes_shared: bool = False, takes_checkpoints: bool = False,
+                 whole_len: int = EVERY_LENGTH) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
-        requests. whole_len: the most tokens of contexts behind which steps do less; decode steps have graphs of their
-        own there."""
+        requests. takes_checkpoints: whether requests write states of recurrent layers to pages. whole_len: the most
+        tokens of contexts behind which steps do less; decode steps have graphs of their own there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -75,6 +76,7 @@ class GraphKeys:
         self._takes_prompts = takes_prompts
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared
+        self.takes_checkpoints = takes_checkpoints
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
         self._is_costly = drafting.has_layers
@@ -156,12 +158,12 @@ class GraphKeys:
             needs = StepNeeds.everything(self._max_logprobs)
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints)
 
-    def decoding(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def decoding(self) -> Iterator[GraphKey]:
         """Keys of the decoding steps that a server meets, largest first so that their memory is shared. Behind short
         contexts, where contexts begin; steps behind longer ones are captured while nobody waits, or when they come."""
         max_drafts = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
-            for own in (False, True) if takes_checkpoints else (False,):
+            for own in (False, True) if self.takes_checkpoints else (False,):
                 yield self.shortened(GraphKey(requests, requests, 0, False, own))
                 if max_drafts and not self._is_costly:
                     yield self.shortened(GraphKey(requests, requests, max_drafts, False, own))
@@ -169,12 +171,12 @@ class GraphKeys:
                     num_wanted = drafts if self._is_costly else max_drafts
                     yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, True, own))
 
-    def fewer_drafts(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def fewer_drafts(self) -> Iterator[GraphKey]:
         """Decode steps of many requests with fewer drafts than there may be. On a graph with the most drafts a step
         with one draft would compute twice its tokens and three times its proposal."""
         for requests in reversed(self.sizes.at_start) if self._is_costly else ():
             for drafts in range(1, self.limits.max_drafts) if requests > FEW else ():
-                yield self.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True, takes_checkpoints))
+                yield self.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True, self.takes_checkpoints))
 
     def shortened(self, key: GraphKey) -> GraphKey:
         """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
@@ -210,16 +212,17 @@ class GraphKeys:
             for tokens in reversed(self.sizes.prompt_tokens):
                 yield replace(largest, tokens=tokens)
 
-    def with_parameters(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def with_parameters(self) -> Iterator[GraphKey]:
         """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
         if not self._takes_parameters:
             return
         max_drafts, full = self.limits.max_drafts, SamplerForm.FULL
         for requests in reversed(self.sizes.full_at_start):
             if max_drafts:
-                yield GraphKey(requests, requests * (1 + max_drafts), max_drafts, True, takes_checkpoints, sampler=full)
+                yield GraphKey(requests, requests * (1 + max_drafts), max_drafts, True, self.takes_checkpoints,
+                               sampler=full)
             num_wanted = 0 if self._is_costly else max_drafts
-            yield GraphKey(requests, requests, num_wanted, False, takes_checkpoints, sampler=full)
+            yield GraphKey(requests, requests, num_wanted, False, self.takes_checkpoints, sampler=full)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
@@ -239,36 +242,36 @@ class GraphKeys:
         return GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], max_drafts, max_drafts > 0,
                         has_prompts=True)  # fmt: skip
 
-    def usual(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def usual(self) -> Iterator[GraphKey]:
         """Decode steps that wider ones serve until there is time to capture them, the least important first, and those
         behind long contexts, which none serves."""
         for is_long in (False, True) if self._short < EVERY_LENGTH else (False,):
             for requests in reversed(self.sizes.requests):
                 if (requests in self.sizes.at_start) == is_long:
                     for drafts in {0, self.limits.max_drafts}:
-                        key = GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, takes_checkpoints)
+                        key = GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, self.takes_checkpoints)
                         yield key if is_long else self.shortened(key)
 
-    def likely(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def likely(self) -> Iterator[GraphKey]:
         """Decode steps that are captured when they are met, with any number of drafts, where contexts begin."""
-        at_start = set(self.decoding(takes_checkpoints=takes_checkpoints))
+        at_start = set(self.decoding())
         for requests in self.sizes.requests:
             for drafts in range(self.limits.max_drafts, -1, -1):
                 num_wanted = drafts if self._is_costly else self.limits.max_drafts
-                key = GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, takes_checkpoints)
+                key = GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, self.takes_checkpoints)
                 if self.shortened(key) not in at_start:
                     yield self.shortened(key)
 
-    def at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def at_start(self) -> Iterator[GraphKey]:
         """Keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
-        yield from self.decoding_at_start(takes_checkpoints=takes_checkpoints)
-        yield from self.prompts_at_start(takes_checkpoints=takes_checkpoints)
+        yield from self.decoding_at_start()
+        yield from self.prompts_at_start()
 
-    def decoding_at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
-        yield from self.decoding(takes_checkpoints=takes_checkpoints)
-        yield from self.with_parameters(takes_checkpoints=takes_checkpoints)
+    def decoding_at_start(self) -> Iterator[GraphKey]:
+        yield from self.decoding()
+        yield from self.with_parameters()
 
-    def prompts_at_start(self, *, takes_checkpoints: bool) -> Iterator[GraphKey]:
+    def prompts_at_start(self) -> Iterator[GraphKey]:
         """The largest step with prompts, then a few that stand in for all others, largest first."""
         largest = self.largest_with_prompts()
         if largest is None:
@@ -276,16 +279,15 @@ class GraphKeys:
         yield largest
         samplers = list(SamplerForm) if self._takes_parameters else [SamplerForm.DRAW]
         if self._takes_parameters:
-            yield replace(largest, takes_checkpoints=takes_checkpoints, sampler=SamplerForm.FULL)
+            yield replace(largest, takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
         for requests, tokens in reversed(PROMPTS_AT_START):
             for sampler in samplers if tokens < largest.tokens else ():
                 yield replace(largest, requests=min(requests, largest.requests), tokens=tokens,
-                              takes_checkpoints=takes_checkpoints, sampler=sampler)
+                              takes_checkpoints=self.takes_checkpoints, sampler=sampler)
 
     def largest(self) -> GraphKey:
         """The key with the most tokens of those that start-up captures."""
-        return self.largest_with_prompts() or next(chain(self.with_parameters(takes_checkpoints=False),
-                                                         self.decoding(takes_checkpoints=False)))
+        return self.largest_with_prompts() or next(chain(self.with_parameters(), self.decoding()))
 
     def shape(self, key: GraphKey) -> CapturedShape:
         make = CapturedShape.with_prompts if key.has_prompts else partial(CapturedShape.decoding,

@@ -30,11 +30,11 @@ CALLS = 4  # calls of a kernel between two looks at the clock
 
 
 @torch.inference_mode()
-def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, max_seconds: float, *,
-                         takes_checkpoints: bool) -> MixedStepCosts:
+def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None,
+                        max_seconds: float) -> MixedStepCosts:
     """Costs of steps with prompts that are to take no more than `max_seconds`."""
     def seconds_of(size: int) -> float:
-        return best_seconds(_step_of(step, limits, graphs, size, takes_checkpoints), step.state.device)
+        return best_seconds(_step_of(step, limits, graphs, size), step.state.device)
 
     sizes = mixed_sizes(GraphSizes.from_limits(limits))
     useful = with_larger_sizes(useful_sizes(seconds_up_to(max_seconds, sizes, seconds_of)), sizes)
@@ -44,7 +44,7 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
     if graphs is not None:
         small = costs.largest_size(SMALL_STEP * costs.seconds[0])
         for requests in FEW_REQUESTS:
-            graphs.get(_mixed_key(limits, min(requests, limits.max_requests), small, takes_checkpoints))
+            graphs.get(_mixed_key(graphs, min(requests, limits.max_requests), small))
     return costs
 
 
@@ -81,18 +81,19 @@ def mixed_sizes(sizes: GraphSizes) -> list[int]:
     return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
 
 
-def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int,
-             takes_checkpoints: bool) -> Callable[[], None]:
+def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None,
+             tokens: int) -> Callable[[], None]:
     """Runs a step of so many token rows, with all that a step with prompts may have."""
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
-    captured = graphs.get(_mixed_key(limits, min(MANY_REQUESTS, limits.max_requests), tokens, takes_checkpoints))
+    captured = graphs.get(_mixed_key(graphs, min(MANY_REQUESTS, limits.max_requests), tokens))
     return lambda: captured.replay(lambda: None)
 
 
-def _mixed_key(limits: Limits, requests: int, tokens: int, takes_checkpoints: bool) -> GraphKey:
-    return GraphKey(requests, tokens, limits.max_drafts, limits.max_drafts > 0, takes_checkpoints, has_prompts=True)
+def _mixed_key(graphs: StepGraphs, requests: int, tokens: int) -> GraphKey:
+    max_drafts, takes_checkpoints = graphs.keys.limits.max_drafts, graphs.keys.takes_checkpoints
+    return GraphKey(requests, tokens, max_drafts, max_drafts > 0, takes_checkpoints, has_prompts=True)
 
 
 def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:

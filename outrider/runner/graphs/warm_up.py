@@ -54,16 +54,15 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
-def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *, use_graphs: bool,
-                        takes_checkpoints: bool = False) -> StepMemory:
+def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *,
+                        use_graphs: bool) -> StepMemory:
     """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped. Kernels stay compiled."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
         step = make_step()
         state = torch.cuda.memory_reserved(device) - before
-        most = compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None,
-                             takes_checkpoints=takes_checkpoints)
+        most = compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None)
         if step.backend.skips_collected:  # attention, which the backend skipped, takes memory too
             with step.model.one_layer_each():  # layers take memory one after the other
                 most = run_largest(step, limits)
@@ -76,7 +75,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 
 @torch.inference_mode()
-def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *, takes_checkpoints: bool) -> int:
+def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> int:
     """Begin to compile all that steps of any kind launch: first what takes longest, then what captures wait for, in
     their order. Returns `run_largest`'s bytes: a step whose launches are collected takes the memory of one that runs,
     and kernels need not be waited for."""
@@ -84,8 +83,8 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, *
         prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
         run_dead(step, [prompt], num_wanted=limits.max_drafts, bound=limits.max_len)
         if graphs is not None:
-            graphs.run_sizes(takes_checkpoints=takes_checkpoints)
-        run_kinds(step, limits, takes_checkpoints=takes_checkpoints)
+            graphs.run_sizes()
+        run_kinds(step, limits)
         most = run_largest(step, limits)
         _count_nothing(step, limits)
     return most
@@ -139,7 +138,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
     return int(of_logits + (activations - of_logits) * share) + count * GRAPH_MIB * MIB
 
 
-def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = False) -> None:
+def run_kinds(step: DeviceStep, limits: Limits) -> None:
     """Run every kind of step that captures do not cover, so that no kernel is compiled while requests wait."""
     for lens, bound in _kinds(limits):
         for num_wanted in sorted({0, limits.max_drafts}):
@@ -147,21 +146,21 @@ def run_kinds(step: DeviceStep, limits: Limits, *, takes_checkpoints: bool = Fal
     for lens in _expert_tiles(step, limits):
         run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
     if step.recurrent.layers:
-        _run_recurrent(step, limits, takes_checkpoints)
+        _run_recurrent(step, limits)
     bound = min(SHORT_CONTEXT, limits.max_len)
     sampled = StepNeeds(any_sampled=True)
     for num_wanted in range(limits.max_drafts + 1):
         run_dead(step, [1], num_wanted=num_wanted, bound=bound, needs=sampled)
 
 
-def _run_recurrent(step: DeviceStep, limits: Limits, takes_checkpoints: bool) -> None:
-    """Few requests and many, runs that are scanned and such that are not, with checkpoints and without."""
+def _run_recurrent(step: DeviceStep, limits: Limits) -> None:
+    """Few requests and many, runs that are scanned and runs that are not, with checkpoints and without."""
     count, bound = min(MANY_REQUESTS, limits.max_requests), min(LONG_RUN, limits.max_len)
     longest = min(limits.max_batched_tokens, limits.max_len)
     for lens in ([1], [1] * count, [min(LONG_QUERY, longest)], [min(LONG_RUN, longest)]):
-        for saves in {False, takes_checkpoints}:
+        for saves in {False, step.recurrent.takes_checkpoints}:
             run_dead(step, lens[: limits.max_batched_tokens], bound=bound, saves=saves)
-    if takes_checkpoints:
+    if step.recurrent.takes_checkpoints:
         step.recurrent.warm_up()
 
 
