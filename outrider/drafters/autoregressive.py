@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.cache.groups import Group, LayerCache
+from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part
-from outrider.core import NULL_PAGE, Admission, Axis, Limits
+from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_stand_ins
 from outrider.drafters.draw import draw_drafts
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
-from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftSamplingKeys, find_slots
+from outrider.kernels.drafting import AdmittedRows, DrafterCacheState, DraftSamplingKeys
 from outrider.layers import LayeredModule, NothingAttends, StandIns, StepContext
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
@@ -88,6 +88,8 @@ class NetworkDrafter(Drafter):
 
 class AutoregressiveDrafter(NetworkDrafter):
     """A drafter whose network writes a slot for every token, each draft's included."""
+
+    _num_chained = 0  # slots from the first valid input to the first slot that is valid in every module
 
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = (),
                  max_positions: int | None = None) -> None:
@@ -175,61 +177,22 @@ class AutoregressiveDrafter(NetworkDrafter):
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
-        view, own = view_of(admitted), self._state
-        begin, groups = view.positions, self._batches.groups
+        view, groups = view_of(admitted), self._batches.groups
         computed = [a.computed for a in admitted] + [0] * (view.num_requests - len(admitted))
-        needed = [[group.kind.first_needed(count) for count in computed] for group in groups]
-        valid_from = torch.full_like(begin, self._first_position)
-        for group, first in zip(groups, to_device(needed, torch.int64, self._device), strict=True):
-            valid_from = torch.maximum(valid_from, self._valid_in_hit(view, group, first))
-        tail_page = self._tail_page(view)
-        can_fill = view.live > 0
-        if self._is_head:  # it cannot fill the first slot without the hidden state before it
-            can_fill = can_fill & (tail_page != NULL_PAGE) & own.page_valid[tail_page]
-        valid_from = torch.where(can_fill | (begin == 0), valid_from, begin + 1)
-        own.valid_from.index_copy_(0, view.rows, self._all_valid_from(valid_from))
-        own.filled.index_copy_(0, view.rows, begin)
+        needed = to_device([[group.kind.first_needed(count) for count in computed] for group in groups], torch.int64,
+                           self._device)
+        planned = ops.plan_first_slots(AdmittedRows(view.rows, view.positions, view.live, needed),
+                                       self._batches.tables(view), self._state, needs_tail=self._is_head,
+                                       num_chained=self._num_chained, is_filled=not is_cold)
         if not is_cold:
-            self._fill_first_slot(view, can_fill, tail_page, self._fitting(first_stand_ins(admitted, self._device)))
+            hidden = self._tails[planned.tail_page] if self._is_head else None
+            stand_ins = self._fitting(first_stand_ins(admitted, self._device))
+            self._run_first_slot(self._batches.first_slots(view, planned), hidden, stand_ins)
 
     def _fitting(self, stand_ins: StandIns | None) -> StandIns | None:
         """Embeddings in place of ids, if the network's own are as wide: a draft model has others, and reads the ids."""
         fits = stand_ins is not None and stand_ins.values.shape[1] == self.network.hidden_size
         return stand_ins if fits else None
-
-    def _valid_in_hit(self, view: BatchView, group: Group, first_needed: torch.Tensor) -> torch.Tensor:
-        """[requests] the slot after the hit's last slot that this drafter did not fill or that was evicted. Pages that
-        have left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
-        table, begin = view.page_tables[group.index].long(), view.positions
-        columns = torch.arange(table.shape[1], device=self._device)
-        in_hit = (columns >= first_needed[:, None]) & (columns < (begin // group.page_tokens)[:, None])
-        broken = in_hit & ((table == NULL_PAGE) | ~self._state.page_valid[table])
-        after = torch.where(broken, columns + 1, 0).amax(dim=1) * group.page_tokens
-        return torch.where(begin % group.page_tokens == 0, after, begin)
-
-    def _tail_page(self, view: BatchView) -> torch.Tensor:
-        """[requests] the page with the hidden state of the token before; the null page if there is none."""
-        group, begin = self._batches.groups[self._state.tail_group], view.positions
-        column = (begin // group.page_tokens - 1).clamp_min(0)
-        page = view.page_tables[group.index][view.request_of, column].long()
-        return torch.where((begin > 0) & (begin % group.page_tokens == 0), page, NULL_PAGE)
-
-    def _fill_first_slot(self, view: BatchView, is_live: torch.Tensor, tail_page: torch.Tensor,
-                         stand_ins: StandIns | None) -> None:
-        """Fill the slot of each row's first token. A head leaves slot 0 unwritten; past its length a drafter has no
-        slots."""
-        own, begin = self._state, view.positions
-        is_live = is_live & (begin < own.max_len)
-        hidden = self._tails[tail_page] if self._is_head else None
-        slots = find_slots(self._batches.tables(view), own.page_tokens, view.request_of, begin, is_live)
-        lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
-        only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
-        self._run_first_slot(self._batches.first_slot(view, only, own.valid_from[view.rows]), hidden, stand_ins)
-        own.filled.index_copy_(0, view.rows, begin + 1)
-
-    def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
-        """The slots from which everything in the cache is valid, where the first valid inputs are at `valid_from`."""
-        return valid_from
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
         """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""

@@ -16,7 +16,15 @@ from outrider.cache.groups import Group
 from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Step
 from outrider.kernels.buffers import send, to_device
-from outrider.kernels.drafting import CommittedRequests, DraftingRows, DraftPass, DraftPasses, ReadingPass, Tables
+from outrider.kernels.drafting import (
+    CommittedRequests,
+    DraftingRows,
+    DraftPass,
+    DraftPasses,
+    FirstSlots,
+    ReadingPass,
+    Tables,
+)
 from outrider.layers import StandIns
 from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
@@ -52,9 +60,10 @@ class DraftingBatches:
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
-    def first_slot(self, admitted: BatchView, only: DraftPass, key_starts: torch.Tensor) -> BatchView:
+    def first_slots(self, admitted: BatchView, planned: FirstSlots) -> BatchView:
         """The batch of the pass that fills the slot before the first one of a row's steps, for rows just admitted."""
-        return self._with_rows(admitted, admitted.token_ids, only, KeysFrom(key_starts, key_starts.int()))
+        keys = KeysFrom(planned.key_starts, planned.key_starts_int32)
+        return self._with_rows(admitted, admitted.token_ids, planned.only, keys)
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
         """The batch of a reading pass: one query for each request that goes on, at its last computed token. Nothing is

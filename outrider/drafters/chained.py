@@ -36,7 +36,7 @@ class ChainedDrafter(AutoregressiveDrafter):
     def __init__(self, name: str, modules: Sequence[MTPHead], max_drafts: int) -> None:
         super().__init__(name, modules[0], max_drafts)
         self._modules = list(modules)
-        self._last = len(modules) - 1
+        self._last = self._num_chained = len(modules) - 1
         self._tail_shape = (len(modules), self.network.hidden_size)
         self.attention_layers = tuple(layer for module in modules for layer in module.attention_layers)
 
@@ -110,13 +110,10 @@ class ChainedDrafter(AutoregressiveDrafter):
         context = StepContext(attend, positions, stand_ins=stand_ins)
         return self._modules[module].forward(view.token_ids, hidden, context)[1]
 
-    def _all_valid_from(self, valid_from: torch.Tensor) -> torch.Tensor:
-        return valid_from + self._last
-
     def _note_gaps(self, step: Step) -> None:
         """A row whose last steps were missed goes on from this step's tokens; every module needs one of them more."""
         at, begin, own = step.batch.padded.rows, step.computed_before + 1, self._state
         filled, valid_from = own.filled[at], own.valid_from[at]
         is_gap = (step.num_computed > 0) & (filled < begin)
-        own.valid_from.index_copy_(0, at, torch.where(is_gap, self._all_valid_from(begin), valid_from))
+        own.valid_from.index_copy_(0, at, torch.where(is_gap, begin + self._num_chained, valid_from))
         own.filled.index_copy_(0, at, torch.where(is_gap, begin, filled))

@@ -97,6 +97,24 @@ class DraftPasses(NamedTuple):
     tail_page: torch.Tensor  # [tokens] page of the tail group whose last token it is; the null page where none
 
 
+class AdmittedRows(NamedTuple):
+    """Rows that were just admitted, padded, one token row each: the first token that the row is to compute. int64."""
+
+    rows: torch.Tensor  # [requests]
+    begin: torch.Tensor  # [requests] position of that token: tokens before it come from a prefix hit
+    live: torch.Tensor  # [requests] 0 of padding, else 1
+    needed: torch.Tensor  # [groups, requests] first column of the page table that later tokens may still see
+
+
+class FirstSlots(NamedTuple):
+    """The pass that fills the slot of each admitted row's first token."""
+
+    only: DraftPass
+    key_starts: torch.Tensor  # [requests] first position that may be seen
+    key_starts_int32: torch.Tensor
+    tail_page: torch.Tensor  # [requests] page with the hidden state of the token before; the null page if there is none
+
+
 class ReadingPass(NamedTuple):
     """A pass that stands at the last computed token of each request that goes on, with the known token after it, and
     writes nothing: its one tensor of slots serves every group."""
@@ -185,6 +203,42 @@ def _sampling_keys(requests: CommittedRequests, rows: DraftingRows, num_wanted: 
     counts = (max_len - known).clamp(0, num_wanted)
     last = (requests.query_starts[:-1] + requests.num_computed - 1).clamp_min(0)
     return DraftSamplingKeys(rows.temperature[at], rows.seed[at], rows.sample_index[at], positions, counts, last)
+
+
+def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheState, *, needs_tail: bool,
+                     num_chained: int, is_filled: bool) -> FirstSlots:
+    """Plan the pass that fills the first slots of admitted rows, and note in `own` which slots of their hits are valid.
+    needs_tail: the drafter fills no slot without the hidden state before it. num_chained: how many slots later the last
+    of chained modules is valid. is_filled: the pass will run; in a cold step it does not."""
+    at, begin = admitted.rows, admitted.begin
+    valid_from = torch.full_like(begin, 1 if needs_tail else 0)  # a head has no slot for position 0
+    for table, size, needed in zip(tables, own.page_tokens, admitted.needed, strict=True):
+        valid_from = torch.maximum(valid_from, _valid_in_hit(table, size, needed, begin, own.page_valid))
+    size, index = own.page_tokens[own.tail_group], torch.arange(at.shape[0], device=at.device)
+    page = tables[own.tail_group][index, (begin // size - 1).clamp_min(0)].long()
+    tail_page = torch.where((begin > 0) & (begin % size == 0), page, NULL_PAGE)
+    can_fill = admitted.live > 0
+    if needs_tail:
+        can_fill = can_fill & (tail_page != NULL_PAGE) & own.page_valid[tail_page]
+    key_starts = torch.where(can_fill | (begin == 0), valid_from, begin + 1) + num_chained
+    own.valid_from.index_copy_(0, at, key_starts)
+    own.filled.index_copy_(0, at, begin + is_filled)
+    is_live = can_fill & (begin < own.max_len)  # past its length a drafter has no slots
+    slots = find_slots(tables, own.page_tokens, index, begin, is_live)
+    lengths, live = torch.where(is_live, begin + 1, 0), is_live.long()
+    only = DraftPass(begin.clamp_max(own.max_len - 1), slots, lengths, live, lengths.int(), live.int())
+    return FirstSlots(only, key_starts, key_starts.int(), tail_page)
+
+
+def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, begin: torch.Tensor,
+                  page_valid: torch.Tensor) -> torch.Tensor:
+    """[requests] the slot after the hit's last slot that the drafter did not fill or that was evicted. Pages that have
+    left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
+    pages, columns = table.long(), torch.arange(table.shape[1], device=table.device)
+    in_hit = (columns >= needed[:, None]) & (columns < (begin // page_tokens)[:, None])
+    is_broken = in_hit & ((pages == NULL_PAGE) | ~page_valid[pages])
+    after = torch.where(is_broken, columns + 1, 0).amax(dim=1) * page_tokens
+    return torch.where(begin % page_tokens == 0, after, begin)
 
 
 def plan_reading_pass(requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int,

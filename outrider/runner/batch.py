@@ -268,9 +268,9 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
     """The first token that each of these rows is to compute, one token row each, with slots of no group. pads: to a
     power of two, so that few kernels serve all numbers of rows."""
     count = len(admissions)
-    first = [(a.row, a.computed, 1) for a in admissions]
-    first += [(0, 0, 0)] * ((1 << (count - 1).bit_length()) - count) if pads else []
-    rows, begin, live = to_device(first, torch.int64, state.device).unbind(1)
+    padding = [0] * ((1 << (count - 1).bit_length()) - count) if pads else []
+    fields = ([a.row for a in admissions], [a.computed for a in admissions], [1] * count)
+    rows, begin, live = to_device([own + padding for own in fields], torch.int64, state.device)
     requests = torch.arange(rows.shape[0], device=state.device)
     starts = torch.arange(rows.shape[0] + 1, device=state.device)
     lengths = torch.where(live > 0, begin + 1, 0)

@@ -31,6 +31,7 @@ from outrider.drafters.batches import DraftingBatches, committed_requests, draft
 from outrider.drafters.draw import draw_drafts  # noqa: E402
 from outrider.kernels import ops, triton  # noqa: E402
 from outrider.kernels.drafting import (  # noqa: E402
+    AdmittedRows,
     CommittedRequests,
     DrafterCacheState,
     DraftingRows,
@@ -58,7 +59,8 @@ KINDS = ("reference", "triton")
 
 def using(kind: str) -> AbstractContextManager[None]:
     """Proposals do their bookkeeping in torch, or with kernels."""
-    return ops.using(kind, ops.plan_draft_passes, ops.plan_reading_pass, ops.forget_pages, draw_drafts)
+    return ops.using(kind, ops.plan_draft_passes, ops.plan_reading_pass, ops.plan_first_slots, ops.forget_pages,
+                     draw_drafts)
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,33 @@ def test_views_of_passes_have_int32_copies_of_their_own(device: torch.device) ->
         assert plan.decode_live is view.live_int32
     assert isinstance(first.visible, KeysFrom) and isinstance(read.visible, AllKeys)
     assert second.lengths_int32 is passes.further[0].lengths_int32 and read.lengths_int32 is reading.only.lengths_int32
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), st.booleans(), st.integers(0, 2), st.booleans())
+def test_first_slots_equal_the_torch_code(device: torch.device, seed: int, count: int, needs_tail: bool,
+                                          num_chained: int, is_filled: bool) -> None:
+    """Hits that end at pages and within them, at 0 and past the drafter's length, with evicted and unfilled pages."""
+    generator, num_pages, num_rows = torch.Generator().manual_seed(seed), 40, 12
+
+    def some(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator).to(device, dtype)
+
+    valid = torch.zeros(num_pages, 3, dtype=torch.bool, device=device)
+    valid[:, 1] = some(4, num_pages) > 0
+    own = DrafterCacheState(PAGE_TOKENS, 1, 1, MAX_LEN - 9, some(9, num_rows), some(9, num_rows), valid[:, 1])
+    tables = tuple(some(num_pages, count, -(-MAX_LEN // size), dtype=torch.int32) for size in PAGE_TOKENS)
+    begin = torch.where(some(2, count) > 0, some(MAX_LEN, count), some(MAX_LEN // 16, count) * 16)
+    needed = torch.stack([torch.minimum(some(3, count), begin // size) for size in PAGE_TOKENS])
+    rows = 1 + torch.randperm(num_rows - 1, generator=generator)[:count].to(device)
+    admitted = AdmittedRows(rows, begin, some(5, count).clamp_max(1), needed)
+    found = {}
+    for kind in KINDS:
+        state = copy.deepcopy(own)
+        with using(kind):
+            planned = ops.plan_first_slots(admitted, tables, state, needs_tail=needs_tail, num_chained=num_chained,
+                                           is_filled=is_filled)
+        found[kind] = planned, state
+    assert_equal(*(found[kind] for kind in KINDS))
 
 
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "overlap": True,
