@@ -257,7 +257,7 @@ class Checkpoints:
         assert owned == {c.id for c in self._open.values() if c.state in OWNED}, "a checkpoint is lost"
         assert +self._num_open == Counter(c.state for c in self._open.values()), "checkpoints are miscounted"
         asked = {digest for own in self._requests.values() for digest in own.awaited.values()}
-        assert asked == self._awaited, "a state is awaited that nobody is asked for"
+        assert asked == self._awaited, "a state is awaited that no request was asked to keep"
         for own in self._requests.values():
             assert len(own.by_boundary) <= self.capacity.max_checkpoints, "more checkpoints than capacity"
 

@@ -339,7 +339,7 @@ class CacheManager:
     def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int, horizon: Horizon) -> int:
         """Pages for all known tokens and one more, minus pages of the hit that other requests hold.
 
-        A hit page that nobody holds counts like a fresh one, because it leaves the free pages too."""
+        A hit page without a holder counts like a fresh page, because holding it takes it out of the free pages."""
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
             cached = self.lookup.cached_last(request_id, token_ids, group, hit, horizon)

@@ -1,7 +1,7 @@
 """PagePool: page numbers with their holders, the content each page is known by, and the order of reuse.
 
-Every page but the null page is, at any time, exactly one of: blank (no content), cached (content nobody holds),
-owned (held by one or more requests). The pool does not know tokens, tensors or the meaning of groups.
+Every page but the null page is, at any time, exactly one of: blank (no content), cached (content without a holder),
+owned (one or more holders). The pool does not know tokens, tensors or the meaning of groups.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from outrider.core import NULL_PAGE
 
-NO_GROUP = -1  # instead of the last group: nobody has had the page yet
-UNCLEAN = -2  # the same: the bytes of several
+NO_GROUP = -1  # in place of a page's last group: no group has had the page yet
+UNCLEAN = -2  # in place of a page's last group: the page may hold bytes of any group
 PageKey = tuple[int, bytes]  # group, chained hash of the tokens up to the page's end
 
 
@@ -21,7 +21,7 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"the pool needs at least 2 pages (one is the null page), got {num_pages}")
         self.num_pages = num_pages
-        # By the group that had them last, which gets them back without their being cleared; the last freed comes first.
+        # Blank pages by the group that had them last, which reuses them uncleared; the page freed last is reused first.
         self._blank: dict[int, list[int]] = {NO_GROUP: list(range(num_pages - 1, NULL_PAGE, -1))}
         self._num_blank = num_pages - 1
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
@@ -83,7 +83,7 @@ class PagePool:
         """Make the page findable by `key`; its content is final. If another page with the same content is held, that
         page stays the one that is found. If it is only cached, the fresh page replaces it: the old page would be
         evicted earlier than the pages that belong to it."""
-        assert self._holders[page] > 0, f"page {page} published by nobody"
+        assert self._holders[page] > 0, f"page {page} published without a holder"
         if self._key[page] is not None:
             return
         known = self._page_of.get(key)
@@ -133,7 +133,7 @@ class PagePool:
             assert self._key[page] == key, f"page {page} is known by two contents"
 
     def _take_blank(self, group: int) -> int:
-        """One that the group had last, else one that nobody has had, else any."""
+        """Take a blank page: one that this group had last, else one that no group has had, else any."""
         own = self._blank.get(group) or self._blank.get(NO_GROUP) or next(filter(None, self._blank.values()))
         self._num_blank -= 1
         return own.pop()

@@ -52,7 +52,8 @@ def chat_template(config: ServerConfig) -> str | None:
 
 
 def check_template_name(template: str | None, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
-    """Any other name would be taken for a template, and every prompt would be that name."""
+    """Refuse a name that is none of the model's templates: it would be taken for a template's text, and every prompt
+    would be that name."""
     known = {} if tokenizer is None else tokenizer.chat_templates
     if template is not None and template == config.chat_template and "{" not in template and template not in known:
         raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "

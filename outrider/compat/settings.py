@@ -34,7 +34,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Refused:
-    """A setting that is not there. Its `neutral` values ask for nothing, and are accepted."""
+    """A setting of vLLM that Outrider does not have. Its `neutral` values ask for nothing and are accepted."""
 
     instead: str
     neutral: tuple[Any, ...] = (None,)

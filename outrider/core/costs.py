@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.core.params import SamplingParams
 
-MEASURED_BOUNDS = 2  # steps with prompts are measured up to so many times their bound, which some may exceed
+MEASURED_BOUNDS = 2  # steps with prompts are measured up to this many times their time bound, since some may exceed it
 SMALL_STEP = 1.15  # a small step takes at most so many times what decoding takes: reading the weights is most of both
 
 

@@ -186,8 +186,8 @@ class DrafterGuards:
         return not any(guard.is_foreign for guard in self._guards)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Row state as drafters see it: a shape that one gives to it (`resize_`, `t_`) is not the engine's, and a write
-        is counted in both."""
+        """Row state as drafters see it. If a drafter changes its shape in place (`resize_`, `t_`), the engine's tensor
+        keeps its own; if a drafter writes to it, the write is also counted in the engine's tensor."""
         return tensor if self._trusts_all else tensor.detach()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -256,8 +256,8 @@ class Engine:
         return self.scheduler.update(result)
 
     def _recover(self, error: Exception) -> None:
-        """A step failed. The scheduler begins again when those after it are over too, which are cancelled or run to no
-        effect."""
+        """Called when a step has failed. Waits for the steps after it, which are cancelled or have no effect; then the
+        scheduler begins again."""
         log.error("a step failed", exc_info=error)
         while self._in_flight:
             try:

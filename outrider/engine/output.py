@@ -1,4 +1,4 @@
-"""One sample's way out: runs of tokens become text, stop strings are found, log-probabilities are named.
+"""SampleOutput turns one sample's runs of tokens into text, finds stop strings and names log-probabilities.
 
 Everything here takes runs, never single tokens; what comes out does not depend on how tokens were split into runs.
 """

@@ -138,7 +138,7 @@ class RequestChecks:
 
 
 def _as_dict(prompt: Prompt) -> dict[str, Any]:
-    """The prompt in its one form that has a place for everything."""
+    """Convert a prompt of any form into the dict form, which has a key for every field."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, (list, tuple)):

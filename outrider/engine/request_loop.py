@@ -97,7 +97,7 @@ class RequestLoop:
 
     def _outputs_of(self, caller: Caller,
                     before_step: Callable[[], None] | None) -> Generator[Output | None, None, None]:
-        """As `follow`, after one None."""
+        """The generator behind `follow`. It yields one None before the outputs, so that `follow` can start it."""
         is_interrupted = False
         try:
             yield None

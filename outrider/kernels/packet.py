@@ -74,7 +74,7 @@ def packet_axes() -> tuple[Axis, ...]:
 
 def pack(extents: StepExtents, fields: Sequence[Sequence[int]]) -> list[int]:
     """The scheduled values of every field, in order, each padded to its extent. Padded tokens and logit rows belong to
-    the last request and lie behind everything it may have."""
+    the last request, at offsets past all that it can have, so that they are never live."""
     last = extents.requests - 1
     padding = (NULL_ROW, 0, 0, 0, 0, last, extents.tokens, last, extents.max_drafts + 1, 0, -1)
     ints: list[int] = []

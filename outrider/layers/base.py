@@ -140,8 +140,9 @@ class DecoderLayer(Module):
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
     def with_next(self, following: Sequence[DecoderLayer], *args: Any) -> tuple[int, Any, torch.Tensor]:
-        """Call this layer, and in the same call as many of `following` as it can: how many layers that were, and delta
-        and residual stream behind the last. args: those of a call; these layers have no further inputs."""
+        """Call this layer and, in the same call, as many of the `following` layers as it can. Returns the number of
+        layers that ran, and delta and residual stream after the last of them. args: the arguments of a call; the
+        layers take no others."""
         return 1, *self(*args)
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:

@@ -147,7 +147,8 @@ class LatentAttention(TokenMixer):
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer) -> torch.Tensor:
-        """The queries in the latent space, [tokens, heads, latent | rope], after the indexer has chosen by its own."""
+        """Bring the queries into the latent space: [tokens, heads, latent | rope]. An indexer, if the layer has one,
+        chooses positions here by queries of its own."""
         layer, tokens = self.layer, queries.shape[0]
         q = queries.new_empty(tokens, layer.num_heads, layer.latent_dim + layer.rope_dim)
         index_q = None

@@ -123,8 +123,9 @@ class BatchView:
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's batch with and without padding. Target and drafter take one of the two views whole; nobody cuts a
-    tensor by hand. In a captured step only the device knows what was scheduled, so both are the padded batch."""
+    """One step's batch with and without padding. The target and the drafter each use one of the two views
+    whole, and no code slices their tensors. In a captured step only the device knows what was scheduled, so both are
+    the padded batch."""
 
     padded: BatchView
     unpadded: BatchView

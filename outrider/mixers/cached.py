@@ -30,8 +30,8 @@ class Attend(Protocol):
 
 
 class WantedRows:
-    """The token rows that are wanted of a model, where the caches need all of them but nobody reads the results of the
-    others."""
+    """The token rows whose results are wanted of a model. The caches need all token rows, but the results of the others
+    are not read."""
 
     def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
         """token_rows: [rows] int64. bind: the layers that can attend for these rows alone, bound to them; it is called

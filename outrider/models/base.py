@@ -63,7 +63,7 @@ class WantedHidden(Hidden):
         return self.final
 
     def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        # A token without a logit row gets the state of any other: nobody reads it.
+        # A token without a logit row gets another token's state, which is never read.
         return self.final[logit_rows.clamp(0, len(self.final) - 1)]
 
 

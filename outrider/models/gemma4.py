@@ -298,7 +298,7 @@ class Gemma4(Decoder):
         if super().ignores(name) or name.startswith(tuple(f"model.{part}." for part in OTHER_PARTS)):
             return True
         found = re.fullmatch(rf"{re.escape(self.prefix)}\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.\w+", name)
-        # Layers that read another's cache may have been saved with projections of their own, which nobody uses.
+        # Layers that read another's cache may have been saved with projections of their own, which are not used.
         return found is not None and int(found[1]) < self.num_layers and self.shapes[int(found[1])].reads is not None
 
     def cache_layers(self) -> list[LayerCache]:
@@ -341,7 +341,7 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
-    """The rotaries in the order of ROPES. A kind that no layer has gets the other's head size; nobody asks for it."""
+    """The rotaries in the order of ROPES. A kind that no layer has gets the first layer's head size and is not used."""
     given = text.section_or_empty("rope_parameters")
     rotaries: list[Rotary] = []
     for kind in ROPES:

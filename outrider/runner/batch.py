@@ -265,8 +265,8 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
 
 
 def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: bool) -> BatchView:
-    """The first token that each of these rows is to compute, one token row each, with slots of no group. pads: to a
-    power of two, so that few kernels serve all numbers of rows."""
+    """A view of one token row for each admitted row: the first token that the row is to compute. Its slots are -1, so
+    nothing is written. pads: add dead rows up to a power of two, so that few kernels serve all numbers of rows."""
     count = len(admissions)
     padding = [0] * ((1 << (count - 1).bit_length()) - count) if pads else []
     fields = ([a.row for a in admissions], [a.computed for a in admissions], [1] * count)
@@ -295,7 +295,7 @@ def logit_view(inputs: Inputs) -> BatchView:
     Nothing is written at these rows, which the step's own view writes."""
     view, at, shape = inputs.batch.padded, inputs.logit_rows, inputs.shape
     device, requests = view.rows.device, view.num_requests
-    owner = torch.where(at.draft_index > shape.max_drafts, requests, at.request)  # padded rows belong to nobody
+    owner = torch.where(at.draft_index > shape.max_drafts, requests, at.request)  # padded rows belong to no request
     starts = torch.searchsorted(owner, torch.arange(requests + 1, device=device))
     live = torch.where(inputs.samples, 1 + inputs.num_drafts, 0)
     nowhere = torch.full_like(owner, -1)

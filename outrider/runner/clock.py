@@ -8,7 +8,7 @@ from outrider.core.step import StepTimes
 
 
 class NoClock:
-    """The clock of a step that nobody traces."""
+    """The clock of a step that is not traced."""
 
     def lap(self, part: str) -> None:
         """`part` ends now, and began where the part before it ended."""
@@ -19,7 +19,8 @@ class NoClock:
 
 
 class StepClock(NoClock):
-    """Starts when it is made. Reads the host's time only, so it tells about devices that the host itself plays."""
+    """Starts when it is constructed. It reads the host's time only, so its laps are right only where the host itself
+    computes."""
 
     def __init__(self) -> None:
         self._began = time.time()

@@ -95,7 +95,7 @@ class GrammarRows:
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
             params = admission.params
             if params.structured_outputs is not None:
-                assert self._grammars is not None, "the engine has let a grammar pass that nobody compiles"
+                assert self._grammars is not None, "a grammar was admitted, and this worker cannot compile grammars"
                 self._rows[admission.row] = RowGrammar(
                     params, self._grammars.start(params.structured_outputs), list(admission.output_ids),
                     admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids))

@@ -119,7 +119,7 @@ class Grammars(Protocol):
     """Makes matchers for a worker, and fills the masks of several at once."""
 
     def start(self, asked: StructuredOutputsParams) -> Future[Any]:
-        """A matcher at the start of its text, in a while."""
+        """Make a matcher on another thread. The matcher stands at the start of its text."""
 
     def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
         """Each matcher fills the mask at its index, and one after each of its drafts."""

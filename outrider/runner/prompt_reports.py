@@ -1,7 +1,8 @@
 """What results tell of prompts, for the requests that ask: log-probabilities of the tokens, and hidden states.
 
-Hidden states are one vector of a step, its sum, or one for each token. Requests whose report depends on every token
-take no prefix hits, so that every token passes through here once. Such steps run uncaptured.
+A report of hidden states is the last token's vector, the sum over the tokens of each step, or a vector for every token.
+Requests whose report depends on every token take no prefix hits, so that every token passes through here once. Steps
+with a report run uncaptured.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def with_hidden(requests: list[RequestResult], hidden: HiddenRows) -> list[Reque
     first, done = 0, []
     for result, count, is_last in zip(requests, hidden.counts, hidden.ends, strict=True):
         if count is not None:
-            own = vectors[first : first + count].copy()  # alone, a view would be pickled with all the others
+            own = vectors[first : first + count].copy()  # a view would keep the vectors of the whole step alive
             first += count
             finish, error = (Finish.STOP if is_last else Finish.NO), None
             if not bool(torch.from_numpy(own).isfinite().all()):

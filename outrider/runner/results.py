@@ -45,7 +45,8 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
 
 
 def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:
-    """A captured step reports for whoever asks; the parameters of the batch say who did."""
+    """Drop the log-probabilities of a captured step if no request of the batch asked for them. Otherwise add the
+    requests' parameters, which say how many each of them asked for."""
     if not params.logprobs_of(batch.rows):
         return replace(result, logprobs=None)
     return replace(result, params=params.of_rows(batch.rows))

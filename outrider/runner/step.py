@@ -150,7 +150,7 @@ class DeviceStep:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget all rows: after a failed step nobody knows what they hold. The one function over all row state."""
+        """Forget all rows, since their content is unknown after a failed step. This function covers all row state."""
         self.state.reset()
         self.recurrent.reset()
         self.grammars.reset()
@@ -257,8 +257,8 @@ class DeviceStep:
         return ForwardHalf(inputs, recurrent, self.forward(view, plan, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
-        """Whether nobody reads other hidden states of the last layer than those that make logits. An uncaptured step
-        may report log-probabilities of its prompts."""
+        """Whether only the hidden states that make logits are read behind the last layer. A step with an `EagerShape`
+        needs all of them, since it may report log-probabilities of prompts."""
         reads_all = self.drafting.reads_hidden is HiddenReads.ALL
         return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
@@ -326,7 +326,8 @@ class DeviceStep:
         proposals = self.drafting.propose(step)
         if proposals is None:  # the commit has cleared the rows' drafts
             return
-        # Synthetic acceptance says how long runs are, not what a lookup finds; a drafter with layers always guesses.
+        # Synthetic acceptance alone decides how long runs are, so requests for which a lookup found too few drafts get
+        # drafts of token 0. A drafter with layers always has enough.
         fills = self.synthetic is not None and not self.drafting.has_layers
         ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size, fills=fills,
                          drafts=state.drafts, num_drafts=state.num_drafts, counts=committed.counts)

@@ -71,7 +71,8 @@ def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: to
     return LogprobRows(ids, values)
 
 
-# By the rows, with the memory that is taken when a first request asks for it: counts, masks.
+# The packed rows of each SamplingRows, with the counts and masks that they point to: these are allocated later, when a
+# request first asks for them.
 _rows: WeakKeyDictionary[SamplingRows, tuple[torch.Tensor | None, torch.Tensor | None, bytes]] = WeakKeyDictionary()
 
 

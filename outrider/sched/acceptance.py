@@ -25,7 +25,8 @@ class Rates:
     idle: int = 0  # steps without drafts
 
     def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
-        """Places beyond the drafts were not tried: what is known of them grows old, or bad luck would last."""
+        """Count one step's drafts. Positions after the last draft were not tried: their counts fade, so that a few
+        early rejections do not keep a request from trying them again."""
         tried, hit = self.tried, self.hit  # runs for every request in every step: plain statements are fastest
         for j in range(min(accepted + 1, drafted, len(tried))):
             tried[j] = tried[j] * decay + 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-MAX_FAILURES = 50  # failed steps that one request may take part in, whatever else speaks for it
+MAX_FAILURES = 50  # failed steps after which a request ends, even if no trial has found it guilty
 
 
 class Suspects:
@@ -37,8 +37,8 @@ class Suspects:
         return self._trials[0] if self._trials else None
 
     def fail(self, points: Mapping[int, int]) -> list[int]:
-        """A step failed that would have brought its requests to so many computed tokens, at most. Returns the requests
-        that must end."""
+        """Record a failed step. `points`: for each of its requests, the most computed tokens it would have had
+        after the step. Returns the requests that must end."""
         requests = list(points)
         is_repeated = any(request in self._points for request in requests)
         self._points |= {request: point + self._extension(request) for request, point in points.items()}

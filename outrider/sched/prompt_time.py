@@ -104,10 +104,11 @@ class PromptLine(NamedTuple):
 
 
 class Burst:
-    """Requests that came together: they have followed each other in line ever since a step without prompts.
+    """A burst of requests: it lasts as long as every step has prompts.
 
-    The first of them get their first tokens while the others still wait. They have no claim to be served steadily at
-    the others' cost, as requests have that decoded before the burst came: those are the established ones."""
+    The first requests of a burst decode while its other requests still wait. Only established requests, which decoded
+    before the burst came, are promised short steps; serving the burst's first requests steadily would delay the
+    others."""
 
     def __init__(self) -> None:
         self._last_step = -2

@@ -78,7 +78,8 @@ class Scheduler:
         return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
 
     def add(self, *requests: Request) -> None:
-        """All of them, or none: whatever can be refused is asked for before the first one waits."""
+        """Queue the requests atomically: all are checked before the first is queued, so if one is refused, none is
+        added."""
         for request in requests:
             self.cache.check_fits(request.end_len)
         for request in requests:
@@ -113,7 +114,8 @@ class Scheduler:
         return self._finish_batch(batch, plan.num_wanted)
 
     def update(self, result: StepResult) -> list[Update]:
-        """Apply a step's result; returns the parts that still belong to someone."""
+        """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
+        scheduled."""
         batch = self._in_flight.pop(result.step)
         if result.is_drafting_over and self._host_drafts is None:
             self._drafts = NoDrafts()
@@ -121,8 +123,8 @@ class Scheduler:
         requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
-            self._start_again(requests[request_id])  # its results, of this step on, are dropped by their epochs
-        # Before the step's requests: what it wrote is of tokens that were known when it ran, and one may end now.
+            self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
+        # Checkpoints before requests: they cover tokens that were known when the step ran, and a request may end below.
         self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
         for part, known, drafts, sampled in zip(
             result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
@@ -298,7 +300,8 @@ class Scheduler:
         self._give_up_row(request)
 
     def _give_up_row(self, request: Request) -> None:
-        """As `_preempt`, but pages that a step in flight may still write are not published."""
+        """Give back the row and pages of a request without publishing its checkpoints. The request waits, and is
+        computed again from its settled tokens."""
         self.stats.num_preemptions += 1
         request.stats.num_preemptions += 1
         self._release(request)
@@ -312,7 +315,8 @@ class Scheduler:
         self._give_up_row(request)
 
     def _try_suspects(self, is_new: bool = False) -> None:
-        """Before a step, and after a failed one (`is_new`): those who are not on trial wait."""
+        """Called before a step, and after a failed one (`is_new`). Preempt and hold back the requests that are not on
+        trial."""
         computed = {request.id: request.settled.at_least for request in self._requests.values()}
         if not (self._suspects.clear(computed) or is_new):
             return

@@ -38,7 +38,7 @@ class WaitingRequests:
 
     @property
     def ready(self) -> Iterator[Request]:
-        """Those that may run, in no order."""
+        """The waiting requests that may run, in no particular order."""
         return (request for _, request in self._heap)
 
     def first(self, most: int) -> list[Request]:

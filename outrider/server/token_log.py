@@ -16,9 +16,9 @@ Entry: TypeAlias = dict[int, Logprob] | None  # None: the first token of a promp
 class TokenLog:
     """The tokens of one text with their log-probabilities and offsets, as OpenAI's API has them.
 
-    An offset never exceeds the text that has been given: of a stream a token waits until the text that it begins in has
-    been given, and tokens of which a stop string cut the text off have the offset of the text's end. `begin`: offset of
-    the text's own beginning.
+    An offset never lies beyond the text that has been given out. In a stream a token waits until the text in which it
+    begins has been given out. A token whose text was cut off by a stop string has the offset of the text's end.
+    `begin`: the offset at which this text begins.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, num_top: int, begin: int = 0) -> None:

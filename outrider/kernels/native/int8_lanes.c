@@ -189,7 +189,7 @@ void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, floa
 #else
 int64_t interleaved_rows(void) { return 0; }
 
-/* Nobody makes such a matrix here. */
+/* Without these instructions no matrix is interleaved, so this is never called. */
 void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
                          const Gates *gates, Team *team) {
     (void)w, (void)x, (void)x_stride, (void)y, (void)tokens, (void)gates, (void)team;

@@ -226,8 +226,8 @@ static void prepare_layer(Pass *p, const BoundLayer *b, int threads) {
     p->error = list_attention(&p->attention, threads, &p->work);
 }
 
-/* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when nobody
- * reads any more what was prepared for this one. */
+/* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when what
+ * was prepared for this one is no longer read. */
 static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, int has_delta, Team *team) {
     const Layer *l = &bound->weights;
     int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
@@ -249,7 +249,7 @@ static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next
 /* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is
  * left in delta. Without `has_delta` nothing is added before the first layer.
  * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention.
- * All threads look at errors between two meetings within which nobody writes them, so they leave together. */
+ * All threads look at errors between two meetings within which no thread writes them, so they leave together. */
 int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, float *delta, int has_delta,
                        float *residual, int threads) {
     Pass pass = {.step = s, .delta = delta, .residual = residual};

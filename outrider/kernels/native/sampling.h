@@ -24,7 +24,7 @@ typedef struct {
         *words_start, *num_words;
     const float *top_p, *min_p_floor, *presence, *frequency, *repetition;
     const int64_t *stop_ids;                            /* [rows, stop_stride] */
-    const int32_t *lists, *allowed, *counts, *masks;    /* counts and masks may be null: nobody asks for them */
+    const int32_t *lists, *allowed, *counts, *masks;    /* counts and masks are null until a request asks */
     int64_t rows, stop_stride, allowed_stride, count_stride, mask_stride, masks_per_row; /* mask_stride: of a mask */
 } SamplingRows;
 

@@ -33,7 +33,8 @@ class _AskedDriver:
 
 @contextmanager
 def asking_no_device() -> Iterator[None]:
-    """A fork cannot ask the device, and a new thread would ask device 0."""
+    """Within, Triton's compiler gets answers about the device that were asked in advance: a fork cannot ask the device,
+    and a new thread would ask device 0."""
     active = driver.active
     driver.set_active(_AskedDriver(active, active.get_current_device(), active.get_current_target()))
     try:

@@ -25,7 +25,7 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "items", "count", "ord
          "num_pack_splits"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "max_query", "pack_size", "split_size", "coarse_size", "num_splits",
             "num_slots"]  # fmt: skip
-# Of a thread, with heads of 128: with more, fewer programs would fit onto a multiprocessor than without packs.
+# Registers of a thread, for heads of 128: with more, fewer programs would fit onto a multiprocessor than without packs.
 MAX_REGISTERS = 128
 
 

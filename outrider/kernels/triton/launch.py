@@ -35,8 +35,8 @@ _wait_for: Collector | None = None  # see `awaiting`
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _BY_TYPE = (float, bool, NoneType)  # the compiler does not look at their values
 _BY_PARTS = (tuple, TensorDescriptor)
-# Of every launch. Triton would write down a check of every sum and product, and throw it away unless it debugs: a fifth
-# of the compiler's time in Python.
+# Options of every launch. By default Triton emits an overflow check for every sum and product, and drops the checks
+# again unless it debugs; this takes a fifth of the compiler's time in Python.
 OPTIONS: dict[str, Any] = {} if knobs.runtime.debug else {"sanitize_overflow": False}
 _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid, by the number of axes that it has
 

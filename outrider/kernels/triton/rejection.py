@@ -123,7 +123,8 @@ def _best_of_spans(scratch, at, has_scores, num_spans, SPANS: tl.constexpr):
 
 @triton.jit
 def _narrowed_by_four(inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum1, sum2, sum3, limit):
-    """As `narrowed`, by four pivots with their exact weights. The first is one; of the others those above 0 are."""
+    """Narrow the bracket by four pivots with their exact weights, as `narrowed` does by one. Pivot 0 always counts;
+    pivots 1 to 3 count if they are above 0."""
     inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
     if pivot1 > 0:
         inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)

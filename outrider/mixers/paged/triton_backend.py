@@ -52,8 +52,8 @@ class NoPrefill:
 class HostPrefill:
     """The host knows which requests use the prefill kernel."""
 
-    lens: list[int]  # tokens of each such request, 0 for the others
-    more_than: int  # tokens that each of them has, and none of the others
+    lens: list[int]  # tokens of each request that uses the prefill kernel, 0 for the others
+    more_than: int  # requests with more tokens than this use the prefill kernel
 
     def tiles(self, view: BatchView, heads: tuple[int, int, int], config: PrefillChoice) -> QueryTiles:
         if isinstance(config, HopperConfig):  # slow to compile: the variant of captured steps serves here too

@@ -128,7 +128,7 @@ class TorchStep(RecurrentStep):
         at_row = counts.rows
         walk = Walk(mixer, RecurrentState(rows.state[at_row], rows.tail[at_row]), counts.computed - counts.pending,
                     counts.targets, exact=self.layers.exact)
-        # One row more than there are tokens takes the outputs that nobody may see.
+        # Requests without a token at a place write their outputs to an additional last row, which is dropped.
         out = conv_in.new_zeros(conv_in.shape[0] + 1, mixer.spec.out_dim)
         for j in range(counts.most_pending):
             walk.step(rows.conv_in[at_row, j], tuple(gate[at_row, j] for gate in rows.gates),

@@ -1,8 +1,8 @@
 """Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key, or its halves as two.
 
 The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Some sizes are
-captured at start-up and serve all others at first, a little wider than they need. Those get graphs of their own while
-nobody waits, or when their steps have lost as much as a capture takes.
+captured at start-up, and batches of other sizes run on them at first, padded. Another size gets a graph of its own
+while the engine is idle, or once its steps have lost as much time as a capture takes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StepGraphs:
         self._refused: set[GraphKey] = set()
         self._num_at_start = 0
         self._goes_ahead = True
-        self._usual: list[GraphKey] = []  # to be captured while nobody waits, though nobody has met them
+        self._usual: list[GraphKey] = []  # captured while the engine is idle, before any batch needs them
         self._stand_ins: dict[GraphKey, _StandIn] = {}  # how keys without a graph run, until the next capture
         self._due: GraphKey | None = None  # to be captured when the step that a wider graph serves is queued
         # Memory is shared by captures of one pool on one stream.
@@ -94,10 +94,12 @@ class StepGraphs:
         self._dropped: list[GraphKey] = []  # captured before `drop`
 
     def serve(self, key: GraphKey) -> WholeCapture | SplitCapture | Uncaptured:
-        """The captured step, or whatever is cheaper while there is none: a wider one, or a step with prompts without a
-        graph, which the host launches in the time that a capture takes. A decode step that no other serves is captured
-        now, since more of its size will follow. None is captured if there is no memory for it, or have been too
-        many. What a wider one serves is captured by `capture_due`."""
+        """The captured step that serves the key, or the reason why the step runs uncaptured.
+
+        A key without a graph runs on the cheapest wider graph, and `capture_due` captures the key once that is due. A
+        step with prompts runs uncaptured where launching it costs less than padding it. A decode step that no graph
+        covers is captured now, since more steps of its size will follow. Nothing is captured if memory is short or
+        MOST_LATER captures have been made."""
         if key in self._captured:
             return self._captured[key]
         if key not in self._stand_ins:
@@ -141,8 +143,9 @@ class StepGraphs:
         return _StandIn(wider, padding)
 
     def capture_ahead(self, quiet_seconds: float) -> float | None:
-        """One capture, if nobody has waited for anything for so many seconds and it is expected to be short, or for
-        longer. Returns after how many seconds to ask again; None: not before there were steps again."""
+        """Make one capture if the engine has been idle long enough: QUIET seconds before a capture that is expected to
+        be short, LONG_QUIET before any other. Returns the seconds after which to call again; None if there is nothing
+        to capture before the next step."""
         if self._is_full or not self._goes_ahead or not (self._usual or self.losses.worst(self._refused)):
             return None
         least = QUIET if self.losses.capture_seconds <= LONG else LONG_QUIET
@@ -157,7 +160,8 @@ class StepGraphs:
         self._goes_ahead = False
 
     def _next_ahead(self) -> GraphKey | None:
-        """Those that were missed come first."""
+        """The next key to capture while the engine is idle: first the key whose steps have lost the most time, then the
+        usual keys. None if no key is left."""
         missed = self.losses.worst(self._refused)
         if missed is not None:
             return missed
@@ -194,7 +198,8 @@ class StepGraphs:
 
     @contextmanager
     def borrowed(self, key: GraphKey) -> Iterator[WholeCapture | SplitCapture]:
-        """To be timed. A key that serves no batch, as none has drafts and proposes nothing, is not kept."""
+        """Lend the key's graph for timing. A graph that checks drafts and proposes none serves no batch, so it is
+        dropped afterwards."""
         yield self.get(key)
         if key.has_drafts and not key.num_wanted:
             torch.cuda.synchronize()

@@ -159,8 +159,9 @@ class GraphKeys:
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints)
 
     def decoding(self) -> Iterator[GraphKey]:
-        """Keys of the decoding steps that a server meets, largest first so that their memory is shared. Behind short
-        contexts, where contexts begin; steps behind longer ones are captured while nobody waits, or when they come."""
+        """Keys of the decode steps that a server meets, largest first so that their memory is shared. Where steps with
+        short contexts do less work, the keys are for short contexts: steps with longer ones are captured while the
+        engine is idle, or when a batch needs them."""
         max_drafts = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if self.takes_checkpoints else (False,):
@@ -243,8 +244,8 @@ class GraphKeys:
                         has_prompts=True)  # fmt: skip
 
     def usual(self) -> Iterator[GraphKey]:
-        """Decode steps that wider ones serve until there is time to capture them, the least important first, and those
-        behind long contexts, which none serves."""
+        """Decode steps to capture while the engine is idle, the least important first: sizes that wider graphs serve
+        until then, and sizes of start-up with long contexts, which no graph serves."""
         for is_long in (False, True) if self._short < EVERY_LENGTH else (False,):
             for requests in reversed(self.sizes.requests):
                 if (requests in self.sizes.at_start) == is_long:

@@ -1,6 +1,6 @@
 """Whether a size should get a graph of its own: what its steps lose without one, against what a capture takes.
 
-Nobody knows how often a size will still be met. A graph that is captured once its steps have lost what the capture
+It is unknown how often a size will come up again. A graph that is captured once its steps have lost what the capture
 takes never costs more than twice what the best choice would have cost.
 """
 
@@ -16,7 +16,7 @@ from outrider.runner.graphs.keys import GraphKey
 PATIENCE = 1.0  # times a capture's duration that must be lost before it
 DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each other
 PAUSE = 20  # times a capture's duration in which no other is made while requests run
-LONG = 0.02  # seconds between two steps that nobody should notice: a longer capture must have a larger reason
+LONG = 0.02  # seconds; a longer capture delays streams, so its steps must have lost more before it is due
 DRAFT_SECONDS = 0.3e-3  # rough cost of one more draft
 LENGTH_SECONDS = 0.1e-3  # rough loss of a step with short contexts on a graph for long ones
 
@@ -29,7 +29,7 @@ class LossRates:
     token_seconds: float = 0.0  # the device's time for each token of a large step
 
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
-        """Seconds that a step takes longer on the wider graph. Where there are prompts, requests are logits besides."""
+        """Extra seconds of a step on the wider graph. With prompts in it, a padded request costs a logit row too."""
         extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
         longer = LENGTH_SECONDS if wider.longest != key.longest else 0.0
         return self.token_seconds * extra + DRAFT_SECONDS * (wider.num_wanted - key.num_wanted) + longer
@@ -64,7 +64,8 @@ class Losses:
         return max(lost, key=lost.__getitem__, default=None)
 
     def captured(self, key: GraphKey, seconds: float, *, pauses: bool) -> None:
-        """`pauses`: it could have waited, so that others like it may wait for theirs."""
+        """Note how long the key's capture took. `pauses`: it delayed running requests, so no other key is due for PAUSE
+        times its duration."""
         self._lost.pop(key, None)
         self.capture_seconds = (self.capture_seconds + seconds) / 2 if self.capture_seconds else seconds
         if pauses:

@@ -1,6 +1,6 @@
 """OwnSizes: which steps with prompts run uncaptured, at their own number of tokens.
 
-A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows for nobody. Where the
+A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. Where the
 device takes longer for a step than the host takes to launch it, the launches cost no time, and the step need not be
 padded.
 """
