@@ -6,7 +6,7 @@ calls its parts with the context of those rows (`of_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Never, Protocol
@@ -51,11 +51,14 @@ class RowAdapters(Protocol):
 
 
 class LoadedAdapters(Protocol):
-    """The adapters that an engine has loaded, by name."""
+    """The adapters that an engine has loaded. It keeps on the device which row has which."""
 
-    def of_step(self, names: Sequence[str | None], num_tokens: Sequence[int]) -> RowAdapters:
-        """The adapters of a step's token rows, which lie request after request: the adapter of each request, None for
-        the model itself, and its number of token rows."""
+    def admit(self, names: Mapping[int, str | None]) -> None:
+        """Rows that were just admitted, with the name of the request's adapter; None for the model itself."""
+
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowAdapters:
+        """The adapters of a step's token rows. rows: [requests], the row of each request; request_of: [tokens]. Needs
+        nothing that only the host knows."""
 
 
 class NothingAttends:

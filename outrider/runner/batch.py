@@ -23,7 +23,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
 from outrider.kernels.step import PreparedStep
-from outrider.layers import RowAdapters, StandIns
+from outrider.layers import StandIns
 from outrider.mixers.batch import (
     BatchView,
     DecodeQueries,
@@ -155,7 +155,7 @@ class RowAdditions(NamedTuple):
 
     stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
     drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
-    adapters: RowAdapters | None = None  # of the padded token rows
+    has_adapters: bool = False  # some requests name an adapter
 
 
 IDS_ALONE = RowAdditions()

@@ -40,7 +40,7 @@ class RowParams:
         self._not_plain: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
-        self._adapters: dict[int, str] = {}  # by row whose request has one
+        self._with_adapter: set[int] = set()  # rows whose request has an adapter
         self._embeds: dict[int, NDArray[np.floating]] = {}  # by row whose prompt has any left to compute
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
@@ -56,9 +56,8 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
-            self._adapters.pop(row, None)
-            if admission.request.adapter is not None:
-                self._adapters[row] = admission.request.adapter
+            has_adapter = admission.request.adapter is not None
+            (self._with_adapter.add if has_adapter else self._with_adapter.discard)(row)
             self._embeds.pop(row, None)
             if admission.request.embeds is not None:
                 self._embeds[row] = admission.request.embeds.values
@@ -83,10 +82,9 @@ class RowParams:
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
-    def adapters_of(self, rows: list[int]) -> list[str | None] | None:
-        """The adapter of each row; None if none has any."""
-        found = self._adapters
-        return None if found.keys().isdisjoint(rows) else [found.get(row) for row in rows]
+    def have_adapters(self, rows: list[int]) -> bool:
+        """Whether the request of any of these rows has an adapter."""
+        return not self._with_adapter.isdisjoint(rows)
 
     def embeds_of(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
         """Embeddings of the prompts that the step computes a part of, by row. Until a prompt is computed its bounds are

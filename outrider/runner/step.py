@@ -162,6 +162,8 @@ class DeviceStep:
         if scheduled.clear_pages:
             self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
         self.state.admit(scheduled.admissions)
+        if self.adapters is not None:
+            self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
         self.recurrent.admit(scheduled.admissions)
         self.grammars.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
@@ -202,15 +204,11 @@ class DeviceStep:
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
         embeds, device = self.state.params.take_embeds(scheduled), self.state.device
         own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
-        return RowAdditions(own, ahead, self._adapters_of(scheduled, shape))
+        return RowAdditions(own, ahead, self.state.params.have_adapters(scheduled.rows))
 
-    def _adapters_of(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdapters | None:
-        names = self.state.params.adapters_of(scheduled.rows)
-        if names is None:
-            return None
+    def _adapters_of(self, view: BatchView) -> RowAdapters:
         assert self.adapters is not None, "a request names an adapter, and none is loaded"
-        counts = shape.queries.lens[: scheduled.num_requests]
-        return self.adapters.of_step([*names, None], [*counts, shape.tokens - sum(counts)])  # the last are padding
+        return self.adapters.of_step(view.rows, view.request_of)
 
     def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
         """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
@@ -285,7 +283,7 @@ class DeviceStep:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
-                              adapters=plan.additions.adapters)
+                              adapters=self._adapters_of(view) if plan.additions.has_adapters else None)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:

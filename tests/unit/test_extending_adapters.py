@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.engine.harness import CONFIGS, VOCAB, Rig, greedy, prompt_of, random_
 from tests.engine.recurrent_rig import HYBRIDS
 
 NAMES = ("first", "second")
+NUM_ROWS = 8  # of the engines here, and more
 HYBRID = "mamba2"
 
 
@@ -34,6 +35,7 @@ class LowRankAdapters:
     """Changes of every linear layer of a model, drawn for each name; `LoadedAdapters` of an engine."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
+        self._of_row = torch.full((NUM_ROWS,), -1)  # index of the adapter's name, by row; -1 for the model itself
         self._changes = {(name, id(linear)): self._draw(f"{name} {index}", linear)
                          for name in NAMES for index, linear in enumerate(linears)}
 
@@ -48,10 +50,12 @@ class LowRankAdapters:
         found = self._changes[name, id(linear)]
         return (found.down @ found.up).t()
 
-    def of_step(self, names: Sequence[str | None], num_tokens: Sequence[int]) -> TokenRowAdapters:
-        of_token = [name for name, count in zip(names, num_tokens, strict=True) for _ in range(count)]
-        numbers = [-1 if name is None else NAMES.index(name) for name in of_token]
-        return TokenRowAdapters(self._changes, torch.tensor(numbers))
+    def admit(self, names: Mapping[int, str | None]) -> None:
+        for row, name in names.items():
+            self._of_row[row] = -1 if name is None else NAMES.index(name)
+
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> TokenRowAdapters:
+        return TokenRowAdapters(self._changes, self._of_row[rows][request_of])
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,8 @@ class Watching(LowRankAdapters):
         super().__init__(linears)
         self.asked: set[int] = set()
 
-    def of_step(self, names: Sequence[str | None], num_tokens: Sequence[int]) -> TokenRowAdapters:
-        own = super().of_step(names, num_tokens)
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> TokenRowAdapters:
+        own = super().of_step(rows, request_of)
         return WatchedRows(own.changes, own.of_token, self.asked)
 
 

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "outrider"
 # Left to right. Neighbours in one column may use each other, but only in one direction.
 COLUMNS = [
     {"core", "config"},
-    {"kernels", "parallel"},
+    {"kernels"},
     {"cache"},
     {"formats"},
     {"mixers"},

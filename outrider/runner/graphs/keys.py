@@ -88,7 +88,7 @@ class GraphKeys:
             return Uncaptured.FOLDS
         if batch.spans:
             return Uncaptured.SPANS
-        if state.params.adapters_of(batch.rows) is not None:
+        if state.params.have_adapters(batch.rows):
             return Uncaptured.ADAPTERS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
