@@ -150,17 +150,6 @@ def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.devi
     return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
 
 
-class RowAdditions(NamedTuple):
-    """What the requests of a step bring beside token ids, where one of them brings any."""
-
-    stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
-    drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
-    has_adapters: bool = False  # some requests name an adapter
-
-
-IDS_ALONE = RowAdditions()
-
-
 def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
                    device: torch.device, *, ahead: int = 0) -> StandIns | None:
     """embeds: those of prompts that the step computes a part of, by row. ahead: how many positions further than the

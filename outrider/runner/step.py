@@ -22,67 +22,36 @@ from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.layers import LoadedAdapters, RowAdapters, StepContext
 from outrider.mixers import BatchView, CachedLayers, WantedRows
-from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows, RecurrentStep
+from outrider.mixers.recurrent import RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
-    IDS_ALONE,
     CapturedShape,
-    EagerShape,
     Inputs,
     PackedBatch,
     PaddedSize,
-    RowAdditions,
     StepShape,
     admitted_view,
     build_inputs,
     dead_view,
-    find_stand_ins,
     logit_view,
     pack_eager,
-    token_spans,
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
 from outrider.runner.grammars import GrammarRows
+from outrider.runner.plan import (
+    CheckpointPlan,
+    ListedCheckpoints,
+    NoCheckpoints,
+    RowCheckpoints,
+    StepPlan,
+    StepPlanner,
+)
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.rows import RowState
-from outrider.sample import History, LogprobRows, StepExtras, StepNeeds
-from outrider.sample.sampler import LogprobsMode, kernels_serve, sample, sample_chunk
-
-
-@dataclass(frozen=True)
-class NoCheckpoints:
-    """The step writes no recurrent state to pages."""
-
-
-@dataclass(frozen=True)
-class RowCheckpoints:
-    """Every request may write the one checkpoint whose pages its row was given; the packet has its boundary."""
-
-
-@dataclass(frozen=True)
-class ListedCheckpoints:
-    """Requests may write any number of checkpoints, which the host lists for this step."""
-
-    targets: CheckpointTargets
-
-
-CheckpointPlan = NoCheckpoints | RowCheckpoints | ListedCheckpoints
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The host's decisions about a step, beside its shape."""
-
-    needs: StepNeeds
-    extras: StepExtras
-    any_sampled: bool  # also for drafters
-    num_wanted: int  # most drafts that the drafter shall propose for a request
-    checkpoints: CheckpointPlan = NoCheckpoints()
-    spans: Spans = NO_SPANS  # marked spans of the padded tokens
-    additions: RowAdditions = IDS_ALONE
+from outrider.sample import History, LogprobRows
+from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
 
 
 @dataclass(frozen=True)
@@ -136,9 +105,7 @@ class DeviceStep:
         self._reports_row_by_row = exact and state.device.type == "cpu"  # log-probabilities of prompts, by a library
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
-        # What the last step asked of the sampler, which most steps ask again.
-        self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
-        self._needs, self._extras = StepNeeds(), StepExtras()
+        self._planner = StepPlanner(state, recurrent, model.vocab_size, lambda: self.has_sampler_kernels)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -184,28 +151,6 @@ class DeviceStep:
     def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
         return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")
 
-    def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
-        counts = list(shape.logit_counts)
-        asked = self.state.params.of_rows(scheduled.rows)
-        are_placed = self.state.sampling.lists.are_placed(scheduled.rows)
-        if self._asked != (asked, counts, are_placed):
-            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed)
-            self._extras = StepExtras()
-            if not (self.has_sampler_kernels and kernels_serve(self._needs)):
-                self._extras = StepExtras.from_params(asked, counts, self.model.vocab_size, self.state.device)
-            self._asked = asked, counts, are_placed
-        any_sampled = any(not params.is_greedy for params in asked)
-        targets = self.recurrent.targets(scheduled, shape.requests)
-        return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
-                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
-                        token_spans(scheduled, shape, self.state.device) if scheduled.spans else NO_SPANS,
-                        self._additions(scheduled, shape))
-
-    def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
-        embeds, device = self.state.params.take_embeds(scheduled), self.state.device
-        own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
-        return RowAdditions(own, ahead, self.state.params.have_adapters(scheduled.rows))
-
     def _adapters_of(self, view: BatchView) -> RowAdapters:
         assert self.adapters is not None, "a request names an adapter, and none is loaded"
         return self.adapters.of_step(view.rows, view.request_of)
@@ -219,7 +164,7 @@ class DeviceStep:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
             return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded)
-        plan = self.plan(scheduled, packed.shape)
+        plan = self._planner.plan(scheduled, packed.shape)
         half = self.forward_half(packed.shape, packed.ints, plan)
         self.clock.lap("forward")
         if scheduled.form is StepForm.SPLIT:
@@ -247,7 +192,7 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
-        if plan.spans is not NO_SPANS:
+        if plan.has_spans:
             view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
         rows = None
         if self._needs_only_logit_rows(shape):

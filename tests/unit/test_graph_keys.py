@@ -28,9 +28,10 @@ from outrider.runner.graphs.losses import LossRates
 from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes, with_larger_sizes
 from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
+from outrider.runner.plan import RowCheckpoints
 from outrider.runner.results import read_result
 from outrider.runner.rows import RowParams
-from outrider.runner.step import DeviceResult, DeviceStep, RowCheckpoints
+from outrider.runner.step import DeviceResult, DeviceStep
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)
 

@@ -16,7 +16,7 @@ from outrider.mixers.paged import flex_backend, native_backend, torch_backend
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize
 from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.sizes import GraphSizes
-from outrider.runner.step import ListedCheckpoints, StepPlan
+from outrider.runner.plan import ListedCheckpoints, StepPlan
 
 TYPES = [
     BatchView, CapturedShape, CommittedStep, DecodeQueries, DraftPass, DraftPasses, DraftSamplingKeys,

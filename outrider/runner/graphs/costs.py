@@ -20,7 +20,8 @@ from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_UNCAPTURED
 from outrider.runner.graphs.warm_up import dead_batch
-from outrider.runner.step import DeviceStep, StepPlan
+from outrider.runner.plan import StepPlan
+from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
 
 REPEATS = 3

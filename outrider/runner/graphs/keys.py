@@ -19,8 +19,8 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
+from outrider.runner.plan import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.runner.rows import RowState
-from outrider.runner.step import NoCheckpoints, RowCheckpoints, StepPlan
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 

@@ -19,7 +19,8 @@ from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
-from outrider.runner.step import DeviceStep, NoCheckpoints, RowCheckpoints, StepPlan
+from outrider.runner.plan import NoCheckpoints, RowCheckpoints, StepPlan
+from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
 

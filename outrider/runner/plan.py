@@ -1,0 +1,102 @@
+"""StepPlan: the host's decisions about a step, beside its shape. StepPlanner makes the plan of an uncaptured batch.
+
+The plan of a captured step follows from its key (`GraphKeys.plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.core import SamplingParams, ScheduledBatch
+from outrider.layers import StandIns
+from outrider.mixers.batch import NO_SPANS, Spans
+from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
+from outrider.runner.batch import EagerShape, find_stand_ins, token_spans
+from outrider.runner.rows import RowState
+from outrider.sample import StepExtras, StepNeeds
+from outrider.sample.sampler import kernels_serve
+
+
+class RowAdditions(NamedTuple):
+    """What the requests of a step bring beside token ids, where one of them brings any."""
+
+    stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
+    drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
+    has_adapters: bool = False  # some requests name an adapter
+
+
+IDS_ALONE = RowAdditions()
+
+
+@dataclass(frozen=True)
+class NoCheckpoints:
+    """The step writes no recurrent state to pages."""
+
+
+@dataclass(frozen=True)
+class RowCheckpoints:
+    """Every request may write the one checkpoint whose pages its row was given; the packet has its boundary."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoints:
+    """Requests may write any number of checkpoints, which the host lists for this step."""
+
+    targets: CheckpointTargets
+
+
+CheckpointPlan = NoCheckpoints | RowCheckpoints | ListedCheckpoints
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The host's decisions about a step, beside its shape."""
+
+    needs: StepNeeds
+    extras: StepExtras
+    any_sampled: bool  # also for drafters
+    num_wanted: int  # most drafts that the drafter shall propose for a request
+    checkpoints: CheckpointPlan = NoCheckpoints()
+    spans: Spans = NO_SPANS  # marked spans of the padded tokens
+    additions: RowAdditions = IDS_ALONE
+
+    @property
+    def has_spans(self) -> bool:
+        return self.spans is not NO_SPANS
+
+
+class StepPlanner:
+    def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
+                 has_sampler_kernels: Callable[[], bool]) -> None:
+        self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
+        self._has_sampler_kernels = has_sampler_kernels
+        # What the last step asked of the sampler, which most steps ask again.
+        self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
+        self._needs, self._extras = StepNeeds(), StepExtras()
+
+    def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
+        state, counts = self._state, list(shape.logit_counts)
+        asked = state.params.of_rows(scheduled.rows)
+        are_placed = state.sampling.lists.are_placed(scheduled.rows)
+        if self._asked != (asked, counts, are_placed):
+            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed)
+            self._extras = StepExtras()
+            if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
+                self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
+            self._asked = asked, counts, are_placed
+        any_sampled = any(not params.is_greedy for params in asked)
+        targets = self._recurrent.targets(scheduled, shape.requests)
+        return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
+                        NoCheckpoints() if targets is None else ListedCheckpoints(targets),
+                        token_spans(scheduled, shape, state.device) if scheduled.spans else NO_SPANS,
+                        self._additions(scheduled, shape))
+
+    def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
+        params, device = self._state.params, self._state.device
+        embeds, has_adapters = params.take_embeds(scheduled), params.have_adapters(scheduled.rows)
+        if not embeds:
+            return RowAdditions(has_adapters=True) if has_adapters else IDS_ALONE
+        own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
+        return RowAdditions(own, ahead, has_adapters)
