@@ -194,11 +194,12 @@ def _valid_in_hit(table, page_valid, valid_stride, needed, begin, PAGE: tl.const
     return tl.where(begin % PAGE == 0, tl.max(last, axis=0) * PAGE, begin)
 
 
-@kernel(do_not_specialize=["requests"], do_not_specialize_on_alignment=["rows", "begins", "lives", "needed"])
+@kernel(do_not_specialize=["requests", "is_filled"],
+        do_not_specialize_on_alignment=["rows", "begins", "lives", "needed"])
 def _first_slots_kernel(
-    rows, begins, lives, needed, own, tables, out, narrow, requests, max_len, table_strides, valid_stride,
+    rows, begins, lives, needed, own, tables, out, narrow, requests, max_len, is_filled, table_strides, valid_stride,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, NEEDS_TAIL: tl.constexpr, CHAINED: tl.constexpr,
-    IS_FILLED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
@@ -217,7 +218,7 @@ def _first_slots_kernel(
         can_fill = can_fill & (tail != 0) & (tl.load(own.page_valid + tail * valid_stride) != 0)
     key_start = tl.where(can_fill | (begin == 0), valid_from, begin + 1) + CHAINED
     tl.store(own.valid_from + row, key_start)
-    tl.store(own.filled + row, begin + IS_FILLED)
+    tl.store(own.filled + row, begin + is_filled)
     is_live = can_fill & (begin < max_len)
     length = tl.where(is_live, begin + 1, 0)
     tl.store(out + request, tl.minimum(begin, max_len - 1))
@@ -365,9 +366,9 @@ def plan_first_slots(
         _first_slots_kernel[(count,)](
             admitted.rows, admitted.begin, admitted.live, admitted.needed,
             _Own(own.valid_from, own.filled, own.page_valid), tables, out, int32, count, own.max_len,
-            tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
+            int(is_filled), tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
             TAIL=own.tail_group, GROUPS=groups, NEEDS_TAIL=int(needs_tail), CHAINED=num_chained,
-            IS_FILLED=int(is_filled), BLOCK=_BLOCK, num_warps=1,
+            BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
     positions, lengths, live, key_starts, tail_page, *slots = out
     only = DraftPass(positions, tuple(slots), lengths, live, *int32[:2])

@@ -86,6 +86,7 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
         if graphs is not None:
             graphs.run_sizes()
         run_kinds(step, limits)
+        step.load_filling(1)
         most = run_largest(step, limits)
         _count_nothing(step, limits)
     return most
