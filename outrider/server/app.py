@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
 from outrider.async_llm import LONG_TEXT
-from outrider.core.fields import did_you_mean
 from outrider.server.bodies import BodyRoute
+from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
@@ -238,23 +238,5 @@ def _body_fields(request: Request) -> list[str]:
 
 
 async def _on_bad_body(request: Request, error: Exception) -> Response:
-    """One sentence that names the field; all of pydantic's alternatives for one field become one."""
     assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    first = next((problem for problem in problems if problem["type"] == "refused"), problems[0])
-    where = [str(part) for part in first["loc"] if part != "body"]
-    match first["type"]:
-        case "refused":
-            param = where[0] if where else first["ctx"]["param"]
-            return _answer(request, ApiError(400, f"{param}: {first['msg']}" if where else first["msg"], param=param))
-        case "json_invalid":
-            return _answer(request, ApiError(400, "the body is not valid JSON"))
-        case "missing" if not where:
-            return _answer(request, ApiError(400, "the request has no body"))
-        case "extra_forbidden":
-            hint = did_you_mean(where[0], _body_fields(request)) if len(where) == 1 else ""
-            return _answer(request, ApiError(400, f"there is no field {'.'.join(where)[:100]!r}{hint}", param=where[0]))
-    param = where[0] if where else None
-    said = list(dict.fromkeys(p["msg"] for p in problems if p["loc"][1:2] == first["loc"][1:2]))
-    place = ".".join(where) if len(said) == 1 else param
-    return _answer(request, ApiError(400, f"{place or 'the body'}: {', or '.join(said[:3])}"[:500], param=param))
+    return _answer(request, bad_body(error.errors(), error.body, _body_fields(request)))

@@ -29,7 +29,6 @@ class EmbeddingRequest(Scheduled):
     dimensions: int | None = None
     pooling: Literal["last", "mean"] | None = Field(default=None, description="None: as the server's --pooling says")
     normalize: bool | None = None
-    user: str | None = Field(default=None, description="accepted and not used")
 
 
 async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: str | None) -> Work:

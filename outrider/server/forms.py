@@ -84,7 +84,7 @@ def _named(choice: str | dict[str, Any]) -> str | None:
     """OpenAI's chats nest the name, and its responses do not."""
     if isinstance(choice, str) or choice.get("type") != "function":
         return None
-    function = choice.get("function", choice)
+    function = choice.get("function") or choice
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import model_validator
+from pydantic import Discriminator, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.errors import ApiError
@@ -22,6 +22,7 @@ from outrider.server.protocol import (
     Tool,
     ToolCall,
     ToolName,
+    type_tag,
 )
 from outrider.server.service import Service, new_id
 from outrider.server.translated_chat import TranslatedChat
@@ -33,8 +34,6 @@ Json = dict[str, Any]
 class TextBlock(Body):
     type: Literal["text"]
     text: str
-    cache_control: Json | None = None  # every prefix is cached
-    citations: None = None
 
 
 class ThinkingBlock(Body):
@@ -48,7 +47,6 @@ class UseBlock(Body):
     id: str
     name: str
     input: Json
-    cache_control: Json | None = None
 
 
 class ResultBlock(Body):
@@ -56,12 +54,18 @@ class ResultBlock(Body):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: Json | None = None
+
+
+Block: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[UseBlock, Tag("<tool_use>")] | Annotated[ResultBlock, Tag("<tool_result>")],
+    Discriminator(type_tag, custom_error_type="type",
+                  custom_error_message="the type must be text, thinking, tool_use or tool_result")]
 
 
 class Message(Said):
     role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ThinkingBlock | UseBlock | ResultBlock]
+    content: str | list[Block]
 
 
 class MessageTool(Body):
@@ -69,7 +73,6 @@ class MessageTool(Body):
     description: str | None = None
     input_schema: Json
     type: Literal["custom"] | None = None
-    cache_control: Json | None = None
 
 
 class MessageToolChoice(Body):
@@ -106,7 +109,6 @@ class MessagesRequest(MessagesPrompt):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    metadata: Json | None = None  # an id of the user, accepted and not used
 
 
 async def count_tokens(service: Service, body: MessagesPrompt) -> int:
@@ -154,8 +156,7 @@ def continues_last(messages: list[ChatMessage]) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
-def _messages(role: Literal["user", "assistant"],
-              blocks: list[TextBlock | ThinkingBlock | UseBlock | ResultBlock]) -> list[ChatMessage]:
+def _messages(role: Literal["user", "assistant"], blocks: list[Block]) -> list[ChatMessage]:
     """Results of tools are messages of their own, before what the user says."""
     results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content))
                for block in blocks if isinstance(block, ResultBlock)]

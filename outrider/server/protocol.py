@@ -1,6 +1,7 @@
-"""Bodies of requests, typed strictly: a field is served, refused by name, or unknown and refused with the nearest name.
+"""Bodies of requests, typed strictly: a field is served, accepted and not used, or refused by name.
 
-None stands for "not given", as clients send it. Bounds of values are those of SamplingParams and are checked there.
+None stands for "not given", whatever the field: clients send answers back with a null for every field that was empty.
+Bounds of values are those of SamplingParams and are checked there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_whitespace_pattern": ((), 'use structured_outputs: {"json": ..., "whitespace_pattern": ...}'),
     "best_of": ((1,), "use n"),
     "previous_response_id": ((), "nothing is stored: send the whole conversation"),
+    "conversation": ((), "nothing is stored: send the whole conversation"),
     "spaces_between_special_tokens": ((True,), "the tokenizer's decoder says where spaces are"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "add_special_tokens": ((), "prompts may be token ids"),
@@ -33,17 +35,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "beam search is not supported"),
     "echo": ((False,), "the prompt is not repeated"),
     "suffix": (("",), "text is not inserted"),
-    "store": ((False,), "nothing is stored"),
-    "metadata": (({},), "nothing is stored"),
-    "service_tier": (("auto", "default"), "there is one tier; use priority"),
+    "service_tier": (("auto", "default", "standard_only"), "there is one tier; use priority"),
     "modalities": ((["text"],), "text is the only modality"),
     "audio": ((), "text is the only modality"),
-    "prediction": ((), "use speculative decoding by suffix or n-gram"),
     "web_search_options": ((), "there is no web search"),
-    "reasoning": (({},), "give it in chat_template_kwargs, if the model's template reads it"),
+    "reasoning": (({},), "use reasoning_effort or chat_template_kwargs"),
     "include": (([],), "answers hold all there is"),
     "thinking": (({"type": "disabled"},), "give it in chat_template_kwargs, if the model's template reads it"),
-    "verbosity": (("medium",), "ask for it in the messages"),
     "functions": ((), "use tools"),
     "function_call": ((), "use tool_choice"),
     "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
@@ -51,6 +49,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
 }  # fmt: skip
+# Fields that may be in any object of a body, with any value: the text of an answer does not depend on them. They say
+# who asks, what OpenAI's and Anthropic's servers should keep or cache, or repeat what an answer said beside its text.
+UNUSED = frozenset({
+    "annotations", "cache_control", "caller", "citations", "context_management", "kv_transfer_params", "metadata",
+    "mm_processor_kwargs", "namespace", "parsed", "parsed_arguments", "parsed_output", "phase", "prediction",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store", "toolset_name",
+    "user", "verbosity",
+})  # fmt: skip
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
@@ -62,16 +68,25 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_by_name(cls, data: Any) -> Any:
+    def leave_out_unused(cls, data: Any) -> Any:
+        """The fields that the model decides on, which refuses those that it does not have."""
         if not isinstance(data, dict):
             return data
-        for name in data.keys() & REFUSED.keys() - cls.model_fields.keys():
+        own = cls.model_fields
+        given = {name: value for name, value in data.items()
+                 if value is not None and (name in own or name not in UNUSED)}
+        for name in given.keys() & REFUSED.keys() - own.keys():
             neutral, why = REFUSED[name]
-            value = data[name]
-            if value is not None and not any(value == other and type(value) is type(other) for other in neutral):
+            value = given.pop(name)
+            if not any(value == other and type(value) is type(other) for other in neutral):
                 raise PydanticCustomError("refused", "{param} is not supported with the value {value}: {why}",
                                           {"param": name, "value": shown(value), "why": why})
-        return {name: value for name, value in data.items() if name not in REFUSED or name in cls.model_fields}
+        return given
+
+
+def type_tag(value: Any) -> str:
+    """Tag of an object in a union: its type, in brackets, since a type may also be the name of a field."""
+    return f"<{value.get('type') or 'message'}>" if isinstance(value, dict) else f"<{getattr(value, 'type', '')}>"
 
 
 # Lists are read up to the first value of another type: to say of each of a million token ids that it is no text takes a
@@ -84,7 +99,7 @@ Prompts: TypeAlias = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fa
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(default=None, description="accepted and not used")
 
 
 class Scheduled(Body):
@@ -134,9 +149,6 @@ class Generated(Scheduled):
     seed: int | None = None
     speculative: bool | int | None = Field(default=None, description="false: no drafts; a number: at most so many")
     stream: bool | None = None
-    user: str | None = Field(default=None, description="accepted and not used")
-    prompt_cache_key: str | None = Field(default=None, description="accepted and not used: every prefix is cached")
-    safety_identifier: str | None = Field(default=None, description="accepted and not used")
 
 
 class SamplingFields(Generated):
@@ -174,7 +186,8 @@ class SamplingFields(Generated):
             raise ApiError(400, "response_format and structured_outputs say the same thing: give one of them",
                            param="response_format")
         try:
-            return StructuredOutputsParams.from_fields(self.structured_outputs)
+            given = {name: value for name, value in self.structured_outputs.items() if value is not None}
+            return StructuredOutputsParams.from_fields(given)
         except ValueError as error:
             raise bad_value(error, type(self).model_fields) from None
 
@@ -301,7 +314,8 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = Field(default=None, description="also those that the tokenizer puts around a "
                                                                       "text; default false")
-    reasoning_effort: str | None = Field(default=None, description="given to the chat template, which must read it")
+    reasoning_effort: str | None = Field(default=None, description="for chat templates that read it; none: those with "
+                                                                   "a switch for reasoning turn it off")
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from itertools import count
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from outrider.server.errors import ApiError
 from outrider.server.parsers import Call, Content, Event, Reasoning
@@ -27,6 +27,7 @@ from outrider.server.protocol import (
     TextPart,
     Tool,
     ToolCall,
+    type_tag,
 )
 from outrider.server.service import Service, new_id
 from outrider.server.translated_chat import TranslatedChat
@@ -38,7 +39,6 @@ Json = dict[str, Any]
 class InputText(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
@@ -78,6 +78,13 @@ class InputReasoning(InputItem):
     encrypted_content: None = None
 
 
+Item: TypeAlias = Annotated[
+    Annotated[InputMessage, Tag("<message>")] | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputCallOutput, Tag("<function_call_output>")] | Annotated[InputReasoning, Tag("<reasoning>")],
+    Discriminator(type_tag, custom_error_type="type",
+                  custom_error_message="the type must be message, function_call, function_call_output or reasoning")]
+
+
 class ResponseTool(Function):
     type: Literal["function"]
 
@@ -99,11 +106,10 @@ class TextFormat(Body):
 
 class ResponseText(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(Generated):
-    input: str | list[InputMessage | InputCall | InputCallOutput | InputReasoning]
+    input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[ResponseTool] | None = None

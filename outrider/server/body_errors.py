@@ -1,0 +1,48 @@
+"""What is wrong with a body, in one sentence that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from outrider.core.fields import did_you_mean
+from outrider.server.errors import ApiError
+
+Problem = Mapping[str, Any]  # as pydantic tells it
+FIRST = ("refused", "extra_forbidden")  # kinds of problems that say more than others, which often follow from them
+MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for each of its items
+
+
+def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> ApiError:
+    """fields: names of the fields that the whole body may have."""
+    problems = problems[:MAX_PROBLEMS]
+    first = next((problem for kind in FIRST for problem in problems if problem["type"] == kind), problems[0])
+    place = _place(first, body)
+    param = place[0] if place else None
+    match first["type"]:
+        case "refused":
+            where = f"{'.'.join(place)}: " if place else ""
+            return ApiError(400, where + first["msg"], param=param or first["ctx"]["param"])
+        case "json_invalid":
+            return ApiError(400, "the body is not valid JSON")
+        case "missing" if not place:
+            return ApiError(400, "the request has no body")
+        case "extra_forbidden":
+            hint = did_you_mean(place[0], fields) if len(place) == 1 else ""
+            return ApiError(400, f"there is no field {'.'.join(place)[:100]!r}{hint}", param=param)
+    # A place has problems of its own and further ones inside it only where it is a union, and the alternative that was
+    # read furthest is the one that was meant.
+    inside = [other for each in problems if (other := _place(each, body))[: len(place)] == place]
+    place = max(inside, key=len)
+    said = dict.fromkeys(problem["msg"] for problem in problems if _place(problem, body) == place)
+    return ApiError(400, f"{'.'.join(place) or 'the body'}: {', or '.join(list(said)[:3])}"[:500], param=param)
+
+
+def _place(problem: Problem, body: Any) -> list[str]:
+    """Where in the body a problem is. Pydantic also names the alternatives of unions, which the body does not have."""
+    place, value = [], body
+    for part in problem["loc"][1:]:  # behind "body"
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            place.append(str(part))
+            value = value[part]
+    return [*place, str(problem["loc"][-1])] if problem["type"] == "missing" and len(problem["loc"]) > 1 else place
