@@ -169,11 +169,13 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
+        hints: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt of a chat. It ends where an answer begins (`add_generation_prompt`, the default), or within the
         last message (`continue_final_message`). `chat_template`: the name of one of the model's templates, or a
-        template. Further `variables`, also as `chat_template_kwargs`, must be some that the template uses.
+        template. Further `variables`, also as `chat_template_kwargs`, must be some that the template uses; `hints` are
+        variables that it may ignore.
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
         from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
 
@@ -194,7 +196,7 @@ class Tokenizer:
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}
         template.check_variables(name for name, value in asked.items() if value is not None and value != [])
-        values = {"documents": None, **self.special_tokens, **asked}
+        values = {"documents": None, **self.special_tokens, **(hints or {}), **asked}
         if not continue_final_message:
             return template.render(messages, add_generation_prompt is not False, values)
         return up_to_the_end_of(messages, template.render(messages, False, values))

@@ -37,11 +37,8 @@ async def prepare_chat(service: Service, body: ChatRequest,
     forced = forced_calls(body, service.config.tool_call_parser)
     service.check_load()
     tools = None if body.tool_choice == "none" else body.tools
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-    prompt = await service.encode_chat(body.messages, tools, variables, body.add_generation_prompt,
-                                       body.continue_final_message, body.add_special_tokens)
+    prompt = await service.encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt,
+                                       body.continue_final_message, body.add_special_tokens, body.reasoning_effort)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)

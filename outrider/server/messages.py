@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.errors import ApiError
@@ -18,6 +18,8 @@ from outrider.server.protocol import (
     ChatRequest,
     Function,
     FunctionCall,
+    JsonSchema,
+    ResponseFormat,
     Said,
     Tool,
     ToolCall,
@@ -92,14 +94,50 @@ class MessageToolChoice(Body):
         return "required" if self.type == "any" else self.type
 
 
+class Thinking(Body):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, description="accepted and not used: max_tokens bounds the answer")
+    display: str | None = Field(default=None, description="accepted and not used: thoughts are always shown")
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    definition: Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class MessagesPrompt(Body):
-    """The part of a request that becomes the prompt."""
+    """The part of a request that becomes the prompt, and the form of the answer, which is not counted."""
 
     model: str | None = None
     messages: list[Message]
     system: str | list[TextBlock] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        effort = None if self.output_config is None else self.output_config.effort
+        return effort or (None if self.thinking is None else "medium")
+
+    @property
+    def response_format(self) -> ResponseFormat | None:
+        newer = None if self.output_config is None else self.output_config.format
+        if newer is not None and self.output_format is not None:
+            raise ApiError(400, "output_format and output_config.format say the same thing: give one of them",
+                           param="output_format")
+        form = newer or self.output_format
+        return None if form is None else ResponseFormat(type="json_schema",
+                                                        json_schema=JsonSchema(schema=form.definition))
 
 
 class MessagesRequest(MessagesPrompt):
@@ -116,7 +154,8 @@ async def count_tokens(service: Service, body: MessagesPrompt) -> int:
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = chat_messages(body)
-    return len(await service.encode_chat(messages, tools, None, None, continues_last(messages)))
+    return len(await service.encode_chat(messages, tools, None, None, continues_last(messages),
+                                         reasoning_effort=body.reasoning_effort))
 
 
 def _tools(body: MessagesPrompt) -> list[Tool]:
@@ -128,10 +167,12 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
     choice, messages = body.tool_choice, chat_messages(body)
     chat = ChatRequest(model=body.model, messages=messages, tools=_tools(body) or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
-                       continue_final_message=continues_last(messages),
+                       continue_final_message=continues_last(messages), reasoning_effort=body.reasoning_effort,
+                       response_format=body.response_format,
                        stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
                        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
-    conversation = TranslatedChat(service, chat, {"stop": "stop_sequences"})
+    form = "output_config" if body.output_format is None else "output_format"
+    conversation = TranslatedChat(service, chat, {"stop": "stop_sequences", "response_format": form})
     await conversation.prepare(tenant)
     run = _Message(conversation, body)
     timeout = service.config.request_timeout

@@ -24,6 +24,7 @@ from outrider.server.protocol import (
     Generated,
     ResponseFormat,
     Said,
+    StreamOptions,
     TextPart,
     Tool,
     ToolCall,
@@ -108,6 +109,15 @@ class ResponseText(Body):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: str | None = Field(default=None, description="accepted and not used: reasoning comes as it was written")
+    generate_summary: str | None = Field(default=None, description="the old name of summary")
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
 class ResponsesRequest(Generated):
     input: str | list[Item]
     instructions: str | None = None
@@ -116,9 +126,18 @@ class ResponsesRequest(Generated):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
-    truncation: Literal["disabled"] | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="accepted and not used: a conversation that is too long is refused")
     background: Literal[False] | None = None
     chat_template_kwargs: Json | None = None
+    metadata: Json | None = Field(default=None, description="is in the answer, too")
+    include: list[str] | None = Field(default=None, description="accepted and not used, except for log-probabilities, "
+                                                                "which are refused")
+    top_logprobs: int | None = Field(default=None, description="accepted and not used: for log-probabilities that "
+                                                               "include asks for")
+    stream_options: StreamOptions | None = Field(default=None, description="accepted and not used")
+    max_tool_calls: int | None = Field(default=None, description="accepted and not used: for tools that a server runs")
 
     @property
     def text_format(self) -> TextFormat:
@@ -131,10 +150,14 @@ SHARED = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls",
 
 
 async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
+    if LOGPROBS in (body.include or []):
+        raise ApiError(400, f"include: {LOGPROBS} is not supported: /v1/chat/completions has log-probabilities",
+                       param="include")
     tools = [Tool(type="function", function=Function(name=t.name, description=t.description, parameters=t.parameters))
              for t in body.tools or []]
     chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
                        response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
+                       reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
                        **{name: getattr(body, name) for name in SHARED})
     conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
@@ -222,12 +245,13 @@ class _Response:
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": {},
-            "model": self._conversation.model, "output": self._items.items,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {}, "model": self._conversation.model, "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
             "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
+            "tool_choice": body.tool_choice or "auto", "truncation": body.truncation or "disabled",
+            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or []], "usage": usage and {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],

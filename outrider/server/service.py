@@ -91,8 +91,9 @@ class Service:
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
                           continue_final_message: bool | None = None,
-                          add_special_tokens: bool | None = None) -> list[int]:
-        """add_special_tokens: those that the tokenizer puts around a text, beside those that the template writes."""
+                          add_special_tokens: bool | None = None, reasoning_effort: str | None = None) -> list[int]:
+        """add_special_tokens: those that the tokenizer puts around a text, beside those that the template writes.
+        reasoning_effort: how much the model should reason, or "none", for templates that read a variable for it."""
         variables = variables or {}
         for name in variables.keys() & set(RESERVED):
             raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
@@ -103,9 +104,10 @@ class Service:
                 text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
                                              add_generation_prompt=add_generation_prompt,
                                              continue_final_message=continue_final_message is True,
-                                             chat_template=self._chat_template, chat_template_kwargs=variables)
+                                             chat_template=self._chat_template, chat_template_kwargs=variables,
+                                             hints=_reasoning_hints(reasoning_effort))
             except ValueError as error:
-                refused = bad_value(error, ("messages", "tools", "continue_final_message", "reasoning_effort"))
+                refused = bad_value(error, ("messages", "tools", "continue_final_message"))
                 is_variable = str(error).startswith(tuple(f"{name} " for name in variables))
                 refused.param = refused.param or ("chat_template_kwargs" if is_variable else "messages")
                 raise refused from None
@@ -175,6 +177,13 @@ class Service:
     @cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+
+def _reasoning_hints(effort: str | None) -> dict[str, Any]:
+    """The variables by which chat templates are told how much to reason. Few templates read more than one of them."""
+    does_reason = effort != "none"
+    return {} if effort is None else {
+        "reasoning_effort": effort, "enable_thinking": does_reason, "thinking": does_reason}
 
 
 def new_id(prefix: str) -> str:

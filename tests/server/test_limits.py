@@ -79,7 +79,7 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "refused the messages: No."),
     ({"chat_template_kwargs": {"colour": "red"}}, "colour is not supported"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
+    ({"tool_choice": "required"}, "tool_choice"),
 ])  # fmt: skip
 def test_a_bad_chat_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
     error = served.error("/v1/chat/completions", **({"messages": CHAT} | fields))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.async_llm import AsyncLLM
+from outrider.engine.text import Tokenizer
 from outrider.server.app import build_app
 from outrider.server.protocol import UNUSED, Body
 from tests.server.rig import MODEL, Served, serving, tiny_engine
@@ -81,7 +82,7 @@ def answer(served: Served, path: str, body: dict[str, Any]) -> Any:
 def without_ids(value: Any) -> Any:
     if isinstance(value, list):
         return [without_ids(each) for each in value]
-    changing = ("id", "call_id", "created", "created_at", "metrics", "usage")
+    changing = ("id", "call_id", "created", "created_at", "metadata", "metrics", "usage")
     return value if not isinstance(value, dict) else {
         name: without_ids(each) for name, each in value.items() if name not in changing}
 
@@ -180,6 +181,54 @@ def test_fields_that_change_nothing_are_accepted_and_listed(served: Served, path
         place |= {name: {"colour": "red"} for name in UNUSED}
     assert answer(served, path, more) == plain
     assert all(f"`{name}`" in DOCS.read_text() for name in UNUSED)
+
+
+SWITCHES = "{{ messages[0].content }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "How?"}], "max_tokens": 1}
+INPUT: dict[str, Any] = {"input": "How?", "max_output_tokens": 1}
+
+
+@pytest.mark.parametrize(("path", "body", "prompt"), [
+    ("/v1/chat/completions", ASK, "How?   "),
+    ("/v1/chat/completions", ASK | {"reasoning_effort": "low"}, "How? low True True"),
+    ("/v1/chat/completions", ASK | {"reasoning_effort": "none"}, "How? none False False"),
+    ("/v1/chat/completions", ASK | {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False}},
+     "How? low True False"),
+    ("/v1/responses", INPUT | {"reasoning": {"effort": "high", "summary": "auto"}}, "How? high True True"),
+    ("/v1/responses", INPUT | {"reasoning": {"summary": "auto"}}, "How?   "),
+    ("/v1/messages", ASK | {"thinking": {"type": "enabled", "budget_tokens": 2048}}, "How? medium True True"),
+    ("/v1/messages", ASK | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+     "How? high True True"),
+    ("/v1/messages", ASK | {"thinking": {"type": "disabled"}}, "How? none False False"),
+])  # fmt: skip
+def test_reasoning_is_asked_for_by_the_templates_own_switch(served: Served, monkeypatch: pytest.MonkeyPatch, path: str,
+                                                            body: dict[str, Any], prompt: str) -> None:
+    texts: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda own, text, add: [texts.append(text), encode(own, text, add)][1])
+    hints = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
+    assert served.post(path, **hints).status_code == 200, "the model's template has no switch"
+    monkeypatch.setattr(served.service, "_chat_template", SWITCHES)
+    assert served.post(path, **body).status_code == 200
+    assert texts == ["[user]How?[assistant]", prompt]
+
+
+def test_options_of_the_other_apis(served: Served) -> None:
+    hints = {"truncation": "auto", "include": ["reasoning.encrypted_content"], "max_tool_calls": 3, "top_logprobs": 2,
+             "stream_options": {"include_obfuscation": False}, "metadata": {"run": "7"}, "text": {"verbosity": "low"}}
+    plain, hinted = (answer(served, "/v1/responses", INPUT | GREEDY | more) for more in ({}, hints))
+    assert hinted["output"] == plain["output"]
+    assert served.post("/v1/responses", **INPUT, **hints).json()["metadata"] == {"run": "7"}
+    assert served.post("/v1/responses", **INPUT, **hints, stream=True).status_code == 200
+    form = {"type": "json_schema", "schema": {"enum": ["yes"]}}
+    for more in ({"output_format": form}, {"output_config": {"format": form}}):
+        said = answer(served, "/v1/messages", ASK | {"max_tokens": 9} | more)
+        assert said["content"][0]["text"] == '"yes"'
+    asked = {"type": "json_schema", "schema": {"type": "colour"}}
+    for field, wrong in (("output_format", asked), ("output_config", {"format": asked})):
+        assert served.error("/v1/messages", **ASK, **{field: wrong})["param"] == field
+    error = served.error("/v1/messages", **ASK, output_format=form, output_config={"format": form})
+    assert "give one of them" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "body", "words"), [

@@ -141,5 +141,8 @@ def test_what_they_do_not_do_is_refused_by_name(plain: Served) -> None:
     assert plain.error("/v1/responses", input="x", tools=[{"type": "function", "name": ""}])["param"] == "tools"
     assert plain.post("/v1/messages/other").json()["error"]["type"] == "not_found_error"
     message = {"max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
-    assert plain.error("/v1/messages", **message, thinking={"type": "enabled"})["param"] == "thinking"
+    assert plain.error("/v1/messages", **message, thinking={"type": "deep"})["param"] == "thinking"
+    error = plain.error("/v1/responses", input="x", include=["message.output_text.logprobs"])
+    assert error["param"] == "include" and "/v1/chat/completions" in error["message"]
+    assert plain.error("/v1/responses", input="x", conversation="conv_1")["param"] == "conversation"
     assert plain.error("/v1/messages", **message, tool_choice={"type": "any"})["param"] == "tool_choice"
