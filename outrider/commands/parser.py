@@ -87,6 +87,7 @@ SERVER_HELP = {
     "host": "address to listen at; 0.0.0.0 for all",
     "port": "port to listen at; 0 for a free one",
     "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
+    "admin": "serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, to every client that has a key",
     "served_model_name": "name of the model in requests and answers (repeat for several)",
     "chat_template": "a file with a chat template, or the name of one of the model's",
     "allowed_origins": "web page origin that may call the server (repeat for several)",

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
 from outrider.async_llm import LONG_TEXT
+from outrider.server import admin
 from outrider.server.bodies import BodyRoute
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
@@ -38,13 +39,11 @@ from outrider.server.service import Service
 from outrider.server.work import api_error
 
 log = logging.getLogger("outrider")
-NO_SLEEP = "the model stays on its device; stop the server and start it again"
 NO_ADAPTERS = "adapters are not loaded; merge them into the model's weights"
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
-    "/sleep": NO_SLEEP, "/wake_up": NO_SLEEP, "/is_sleeping": NO_SLEEP,
+    **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
     "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
-    "/reset_prefix_cache": "give requests a cache_salt, with which they share pages among themselves only",
     "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
     "/score": "compare embeddings of /v1/embeddings", "/rerank": "compare embeddings of /v1/embeddings",
@@ -68,6 +67,8 @@ def build_app(service: Service) -> FastAPI:
     app.include_router(_openai_routes(service))
     app.include_router(_text_routes(service))
     app.include_router(_state_routes(service))
+    if config.admin:
+        app.include_router(admin.admin_routes(service))
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -161,20 +162,26 @@ def _state_routes(service: Service) -> APIRouter:
 
     @routes.get("/health")
     @routes.get("/ping")
+    @routes.post("/ping", include_in_schema=False)
     @routes.head("/health", include_in_schema=False)
     @routes.head("/ping", include_in_schema=False)
     async def health() -> Response:
-        """200 with an empty body, or 503 with the reason: loading, failed, or no step for too long."""
+        """200, or 503 with the reason: loading, failed, or no step for too long. The body of a 200 is empty, or says
+        why requests wait: an engine that sleeps is healthy, and nothing should start it again."""
         problem = service.host.problem
         if problem is not None:
             raise ApiError(503, problem, retry_after=5)
-        return Response()
+        pause = service.host.pause
+        return Response() if pause is None else JSONResponse({"status": "paused", "reason": pause})
 
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Whether a request would be served now: healthy, and room in the queue."""
+        """Whether a request would be served now: healthy, awake, and room in the queue."""
         await health()
+        pause = service.host.pause
+        if pause is not None:
+            raise ApiError(503, pause, retry_after=5)
         service.check_load()
         return Response()
 

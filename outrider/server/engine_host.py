@@ -89,6 +89,11 @@ class EngineHost:
             case Loading(reason) | Failed(reason):
                 return reason
 
+    @property
+    def pause(self) -> str | None:
+        """Why requests wait although the engine is healthy: it sleeps, or an update of its weights was cut off."""
+        return self.state.llm.engine.paused_because if isinstance(self.state, Serving) else None
+
     async def run(self) -> None:
         """Until the task is cancelled, or the engine has failed for good."""
         interval = min(1.0, self._stall_timeout / 4)

@@ -18,6 +18,7 @@ class ServerConfig:
     host: Text = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: a free one, which is printed
     api_key: tuple[Text, ...] = ()  # none: every request is served
+    admin: bool = False  # serve the routes that change the server for all clients
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
     chat_template: Text | None = None  # a file, a template's name or a template
     allowed_origins: tuple[Text, ...] = ()  # none: no CORS headers are sent

@@ -1,0 +1,87 @@
+"""Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
+
+They change the server for all clients. A web page may call them only from an allowed origin: they need no body, so a
+browser would send a page's request without asking the server first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from outrider.core.fields import did_you_mean, shown
+from outrider.server.errors import ApiError, bad_value
+from outrider.server.service import Service
+from outrider.server.work import api_error
+
+PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
+NEEDS_FLAG = "it changes the server for all clients, and is there on a server that was started with --admin"
+Answer = TypeVar("Answer")
+TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def admin_routes(service: Service) -> APIRouter:
+    def check_origin(request: Request) -> None:
+        origin = request.headers.get("origin")
+        allowed = service.config.allowed_origins
+        if origin is None or origin in allowed or "*" in allowed:
+            return
+        if urlsplit(origin).netloc != request.headers.get("host"):
+            raise ApiError(403, "web pages of other origins may not call this route: see --allowed-origins")
+
+    routes = APIRouter(dependencies=[Depends(check_origin)])
+
+    @routes.post("/sleep")
+    async def sleep(request: Request, level: Annotated[str, Query()] = "1",
+                    mode: Annotated[str, Query()] = "keep") -> dict[str, Any]:
+        """Give the memory of weights and cache back. Requests wait until /wake_up."""
+        _check_names(request, ("level", "mode"))
+        if mode != "keep":
+            raise ApiError(400, f"mode must be keep, got {shown(mode)}: requests wait for /wake_up", param="mode")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
+                                f"{shown(level)}", param="level")
+        return asdict(await _carried_out(service.host.llm.sleep(int(level))))
+
+    @routes.post("/wake_up")
+    async def wake_up(request: Request, tags: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
+        """Bring everything back, or the parts that `tags` names."""
+        _check_names(request, ("tags",))
+        return asdict(await _carried_out(service.host.llm.wake_up(tags or None)))
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": await service.host.llm.is_sleeping()}
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request,
+                                 reset_running_requests: Annotated[str, Query()] = "false") -> dict[str, bool]:
+        """Forget cached pages. `success`: whether all are forgotten; those of running requests stay, unless
+        `reset_running_requests` preempts these."""
+        _check_names(request, ("reset_running_requests",))
+        preempts = TRUTHS.get(reset_running_requests.lower())
+        if preempts is None:
+            raise ApiError(400, f"reset_running_requests must be true or false, got {shown(reset_running_requests)}",
+                           param="reset_running_requests")
+        return {"success": await _carried_out(service.host.llm.reset_prefix_cache(preempts))}
+
+    return routes
+
+
+async def _carried_out(action: Awaitable[Answer]) -> Answer:
+    try:
+        return await action
+    except ValueError as error:
+        raise bad_value(error, ("level", "tags")) from None
+    except Exception as error:
+        raise api_error(error) from error
+
+
+def _check_names(request: Request, known: Sequence[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}", param=name[:100])
