@@ -23,7 +23,7 @@ from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
-from outrider.server.embeddings import EmbeddingRequest, create_embeddings
+from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard
@@ -35,6 +35,7 @@ from outrider.server.protocol import (
     TokenizeRequest,
 )
 from outrider.server.responses import ResponsesRequest, create_response
+from outrider.server.scoring import RerankRequest, ScoreRequest, create_rerank, create_score
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
@@ -46,8 +47,7 @@ NOT_SERVED = {
     "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
     "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
-    "/score": "compare embeddings of /v1/embeddings", "/rerank": "compare embeddings of /v1/embeddings",
-    "/pooling": "use /v1/embeddings", "/classify": "use /v1/completions with a choice as structured output",
+    "/classify": 'ask /v1/completions for one of the classes, with structured_outputs: {"choice": [...]}',
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def build_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(_openai_routes(service))
+    app.include_router(_pooled_routes(service))
     app.include_router(_text_routes(service))
     app.include_router(_state_routes(service))
     if config.admin:
@@ -111,9 +112,30 @@ def _openai_routes(service: Service) -> APIRouter:
     async def count_message_tokens(body: MessagesPrompt) -> dict[str, int]:
         return {"input_tokens": await count_tokens(service, body)}
 
+    return routes
+
+
+def _pooled_routes(service: Service) -> APIRouter:
+    routes = APIRouter(route_class=BodyRoute)
+
     @routes.post("/v1/embeddings")
     async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
         return await create_embeddings(service, body, request.scope[TENANT])
+
+    @routes.post("/pooling")
+    async def pooling(body: PoolingRequest, request: Request) -> Response:
+        return await create_pooling(service, body, request.scope[TENANT])
+
+    @routes.post("/score")
+    @routes.post("/v1/score")
+    async def score(body: ScoreRequest, request: Request) -> Response:
+        return await create_score(service, body, request.scope[TENANT])
+
+    @routes.post("/rerank")
+    @routes.post("/v1/rerank")
+    @routes.post("/v2/rerank")
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        return await create_rerank(service, body, request.scope[TENANT])
 
     return routes
 

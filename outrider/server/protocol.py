@@ -111,6 +111,17 @@ class Scheduled(Body):
                                                                   "own limit is not less")
 
 
+class Prompted(Scheduled):
+    """Fields of requests whose prompts reach the model as they are given, or through a chat template alone."""
+
+    request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = Field(
+        default=None, description="the answer's id ends with it")
+    truncate_prompt_tokens: int | None = Field(
+        default=None, description="a prompt of more tokens is cut to so many; -1: to those that fit")
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="where a prompt is cut; default left, and right for embeddings")
+
+
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
@@ -20,10 +20,11 @@ from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, generate
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ChatMessage, SamplingFields, Scheduled, Tool
+from outrider.server.protocol import ChatMessage, Prompted, SamplingFields, Scheduled, Tool
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
 from outrider.server.tracing import Tracing
+from outrider.server.truncation import Side, Truncation
 
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a body has fields for
 
@@ -67,31 +68,32 @@ class Service:
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
         """A text of the field `param` of a body."""
-        if len(text) > LONG_TEXT:
-            self._check_length(text, param)
-            return await asyncio.to_thread(self._encoded, text, param, add_special_tokens)
-        return self._encoded(text, param, add_special_tokens)
+        (ids,) = await self.encode_prompts(text, param, add_special_tokens)
+        return ids
 
     async def encode_prompts(self, given: str | list[str] | list[int] | list[list[int]], param: str,
-                             add_special_tokens: bool = True) -> list[list[int]]:
-        """One prompt or several, each a text or token ids, from the field `param` of a body."""
-        if isinstance(given, str):
-            return [await self.encode(given, param, add_special_tokens)]
-        if not given:
+                             add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[list[int]]:
+        """One prompt or several, each a text or token ids, from the field `param` of a body. Many characters, in one
+        text or in all together, are tokenized in a thread."""
+        if not given and not isinstance(given, str):
             raise ApiError(400, f"{param} is an empty list", param=param)
-        if isinstance(given[0], int):
-            return [given]
-        if len(given) > self.config.max_prompts:
-            raise ApiError(400, f"{param} has {len(given)} prompts, and at most {self.config.max_prompts} are served "
+        prompts: Sequence[str | list[int]] = cast(
+            "Sequence[str | list[int]]", [given] if isinstance(given, str) or isinstance(given[0], int) else given)
+        if len(prompts) > self.config.max_prompts:
+            raise ApiError(400, f"{param} has {len(prompts)} prompts, and at most {self.config.max_prompts} are served "
                                 "in one request", param=param)
-        return [await self.encode(each, param, add_special_tokens)
-                if isinstance(each, str) else list(each)
-                for each in given]
+
+        def work() -> list[list[int]]:
+            return [self._encoded(each, param, add_special_tokens, truncation) if isinstance(each, str)
+                    else list(each) if truncation is None else truncation.cut(each) for each in prompts]
+
+        num_characters = sum(len(each) for each in prompts if isinstance(each, str))
+        return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
-                          continue_final_message: bool | None = None,
-                          add_special_tokens: bool | None = None, reasoning_effort: str | None = None) -> list[int]:
+                          continue_final_message: bool | None = None, add_special_tokens: bool | None = None,
+                          truncation: Truncation | None = None, reasoning_effort: str | None = None) -> list[int]:
         """add_special_tokens: those that the tokenizer puts around a text, beside those that the template writes.
         reasoning_effort: how much the model should reason, or "none", for templates that read a variable for it."""
         variables = variables or {}
@@ -111,10 +113,12 @@ class Service:
                 is_variable = str(error).startswith(tuple(f"{name} " for name in variables))
                 refused.param = refused.param or ("chat_template_kwargs" if is_variable else "messages")
                 raise refused from None
-            self._check_length(text, "messages")
-            return self._encoded(text, "messages", add_special_tokens=add_special_tokens is True)
+            return self._encoded(text, "messages", add_special_tokens is True, truncation)
 
         return await asyncio.to_thread(work)  # a template may take seconds
+
+    def truncation(self, body: Prompted, side: Side = "right", num_new: int = 0) -> Truncation | None:
+        return Truncation.from_body(body, self.host.llm.engine.limits.max_len, side, num_new)
 
     async def check_sampled(self, body: SamplingFields, prompts: Sequence[list[int]], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
@@ -161,18 +165,21 @@ class Service:
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests):
             pass
 
-    def _encoded(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+    def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
+        """A text that cannot fit is refused, or shortened, before it is tokenized: a token has at most so many
+        characters."""
+        max_len = self.host.llm.engine.limits.max_len
+        if len(text) > max_len and len(text) > max_len * self._longest_token:
+            if truncation is None:
+                raise ApiError(400, f"the prompt has {len(text)} characters, more than max_model_len ({max_len}) "
+                                    "tokens can hold", param=param)
+            text = truncation.shorten(text, max_len * self._longest_token)
         try:
+            if truncation is not None:
+                return truncation.encode(self.tokenizer, text, add_special_tokens)
             return self.tokenizer.encode(text, add_special_tokens)
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from None
-
-    def _check_length(self, text: str, param: str) -> None:
-        """A text that cannot fit is refused before it is tokenized: a token has at most so many characters."""
-        max_len = self.host.llm.engine.limits.max_len
-        if len(text) > max_len * self._longest_token:
-            raise ApiError(400, f"the prompt has {len(text)} characters, more than max_model_len ({max_len}) tokens "
-                                "can hold", param=param)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -186,5 +193,18 @@ def _reasoning_hints(effort: str | None) -> dict[str, Any]:
         "reasoning_effort": effort, "enable_thinking": does_reason, "thinking": does_reason}
 
 
+class RequestName(NamedTuple):
+    answer: str  # the id that the client sees
+    engine: str  # unique, whatever ids clients choose
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid4().hex}"
+
+
+def name_request(prefix: str, body: Prompted) -> RequestName:
+    """By the client's own id, if the body has one."""
+    if body.request_id is None:
+        own = new_id(prefix)
+        return RequestName(own, own)
+    return RequestName(f"{prefix}-{body.request_id}", new_id(f"{prefix}-{body.request_id}"))

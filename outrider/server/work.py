@@ -65,17 +65,21 @@ class Work(Response):
 
 
 class JsonWork(Work):
-    def __init__(self, answer: Awaitable[dict[str, Any]], timeout: float | None) -> None:
+    """`answer`: the object, or parts of its JSON that follow one another, which others have written."""
+
+    def __init__(self, answer: Awaitable[dict[str, Any] | list[bytes]], timeout: float | None) -> None:
         super().__init__(timeout)
         self._answer = answer
 
     async def _produce(self, send: Send) -> None:
         try:
-            body = compact(await self._answer).encode()
+            answer = await self._answer
+            parts = [compact(answer).encode()] if isinstance(answer, dict) else answer
         except Exception as error:
             raise api_error(error) from error
-        await self._start(send, b"application/json", (b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.body", "body": body})
+        await self._start(send, b"application/json", (b"content-length", str(sum(map(len, parts))).encode()))
+        for i, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": i < len(parts) - 1})
 
 
 class EventStream(Work):

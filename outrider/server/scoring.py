@@ -1,0 +1,129 @@
+"""/score and /rerank: how similar texts are, by the angle between their embeddings.
+
+Bodies and answers are vLLM's; those of /rerank are also Jina's and Cohere's. Each text is computed once, however many
+pairs it is part of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from outrider.core.checked_request import CheckedRequest
+from outrider.server.errors import ApiError
+from outrider.server.pooled import PooledRequest, pooled_vectors, pooling_params, prompt_usage
+from outrider.server.protocol import Body, Prompts
+from outrider.server.service import Service, name_request
+from outrider.server.truncation import Truncation
+from outrider.server.work import JsonWork, Work
+
+# Names of the texts and of those that they are compared with, of which a body has one pair.
+PAIRS = (("text_1", "text_2"), ("queries", "items"), ("queries", "documents"), ("data_1", "data_2"))
+NEEDS_PAIR = "give the texts to compare as " + ", or as ".join(" and ".join(pair) for pair in PAIRS)
+
+
+class ScoreRequest(PooledRequest):
+    text_1: Prompts | None = Field(default=None, description="one text, or one for each of text_2")
+    text_2: Prompts | None = None
+    queries: Prompts | None = Field(default=None, description="one text, or one for each of items or documents")
+    items: Prompts | None = None
+    documents: Prompts | None = None
+    data_1: Prompts | None = Field(default=None, description="one text, or one for each of data_2")
+    data_2: Prompts | None = None
+
+
+class Document(Body):
+    text: str
+
+
+class RerankRequest(PooledRequest):
+    query: str
+    documents: Annotated[list[str | Document], Field(fail_fast=True)]
+    top_n: int | None = Field(default=None, ge=0, description="so many of the best; default, and 0: all")
+    return_documents: bool | None = Field(default=None, description="false: results have indices only")
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="the rest of a document is cut off")
+
+
+async def create_score(service: Service, body: ScoreRequest, tenant: str | None) -> Work:
+    names = _pair(body)
+    model = service.check_model(body.model)
+    service.check_load()
+    truncation = service.truncation(body)
+    ones, others = [await service.encode_prompts(getattr(body, name), name, truncation=truncation) for name in names]
+    if len(ones) not in (1, len(others)):
+        raise ApiError(400, f"{names[0]} has {len(ones)} texts and {names[1]} has {len(others)}: give one, or as many",
+                       param=names[0])
+    _check_number(service, len(ones) + len(others), names[1])
+    asked = await _checked(service, body, ones, names[0], tenant)
+    found = await _checked(service, body, others, names[1], tenant)
+
+    async def answer() -> dict[str, Any]:
+        name = name_request("score", body)
+        scores = await _scores(service, asked, found, name.engine)
+        return {"id": name.answer, "object": "list", "created": int(time.time()), "model": model,
+                "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+                "usage": prompt_usage([*asked, *found])}
+
+    return JsonWork(answer(), service.deadline(body))
+
+
+async def create_rerank(service: Service, body: RerankRequest, tenant: str | None) -> Work:
+    model = service.check_model(body.model)
+    service.check_load()
+    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    truncation = service.truncation(body)
+    query = await service.encode_prompts(body.query, "query", truncation=truncation)
+    most = body.max_tokens_per_doc
+    if most is not None and (truncation is None or most < truncation.num_tokens):
+        truncation = Truncation(most, "right")
+    documents = await service.encode_prompts(texts, "documents", truncation=truncation)
+    _check_number(service, 1 + len(documents), "documents")
+    asked = await _checked(service, body, query, "query", tenant)
+    found = await _checked(service, body, documents, "documents", tenant)
+
+    async def answer() -> dict[str, Any]:
+        name = name_request("rerank", body)
+        scores = await _scores(service, asked, found, name.engine)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        if body.return_documents is not False:
+            results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
+        return {"id": name.answer, "model": model, "results": results, "usage": prompt_usage([*asked, *found])}
+
+    return JsonWork(answer(), service.deadline(body))
+
+
+def _pair(body: ScoreRequest) -> tuple[str, str]:
+    known = dict.fromkeys(name for pair in PAIRS for name in pair)
+    given = tuple(name for name in known if getattr(body, name) is not None)
+    for pair in PAIRS:
+        if set(pair) == set(given):
+            return pair
+    raise ApiError(400, NEEDS_PAIR, param=given[0] if given else PAIRS[0][0])
+
+
+def _check_number(service: Service, num_texts: int, param: str) -> None:
+    if num_texts > service.config.max_prompts:
+        raise ApiError(400, f"the body has {num_texts} texts, and at most {service.config.max_prompts} are served "
+                            "in one request", param=param)
+
+
+async def _checked(service: Service, body: PooledRequest, prompts: Sequence[list[int]], param: str,
+                   tenant: str | None) -> list[CheckedRequest]:
+    try:
+        return await service.check(body, prompts, pooling_params(service, body), tenant)
+    except ApiError as error:
+        if error.param is not None:
+            raise
+        raise ApiError(error.status, f"{param}: {error}", param=param) from None
+
+
+async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
+                  request_id: str) -> list[float]:
+    vectors = await pooled_vectors(service, [*ones, *others], request_id)
+    first, second = vectors[: len(ones)], vectors[len(ones) :]
+    pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+    return [float(one @ other) for one, other in pairs]

@@ -1,0 +1,60 @@
+"""Truncation: prompts that are cut to a number of tokens before they are checked, as `truncate_prompt_tokens` asks for.
+
+Tokens that the tokenizer puts around a text stay: a model that was trained with a first or last token of its own would
+read another text without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.engine.text import Tokenizer
+from outrider.server.errors import ApiError
+from outrider.server.protocol import Prompted
+
+Side = Literal["left", "right"]
+ALL_THAT_FITS = -1
+
+
+@dataclass(frozen=True)
+class Truncation:
+    num_tokens: int
+    side: Side  # where tokens are left out
+
+    @classmethod
+    def from_body(cls, body: Prompted, max_len: int, side: Side, num_new: int = 0) -> Truncation | None:
+        """side: the side that is cut if the body does not say. num_new: tokens that follow the prompt."""
+        num_tokens = body.truncate_prompt_tokens
+        if num_tokens is None:
+            if body.truncation_side is not None:
+                raise ApiError(400, "truncation_side goes with truncate_prompt_tokens", param="truncation_side")
+            return None
+        if num_tokens == ALL_THAT_FITS:
+            num_tokens = max(1, max_len - num_new)
+        elif not 1 <= num_tokens <= max_len:
+            raise ApiError(400, f"truncate_prompt_tokens must be 1 to {max_len}, or -1 for all that fit",
+                           param="truncate_prompt_tokens")
+        return cls(num_tokens, body.truncation_side or side)
+
+    def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        encoded = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        if len(ids) <= self.num_tokens:
+            return ids
+        mask = encoded.special_tokens_mask  # 1: not of the text itself
+        num_before = next((i for i, is_added in enumerate(mask) if not is_added), len(mask))
+        num_after = next((i for i, is_added in enumerate(reversed(mask)) if not is_added), 0)
+        num_own = self.num_tokens - num_before - num_after
+        if num_own < 1:
+            return self.cut(ids)
+        own = ids[num_before : len(ids) - num_after]
+        return ids[:num_before] + Truncation(num_own, self.side).cut(own) + ids[len(ids) - num_after :]
+
+    def cut(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[: self.num_tokens] if self.side == "right" else ids[-self.num_tokens :])
+
+    def shorten(self, text: str, num_characters: int) -> str:
+        """The characters that the tokens that stay may come from, so that a text of any length takes bounded time."""
+        return text[:num_characters] if self.side == "right" else text[-num_characters:]
