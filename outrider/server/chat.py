@@ -13,10 +13,19 @@ from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
 from outrider.server.forms import ForcedCalls, chat_form, forced_calls
-from outrider.server.generation import Change, ChangeReader, Usage, finite, named, top_logprobs, whole_outputs
+from outrider.server.generation import (
+    Change,
+    ChangeReader,
+    Usage,
+    finite,
+    named,
+    named_by_id,
+    top_token_ids,
+    whole_outputs,
+)
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
-from outrider.server.service import Service, new_id
+from outrider.server.service import Service, name_request
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 PROMPT_END = 16  # tokens of the prompt in which a template may have opened a region
@@ -38,7 +47,8 @@ async def prepare_chat(service: Service, body: ChatRequest,
     service.check_load()
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await service.encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt,
-                                       body.continue_final_message, body.add_special_tokens, body.reasoning_effort)
+                                       body.continue_final_message, body.add_special_tokens,
+                                       service.truncation(body, "left", _max_tokens(body) or 1), body.reasoning_effort)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
@@ -96,12 +106,12 @@ class _Chat:
     def __init__(self, service: Service, body: ChatRequest, requests: Sequence[CheckedRequest], model: str,
                  choices: Sequence[ParsedChoice]) -> None:
         self._service, self._body, self._requests, self._choices = service, body, requests, choices
-        self._id = new_id("chatcmpl")
+        self._name = name_request("chatcmpl", body)
         self._model, self._created = model, int(time.time())
         self._usage = Usage(requests)
 
     async def answer(self) -> dict[str, Any]:
-        (last,) = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
+        (last,) = await whole_outputs(self._service.run(self._requests, self._name.engine), self._requests, self._usage)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json()}
@@ -116,14 +126,15 @@ class _Chat:
         reader = ChangeReader(keeps_runs=bool(self._body.return_run_lengths))
         head = compact(self._head("chat.completion.chunk"))[:-1]
         has_begun = False
-        async with aclosing(self._service.run(self._requests, self._id)) as parts:
+        async with aclosing(self._service.run(self._requests, self._name.engine)) as parts:
             async for i, increments in parts:
-                self._usage.update(i, increments)
-                chunks = [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]
+                chunks = []
                 if not has_begun:
                     has_begun = True
                     role = compact({"role": "assistant", "content": ""})
-                    chunks[:0] = [self._frame(head, index, role) for index in range(n)]
+                    chunks = [self._frame(head, index, role) for index in range(n)]
+                self._usage.update(i, increments)
+                chunks += [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]
                 if chunks:
                     yield "".join(chunks).encode()
         if self._body.wants_usage:
@@ -131,7 +142,7 @@ class _Chat:
                 "choices": [], "usage": self._usage.to_json(), "metrics": self._usage.metrics_to_json()})
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self._name.answer, "object": kind, "created": self._created, "model": self._model}
 
     def _chunks(self, head: str, change: Change) -> list[str]:
         delta = f'{{"content":{quoted(change.text)}}}' if change.text else "{}"
@@ -158,7 +169,7 @@ class _Chat:
 
     def _frame(self, head: str, index: int, delta: str, finish: str | None = None, more: str = "") -> str:
         """Put together by hand: there is one for every run of every stream."""
-        usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
+        usage = self._usage.field_of_chunk(self._body)
         reason = f'"{finish}"' if finish else "null"
         return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{reason}{more}}}]'
                 f"{usage}}}\n\n")
@@ -178,12 +189,15 @@ class _Chat:
         return choice
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict[str, Any]:
-        most = self._body.top_logprobs or 0
-        return {"content": [_logprob(entry[token_id]) | {"top_logprobs": [_logprob(t) for t in
-                                                                         top_logprobs(entry, most)]}
-                            for token_id, entry in zip(token_ids, entries, strict=True)], "refusal": None}
+        most, by_id = self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids)
+        content = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            top = [_logprob(other, entry, by_id) for other in top_token_ids(entry, most)]
+            content.append(_logprob(token_id, entry, by_id) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
 
 
-def _logprob(value: Logprob) -> dict[str, Any]:
-    token = value.decoded_token or ""
-    return {"token": token, "logprob": finite(value.logprob), "bytes": list(token.encode())}
+def _logprob(token_id: int, entry: dict[int, Logprob], by_id: bool) -> dict[str, Any]:
+    text = entry[token_id].decoded_token or ""
+    return {"token": named_by_id(token_id) if by_id else text, "logprob": finite(entry[token_id].logprob),
+            "bytes": list(text.encode())}

@@ -13,7 +13,7 @@ from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change, ChangeReader, Usage, finite, named, whole_outputs
 from outrider.server.protocol import CompletionRequest
-from outrider.server.service import Service, new_id
+from outrider.server.service import Service, name_request
 from outrider.server.token_log import TokenLog
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
@@ -23,7 +23,8 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    prompts = await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False)
+    truncation = service.truncation(body, "left", DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    prompts = await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
         if body.stream and body.logprobs is not None:
@@ -44,8 +45,9 @@ class _Completion:
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[CheckedRequest],
                  model: str) -> None:
         self._service, self._body, self._requests = service, body, requests
-        self._id = new_id("cmpl")
-        self._head = {"id": self._id, "object": "text_completion", "created": int(time.time()), "model": model}
+        name = name_request("cmpl", body)
+        self._id = name.engine
+        self._head = {"id": name.answer, "object": "text_completion", "created": int(time.time()), "model": model}
         self._usage = Usage(requests)
 
     async def answer(self) -> dict[str, Any]:
@@ -102,7 +104,7 @@ class _Completion:
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
         if self._body.return_run_lengths:
             ids += f',"run_lengths":{compact(change.run_lengths)}'
-        usage = f',"usage":{compact(self._usage.to_json())}' if self._body.wants_usage_always else ""
+        usage = self._usage.field_of_chunk(self._body)
         reason, stop = "null", ""
         if change.finish_reason:
             reason, stop = f'"{change.finish_reason}"', f',"stop_reason":{compact(change.stop_reason)}'
@@ -138,7 +140,8 @@ class _Completion:
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:
         if skip_special_tokens is None:
             skip_special_tokens = self._body.skip_special_tokens is not False
-        return TokenLog(self._service.host.llm.engine.tokenizer, skip_special_tokens, self._body.logprobs or 0, begin)
+        return TokenLog(self._service.host.llm.engine.tokenizer, skip_special_tokens, self._body.logprobs or 0, begin,
+                        by_id=bool(self._body.return_tokens_as_token_ids))
 
 
 def prompt_logprobs_to_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:

@@ -17,6 +17,8 @@ from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, Requ
 from outrider.core.pooling import empty_output
 from outrider.core.step import TokenLogprobs
 from outrider.server.metrics import ServerMetrics
+from outrider.server.protocol import SamplingFields
+from outrider.server.work import compact
 
 LOWEST = -9999.0  # JSON has no infinity
 Increments: TypeAlias = AsyncGenerator[tuple[int, list[OutputIncrement]], None]  # with the index of their prompt
@@ -101,6 +103,12 @@ class Usage:
         return {"prompt_tokens": self._num_prompt, "completion_tokens": self._num_completion,
                 "total_tokens": self._num_prompt + self._num_completion,
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
+
+    def field_of_chunk(self, body: SamplingFields) -> str:
+        """What a chunk of a stream says: the tokens so far, or null where only the last chunk has them."""
+        if body.wants_usage_always:
+            return f',"usage":{compact(self.to_json())}'
+        return ',"usage":null' if body.wants_usage else ""
 
     def leave_out_completions(self) -> None:
         """The client asked for no tokens and gets none."""
@@ -191,10 +199,15 @@ async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]
             await stream.aclose()
 
 
-def top_logprobs(entry: dict[int, Logprob], most: int) -> list[Logprob]:
+def top_token_ids(entry: dict[int, Logprob], most: int) -> list[int]:
     """The likeliest tokens of one position, by rank."""
-    ranked = sorted((value for value in entry.values() if value.rank is not None), key=lambda value: value.rank or 0)
-    return ranked[:most]
+    ranked = [token_id for token_id, value in entry.items() if value.rank is not None]
+    return sorted(ranked, key=lambda token_id: entry[token_id].rank or 0)[:most]
+
+
+def named_by_id(token_id: int) -> str:
+    """How `return_tokens_as_token_ids` names a token: two tokens may have the same text."""
+    return f"token_id:{token_id}"
 
 
 def named(entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:

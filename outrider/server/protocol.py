@@ -162,7 +162,7 @@ class Generated(Scheduled):
     stream: bool | None = None
 
 
-class SamplingFields(Generated):
+class SamplingFields(Generated, Prompted):
     """Fields that completions and chats share."""
 
     n: int | None = None
@@ -182,6 +182,8 @@ class SamplingFields(Generated):
     skip_reading_prefix_cache: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(default=None, description="log-probabilities name tokens as "
+                                                                              "token_id:17")
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
     response_format: ResponseFormat | None = None
@@ -234,11 +236,15 @@ class SamplingFields(Generated):
 
     @property
     def wants_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        options = self.stream_options
+        if options is None:
+            return False
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
 
     @property
     def wants_usage_always(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats) and self.wants_usage
 
 
 class CompletionRequest(SamplingFields):

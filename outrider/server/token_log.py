@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from outrider.core.outputs import Logprob
 from outrider.engine.detokenize import TokenOffsets
 from outrider.engine.text import Tokenizer
-from outrider.server.generation import finite, top_logprobs
+from outrider.server.generation import finite, named_by_id, top_token_ids
 
 Entry: TypeAlias = dict[int, Logprob] | None  # None: the first token of a prompt, which has no log-probability
 
@@ -19,12 +19,14 @@ class TokenLog:
     An offset never lies beyond the text that has been given out. In a stream a token waits until the text in which it
     begins has been given out. A token whose text was cut off by a stop string has the offset of the text's end.
     `begin`: the offset at which this text begins.
+    `by_id`: tokens are named by their ids instead of their texts.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, num_top: int, begin: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, num_top: int, begin: int = 0, *,
+                 by_id: bool = False) -> None:
         self._offsets = None if tokenizer is None else TokenOffsets(tokenizer, skip_special_tokens)
         self._names = {} if tokenizer is None else tokenizer.token_texts
-        self._num_top, self._begin, self._num_given = num_top, begin, 0
+        self._num_top, self._begin, self._num_given, self._by_id = num_top, begin, 0, by_id
         self._waiting: list[tuple[int, int, Entry]] = []  # offset, token, log-probabilities
 
     def add(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> None:
@@ -43,10 +45,12 @@ class TokenLog:
 
     def _written(self, token_id: int, entry: Entry) -> tuple[str, float | None, dict[str, float] | None]:
         if entry is None:
-            return self._names[token_id], None, None
-        chosen = entry[token_id]
+            return named_by_id(token_id) if self._by_id else self._names[token_id], None, None
         # The chosen token is always there, as OpenAI's API has it. Tokens that are parts of a character look the same:
         # the likeliest of them is named.
-        named_ones = [chosen, *reversed(top_logprobs(entry, self._num_top))]
-        top = {one.decoded_token or "": finite(one.logprob) for one in named_ones}
-        return chosen.decoded_token or "", finite(chosen.logprob), top
+        ids = [token_id, *reversed(top_token_ids(entry, self._num_top))]
+        top = {self._name(one, entry): finite(entry[one].logprob) for one in ids}
+        return self._name(token_id, entry), finite(entry[token_id].logprob), top
+
+    def _name(self, token_id: int, entry: dict[int, Logprob]) -> str:
+        return named_by_id(token_id) if self._by_id else entry[token_id].decoded_token or ""
