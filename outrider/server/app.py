@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -27,6 +27,7 @@ from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard
+from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.protocol import (
     ChatRequest,
@@ -34,12 +35,14 @@ from outrider.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from outrider.server.reference_page import reference_page
 from outrider.server.responses import ResponsesRequest, create_response
 from outrider.server.scoring import RerankRequest, ScoreRequest, create_rerank, create_score
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
 log = logging.getLogger("outrider")
+BODY_FIELDS = "outrider.body_fields"  # in the scope, where the body itself tells which fields it may have
 NO_ADAPTERS = "adapters are not loaded; merge them into the model's weights"
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
@@ -66,8 +69,10 @@ def build_app(service: Service) -> FastAPI:
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(_openai_routes(service))
     app.include_router(_pooled_routes(service))
+    app.include_router(_invocation_route(service))
     app.include_router(_text_routes(service))
     app.include_router(_state_routes(service))
+    app.add_api_route("/docs", _reference_route(app), include_in_schema=False)
     if config.admin:
         app.include_router(admin.admin_routes(service))
     app.add_exception_handler(ApiError, _on_api_error)
@@ -136,6 +141,20 @@ def _pooled_routes(service: Service) -> APIRouter:
     @routes.post("/v2/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
         return await create_rerank(service, body, request.scope[TENANT])
+
+    return routes
+
+
+def _invocation_route(service: Service) -> APIRouter:
+    routes = APIRouter(route_class=BodyRoute)
+
+    @routes.post("/invocations")
+    async def invoke(body: dict[str, Any], request: Request) -> Response:
+        """The body of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score or /rerank; its fields
+        tell which."""
+        kind = kind_of(body)
+        request.scope[BODY_FIELDS] = sorted(kind.model.model_fields)
+        return await kind.serve(service, read_body(kind, body), request.scope[TENANT])
 
     return routes
 
@@ -231,6 +250,15 @@ def _state_routes(service: Service) -> APIRouter:
     return routes
 
 
+def _reference_route(app: FastAPI) -> Callable[[], Awaitable[Response]]:
+    page = cache(lambda: reference_page(app.openapi()))  # on demand: a schema takes a moment
+
+    async def docs() -> Response:
+        return await asyncio.to_thread(page)
+
+    return docs
+
+
 def _answer(request: Request, error: ApiError) -> Response:
     return JSONResponse(error.body_for(request.url.path), error.status, headers=error.headers)
 
@@ -262,6 +290,8 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
 
 def _body_fields(request: Request) -> list[str]:
     """Names of the fields that the body of the request's route has."""
+    if BODY_FIELDS in request.scope:
+        return list(request.scope[BODY_FIELDS])
     body = request.scope["route"].body_field
     return [] if body is None else sorted(body.field_info.annotation.model_fields)
 

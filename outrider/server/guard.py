@@ -27,8 +27,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Served without a key: what load balancers ask, and the page, which holds no data and asks for a key itself.
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/"})
+# Served without a key: what load balancers ask, and pages that hold no data: the one at / asks for a key itself.
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/docs"})
 BODY_SECONDS = 60.0  # for a client to send its body
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 REQUEST_ID_HEADER = "X-Request-Id"

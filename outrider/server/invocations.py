@@ -1,0 +1,51 @@
+"""/invocations: one route for all kinds of bodies, as SageMaker calls it. The fields of a body tell its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from outrider.server.chat import chat_completions
+from outrider.server.completions import completions
+from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
+from outrider.server.errors import ApiError
+from outrider.server.protocol import Body, ChatRequest, CompletionRequest
+from outrider.server.scoring import PAIRS, RerankRequest, ScoreRequest, create_rerank, create_score
+from outrider.server.service import Service
+from outrider.server.work import Work
+
+
+class Kind(NamedTuple):
+    fields: tuple[str, ...]  # a body that has one of these is of this kind
+    model: type[Body]
+    serve: Callable[[Service, Any, str | None], Awaitable[Work]]
+
+
+# The first kind that fits: queries have documents too, and what is pooled has an input too.
+KINDS = (
+    Kind(("messages",), ChatRequest, chat_completions),
+    Kind(("prompt",), CompletionRequest, completions),
+    Kind(("query",), RerankRequest, create_rerank),
+    Kind(tuple(dict.fromkeys(name for pair in PAIRS for name in pair)), ScoreRequest, create_score),
+    Kind(("task",), PoolingRequest, create_pooling),
+    Kind(("input",), EmbeddingRequest, create_embeddings),
+)
+
+
+def kind_of(body: dict[str, Any]) -> Kind:
+    for kind in KINDS:
+        if any(body.get(name) is not None for name in kind.fields):
+            return kind
+    names = ", ".join(dict.fromkeys(kind.fields[0] for kind in KINDS if kind.fields != ("task",)))
+    raise ApiError(400, f"the body must have one of the fields {names}, which tell what is asked for")
+
+
+def read_body(kind: Kind, body: dict[str, Any]) -> Body:
+    try:
+        return kind.model.model_validate(body)
+    except ValidationError as error:  # as the kind's own route reports it
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise RequestValidationError(problems) from None
