@@ -14,6 +14,7 @@ from typing import Any, Never, cast
 from outrider.compat.engine_args import config_for
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value
+from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
 from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
@@ -49,7 +50,8 @@ class AsyncLLM(Front):
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str | None = None, *, lora_request: None = None, priority: int = 0,
                        **misplaced: Never) -> AsyncGenerator[RequestOutput, None]:
-        """Raises ValueError for a request that cannot be served. The last output is finished."""
+        """Raises ValueError for a request that cannot be served. The last output is finished. `output_kind` of the
+        parameters says whether an output has everything so far or the new part."""
         refuse_misplaced(self.generate, misplaced)
         refuse_adapter(lora_request)
         params = need_sampling_params(SamplingParams() if sampling_params is None else sampling_params)
@@ -89,7 +91,8 @@ class AsyncLLM(Front):
     async def follow(self, request: CheckedRequest, request_id: str | None = None) -> AsyncGenerator[Output, None]:
         """The growing output of a request."""
         output = empty_output(self._name_request(request_id), request)
-        stream = GrowingOutput(output, asyncio.get_running_loop())
+        reader = OutputReader(request.sampling.output_kind)
+        stream = GrowingOutput(output, reader, asyncio.get_running_loop())
         async with self._opened(stream, request):
             while not stream.is_done:
                 yield await stream.next()

@@ -10,8 +10,9 @@ from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.engine_args import config_for
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
+from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
+from outrider.core.params import RequestOutputKind, SamplingParams
 from outrider.core.pooling import (
     EmbeddingRequestOutput,
     Output,
@@ -120,13 +121,16 @@ class LLM(Front):
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int | Sequence[int] = 0, before_step: Callable[[], None] | None = None,
                **misplaced: Never) -> Generator[RequestOutput, None, None]:
-        """As `generate`, but yields every output whenever it has grown. Closing the iterator ends the requests, and so
-        does whatever `before_step` raises."""
+        """As `generate`, but yields every output whenever it has grown, or as `output_kind` of its parameters says.
+        Closing the iterator ends the requests, and so does whatever `before_step` raises."""
         refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
         caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
-        self._loop.add(caller, self._check(prompts, params, priority))
+        checked = self._check(prompts, params, priority)
+        for request_id, request in zip(self._loop.add(caller, checked), checked, strict=True):
+            if request.sampling.output_kind is not RequestOutputKind.CUMULATIVE:
+                caller.readers[request_id] = OutputReader(request.sampling.output_kind)
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,

@@ -131,8 +131,9 @@ ELSEWHERE = {
     "--output-len": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
     "--num-prompts": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
 }
-# The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine.
-NOT_FLAGS = ("model", "seed", "bad_words_token_ids")
+# The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine; output_kind is for
+# streams in Python.
+NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind")
 # Settings of vLLM's engine that are none here; those that the server has are flags of its own.
 OTHER_SETTINGS = {name: meaning for name, meaning in VLLM_SETTINGS.items()
                   if name not in ServerConfig.__dataclass_fields__}

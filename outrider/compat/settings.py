@@ -82,7 +82,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_lora": Refused(NO_ADAPTERS, (None, False), is_switch=True),
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
-    "guided_decoding_backend": Refused(ONE_GRAMMAR_LIBRARY, (None, "auto", "guidance")),
+    "guided_decoding_backend": Explained("grammars are compiled by llguidance"),
     "hf_overrides": Refused(OWN_CONFIG, (None, {})),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_transfer_config": Refused("one engine keeps its own cache"),

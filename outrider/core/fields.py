@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
@@ -189,6 +190,8 @@ def _check_of(declared: Any) -> Check:
     if dataclasses.is_dataclass(declared):  # whose instances have checked themselves
         kind = declared if isinstance(declared, type) else type(declared)
         return (lambda value: isinstance(value, kind)), f"a {kind.__name__}"
+    if isinstance(declared, enum.EnumMeta):
+        return (lambda value: isinstance(value, declared)), f"a {declared.__name__}"
     return PLAIN[declared]
 
 

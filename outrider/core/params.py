@@ -6,8 +6,9 @@ A field is implemented or refused by name; none is silently ignored.
 from __future__ import annotations
 
 import copy
+import enum
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
@@ -39,10 +40,8 @@ REFUSED_FIELDS = {
     "length_penalty": "use LLM.beam_search",
     "early_stopping": "use LLM.beam_search",
     "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
-    "guided_decoding": "use structured_outputs",
     "truncate_prompt_tokens": "truncate the prompt yourself",
     "extra_args": "there are no extra arguments",
-    "output_kind": "use LLM.stream for partial outputs",
     "flat_logprobs": "logprobs are lists of dicts",
     "repetition_detection": "use repetition_penalty or stop",
     "thinking_token_budget": "use max_tokens",
@@ -51,6 +50,15 @@ REFUSED_FIELDS = {
     "routed_experts_prompt_start": "expert routing is not returned",
     "skip_clone": "the engine always keeps a copy of its own",
 }
+
+
+class RequestOutputKind(enum.Enum):
+    """The part of a request's output that each item of a stream has: everything so far, the part that the reader has
+    not seen, or everything, once, at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(unsafe_hash=True)
@@ -83,16 +91,30 @@ class SamplingParams:
     speculative: bool | Annotated[int, Range(0, INT32)] | None = None  # False: no drafts; a number: at most so many
     structured_outputs: StructuredOutputsParams | None = None  # the form that the text must have
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # streams: see RequestOutputKind
+    guided_decoding: InitVar[StructuredOutputsParams | None] = None  # vLLM's older name of structured_outputs
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
         check_names("SamplingParams", cls, fields, REFUSED_FIELDS)
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
+        if guided_decoding is not None:
+            self._take_form(guided_decoding)
         check_fields("SamplingParams: ", self)
         if self.seed == -1:
             self.seed = None
         self._check_combinations()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Parameters of which any may be None, which leaves the field's default. `max_tokens=None` asks for as many
+        tokens as fit."""
+        check_names("SamplingParams", cls, given, REFUSED_FIELDS)
+        if given.get("logit_bias") is not None:  # keys from JSON are texts
+            given["logit_bias"] = {int(token) if isinstance(token, str) and token.isdecimal() else token: bias
+                                   for token, bias in given["logit_bias"].items()}
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with these."""
@@ -138,6 +160,16 @@ class SamplingParams:
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)
+
+    def _take_form(self, guided_decoding: object) -> None:
+        if not isinstance(guided_decoding, StructuredOutputsParams):
+            raise ValueError(f"SamplingParams: guided_decoding must be a GuidedDecodingParams, got "
+                             f"{shown(guided_decoding)}")
+        if self.structured_outputs is not None:
+            raise ValueError("SamplingParams: guided_decoding and structured_outputs say the same thing: give one of "
+                             "them")
+        own = {field.name: getattr(guided_decoding, field.name) for field in fields(StructuredOutputsParams)}
+        self.structured_outputs = StructuredOutputsParams(**own)
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

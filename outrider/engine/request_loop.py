@@ -20,6 +20,7 @@ from itertools import count
 from typing import TypeVar, cast
 
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.pooling import Output, empty_output
 from outrider.engine.engine import Engine
@@ -34,6 +35,14 @@ class Caller:
 
     def __init__(self) -> None:
         self.left: set[str] = set()  # requests that have not finished
+        self.readers: dict[str, OutputReader] = {}  # of requests whose outputs are not read whole, as they grow
+
+    def read(self, output: Output) -> Output | None:
+        """The output as its reader gets it; None as long as there is nothing for the reader."""
+        reader = self.readers.get(output.request_id)
+        if reader is None:
+            return output
+        return reader.read(output) if reader.is_due(output) else None
 
 
 @dataclass
@@ -111,8 +120,8 @@ class RequestLoop:
                     self._is_at_work = is_interrupted = True  # if this never becomes False again
                     output = self._next_of(caller)
                     self._is_at_work = is_interrupted = False
-                if output is not None:
-                    yield output
+                if output is not None and (part := caller.read(output)) is not None:
+                    yield part
         finally:
             caller.left.clear()
             # A garbage collection may close the iterator while this very thread is at work in a step: then the next

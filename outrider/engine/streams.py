@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
+from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement
 from outrider.core.pooling import Output
 from outrider.core.structured import OwnFailure
@@ -68,19 +69,20 @@ class Stream(ABC):
 
 
 class GrowingOutput(Stream):
-    """Keeps the whole output, of which the reader gets a copy."""
+    """Keeps the whole output, of which the reader gets copies or parts."""
 
-    def __init__(self, output: Output, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, output: Output, reader: OutputReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(output.request_id, loop)
-        self._output = output
+        self._output, self._reader = output, reader
 
     def put(self, increment: OutputIncrement) -> None:
         self._output.grow(increment)
-        self._wake()
+        if self._reader.is_due(self._output):
+            self._wake()
 
     async def next(self) -> Output:
         await self._wait()
-        output = self._output.copy()  # the reader's own: what it has read never changes
+        output = self._reader.read(self._output)  # the reader's own: what it has read never changes
         self.is_done = output.finished
         self._raise_if(output.error)
         return output

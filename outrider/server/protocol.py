@@ -60,7 +60,8 @@ UNUSED = frozenset({
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
-OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs")
+OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs",
+              "output_kind", "guided_decoding")
 
 
 class Body(BaseModel):

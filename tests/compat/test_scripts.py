@@ -178,6 +178,33 @@ RUNS = {
         llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1), chat_template=None, tools=None,
                  chat_template_content_format="auto", mm_processor_kwargs=None)
         """,
+    "grammars by their older name": """
+        from outrider.sampling_params import GuidedDecodingParams
+        guided = GuidedDecodingParams(choice=["Positive", "Negative"], backend="auto")
+        (output,) = llm.generate("It is wonderful!", SamplingParams(guided_decoding=guided, max_tokens=20))
+        assert output.outputs[0].text in ("Positive", "Negative")
+        assert GuidedDecodingParams.from_optional(json=None, backend="auto") is None
+        """,
+    "optional parameters": """
+        params = SamplingParams.from_optional(n=None, top_p=None, temperature=0.0, max_tokens=3, stop=None,
+                                              logit_bias={"97": 100}, ignore_eos=True)
+        assert llm.generate("a", params)[0].outputs[0].token_ids == [97, 97, 97]
+        assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+        """,
+    "parts of an output": """
+        from outrider.sampling_params import RequestOutputKind
+        asked = dict(max_tokens=8, seed=3, n=2, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+        whole = llm.generate("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA))[0]
+        parts = list(llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA)))
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True] and len(parts) > 2
+        for i, sample in enumerate(whole.outputs):
+            assert "".join(part.outputs[i].text for part in parts) == sample.text
+            assert sum((part.outputs[i].token_ids for part in parts), []) == sample.token_ids
+            assert len(sum((part.outputs[i].logprobs for part in parts), [])) == 8
+        assert sum((part.prompt_logprobs for part in parts), []) == whole.prompt_logprobs
+        (last,) = llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY))
+        assert last.outputs == whole.outputs
+        """,
     "names of the tokenizer": """
         tokenizer = llm.get_tokenizer()
         assert tokenizer.eos_token is None and tokenizer.convert_ids_to_tokens([97, 98]) == ["a", "b"]
@@ -198,8 +225,12 @@ REFUSED = {
                                           "tools is not supported: the model's chat template does not use it"),
     "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",
                             "enable_thinkin is not supported.*did you mean enable_thinking"),
-    "grammars": ("SamplingParams(guided_decoding={'json': {}})",
-                 "guided_decoding is not supported: use structured_outputs"),
+    "a dict as a grammar": ("SamplingParams(guided_decoding={'json': {}})",
+                            "guided_decoding must be a GuidedDecodingParams, got"),
+    "two grammars": ("from outrider.sampling_params import StructuredOutputsParams as Form\n"
+                     "SamplingParams(guided_decoding=Form(regex='a'), structured_outputs=Form(regex='a'))",
+                     "guided_decoding and structured_outputs say the same thing"),
+    "another kind of output": ("SamplingParams(output_kind='delta')", "output_kind must be a RequestOutputKind, got"),
     "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
     "a misspelt parameter": ("SamplingParams(temprature=1)",
                              r"^SamplingParams: unknown field 'temprature': did you mean temperature\?"),
@@ -218,8 +249,6 @@ REFUSED = {
     "adapters at their place": ("from outrider.lora.request import LoRARequest",
                                 "outrider.lora is not supported: adapters are not served"),
     "helpers of vLLM": ("from outrider.utils import random_uuid", "outrider.utils is not supported: .*uuid.uuid4"),
-    "the old grammars": ("from outrider.sampling_params import GuidedDecodingParams",
-                         "GuidedDecodingParams is not supported: use StructuredOutputsParams"),
     "a module that nobody has": ("import outrider.nothing", "No module named 'outrider.nothing'"),
     "arguments of the tokenizer": ("llm.generate('a', tokenization_kwargs={'truncation': True})",
                                    "tokenization_kwargs is not supported: encode the prompt"),
@@ -291,6 +320,27 @@ async def main():
 
 asyncio.run(main())
 """
+DELTAS = """
+import asyncio
+from outrider import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from outrider.sampling_params import RequestOutputKind
+
+async def main():
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, max_num_seqs=2, max_model_len=64,
+                                                             num_pages=64))
+    outputs = {}
+    for kind in RequestOutputKind:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind=kind)
+        outputs[kind] = [output async for output in engine.generate("Hello", params, kind.name)]
+    (last,) = outputs[RequestOutputKind.FINAL_ONLY]
+    assert last.finished and last.outputs == outputs[RequestOutputKind.CUMULATIVE][-1].outputs
+    parts = outputs[RequestOutputKind.DELTA]
+    assert len(parts) > 1 and "".join(part.outputs[0].text for part in parts) == last.outputs[0].text
+    assert sum((part.outputs[0].token_ids for part in parts), []) == last.outputs[0].token_ids
+    engine.shutdown()
+
+asyncio.run(main())
+"""
 ARGUMENTS = """
 from dataclasses import asdict
 from outrider import LLM, EngineArgs, SamplingParams
@@ -312,6 +362,7 @@ with LLM(str(folder), tokenizer=model, max_num_seqs=2, max_model_len=64, num_pag
 """
 
 
-@pytest.mark.parametrize("script", [ASYNC, ARGUMENTS, OTHER_TOKENIZER], ids=["async", "arguments", "tokenizer"])
+@pytest.mark.parametrize("script", [ASYNC, DELTAS, ARGUMENTS, OTHER_TOKENIZER],
+                         ids=["async", "deltas", "arguments", "tokenizer"])
 def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
     exec(script, {"model": str(model)})

@@ -173,7 +173,7 @@ def test_every_setting_has_a_flag_and_both_spellings_work() -> None:
     parser = cli.build_parser()
     known = {flag for action in parser.parse(["generate"]).parser._actions for flag in action.option_strings}
     names = {f.name for f in dataclasses.fields(EngineConfig)} | {f.name for f in dataclasses.fields(SamplingParams)}
-    for name in names - {"model", "bad_words_token_ids"}:
+    for name in names - {"model", "bad_words_token_ids", "output_kind"}:
         assert "--" + name.replace("_", "-") in known, f"{name} has a type that no flag is made for"
     words = ["generate", "m", "--max_model_len=99", "--no_enable_prefix_caching", "--pad-requests", "2,4", "--top_k",
              "5", "--stop", "a", "--stop", "b", "--logit-bias", '{"3": -1}', "--speculative", "false", "--overlap"]

@@ -1,19 +1,9 @@
 """Parameters of requests, at the place where vLLM has them."""
 
 from outrider.beam_search import BeamSearchParams
-from outrider.core.params import SamplingParams
+from outrider.compat.guided_decoding import GuidedDecodingParams
+from outrider.core.params import RequestOutputKind, SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
-
-# Names of vLLM's module that are not here, with what to use instead.
-NOT_HERE = {
-    "GuidedDecodingParams": "use StructuredOutputsParams, as SamplingParams(structured_outputs=...)",
-    "RequestOutputKind": "use LLM.stream for partial outputs",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in NOT_HERE:
-        raise ImportError(f"{__name__}.{name} is not supported: {NOT_HERE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams",
+           "StructuredOutputsParams"]

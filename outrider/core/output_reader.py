@@ -1,0 +1,44 @@
+"""OutputReader: what one reader of a growing output gets, by the request's `output_kind`. No torch."""
+
+from __future__ import annotations
+
+from outrider.core.outputs import CompletionOutput, RequestOutput
+from outrider.core.params import RequestOutputKind
+from outrider.core.pooling import Output
+
+
+class OutputReader:
+    """Reads one output, which grows elsewhere. What has been read never changes afterwards."""
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self._kind = kind
+        self._num_tokens: dict[int, int] = {}  # tokens that have been read, by sample
+        self._num_characters: dict[int, int] = {}
+        self._num_prompt_logprobs = 0
+
+    def is_due(self, output: Output) -> bool:
+        """Whether there is something to read."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY or output.finished or output.error is not None
+
+    def read(self, output: Output) -> Output:
+        """A copy of the output, or of the part that has not been read. A part has all samples, also those that have
+        nothing new, so that it is finished when the whole output is."""
+        if self._kind is not RequestOutputKind.DELTA or not isinstance(output, RequestOutput):
+            return output.copy()
+        part = output.copy()
+        for sample in part.outputs:
+            self._keep_unread(sample)
+        if part.prompt_logprobs is not None:
+            num_read, num_known = self._num_prompt_logprobs, len(part.prompt_logprobs)
+            self._num_prompt_logprobs = max(num_read, num_known)
+            part.prompt_logprobs = part.prompt_logprobs[num_read:]
+        return part
+
+    def _keep_unread(self, sample: CompletionOutput) -> None:
+        """Takes away what has been read. After an interrupt, an output may be shorter than that for a while."""
+        num_tokens, num_characters = self._num_tokens.get(sample.index, 0), self._num_characters.get(sample.index, 0)
+        self._num_tokens[sample.index] = max(num_tokens, len(sample.token_ids))
+        self._num_characters[sample.index] = max(num_characters, len(sample.text))
+        sample.token_ids, sample.text = sample.token_ids[num_tokens:], sample.text[num_characters:]
+        if sample.logprobs is not None:
+            sample.logprobs = sample.logprobs[num_tokens:]
