@@ -28,6 +28,7 @@ INTERNAL = {
     "EmbeddingRequestOutput": {"from_pooled"},
     "EngineArgs": {"for_streams", "limits", "speculative", "steps_in_flight"},
     "LLM": {"around", "encode_chat", "engine"},
+    "LLMEngine": {"around", "engine", "inside"},
     "PoolingParams": {"checked", "report"},
     "PoolingRequestOutput": {"copy", "cut_back", "fail", "grow", "num_output_tokens"},
     "RequestMetrics": {"observe_drafts"},

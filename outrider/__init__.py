@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from outrider.core.prompts import PromptType as PromptType
     from outrider.core.structured import StructuredOutputsParams
     from outrider.llm import LLM
+    from outrider.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
-           "EmbeddingRequestOutput", "EmbedsPrompt", "EngineArgs", "PoolingOutput", "PoolingParams",
+           "EmbeddingRequestOutput", "EmbedsPrompt", "EngineArgs", "LLMEngine", "PoolingOutput", "PoolingParams",
            "PoolingRequestOutput", "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams",
            "TextPrompt", "TokensPrompt", "__version__"]
 
 # Where a name is that is imported when it is first used.
 HOMES = {
     "LLM": ("outrider.llm", "LLM"),
+    "LLMEngine": ("outrider.llm_engine", "LLMEngine"),
     "AsyncLLM": ("outrider.async_llm", "AsyncLLM"),
     "AsyncLLMEngine": ("outrider.async_llm", "AsyncLLM"),
     "AsyncEngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
@@ -59,7 +61,6 @@ HOMES = {
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
     "ClassificationRequestOutput": "heads that classify are not served",
-    "LLMEngine": "use LLM, or AsyncLLM where requests come at any time",
     "ModelRegistry": "see docs/extending.md",
 }
 

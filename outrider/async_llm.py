@@ -39,8 +39,8 @@ class AsyncLLM(Front):
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        config = config_for("AsyncLLM", model, settings).for_streams()
-        self._start(start_engine(config))
+        self._config = config_for("AsyncLLM", model, settings).for_streams()
+        self._start(start_engine(self._config))
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)  # the engine is read-only outside its thread

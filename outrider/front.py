@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from outrider.compat.engine_args import EngineArgs
 from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
+from outrider.compat.vllm_config import ModelConfig, VllmConfig
+from outrider.config import EngineConfig
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
@@ -22,7 +24,7 @@ NOT_SERVED = {
     "add_lora": NO_ADAPTERS,
     "apply_model": "the model lives with its worker: docs/extending.md says how to add parts",
     "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
-    "llm_engine": "LLM has the methods itself, such as get_tokenizer",
+    "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
     "collective_rpc": "one engine uses one device",
     "start_profile": "run it under a profiler",
@@ -40,6 +42,8 @@ NO_ARGUMENTS = {
 
 
 class Front:
+    _config: EngineConfig | None = None  # None: built around an engine, whose settings are not known
+
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """An engine with the settings of EngineArgs."""
@@ -54,6 +58,18 @@ class Front:
 
     def _start(self, engine: Engine) -> None:
         self.engine, self._maintenance = engine, Maintenance(engine)
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The engine's settings and sizes in vLLM's groups, to be read: `vllm_config.cache_config.block_size`."""
+        if self._config is None:
+            raise ValueError("the settings of an engine that was built elsewhere are not known: see engine.limits")
+        num_pages = self.engine.scheduler.cache.pool.num_pages
+        return VllmConfig.from_engine_config(self._config, self.engine.limits, num_pages)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.vllm_config.model_config
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where it has none."""

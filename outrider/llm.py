@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import closing
+from functools import cached_property
 from typing import Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.engine_args import config_for
+from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
 from outrider.core.output_reader import OutputReader
@@ -29,6 +31,7 @@ from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.engine.start import start_engine
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
+from outrider.llm_engine import LLMEngine
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 T = TypeVar("T")
@@ -39,12 +42,14 @@ class LLM(Front):
     threads may use one: they take turns with its steps."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        config = config_for("LLM", model, settings)
-        self._start(start_engine(config))
+        self._config = config_for("LLM", model, settings)
+        self._start(start_engine(self._config))
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)
         self._loop = RequestLoop(engine)
+        self._queue = Caller()  # of `enqueue`
+        self._queued: list[str] = []  # ids of its requests, in their order
 
     def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -102,6 +107,24 @@ class LLM(Front):
         pairs = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
         return [ScoringRequestOutput(other.request_id, ScoringOutput(cosine(one, other)),
                                      one.prompt_token_ids + other.prompt_token_ids) for one, other in pairs]
+
+    def enqueue(self, prompts: Prompt | Sequence[Prompt],
+                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                priority: int | Sequence[int] | None = None) -> list[str]:
+        """Add requests without running them; `wait_for_completion` does. Returns their ids."""
+        refuse_adapter(lora_request)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        ids = self._loop.add(self._queue, self._check(prompts, params, 0 if priority is None else priority))
+        self._queued += ids
+        return ids
+
+    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """Outputs of all requests that were added by `enqueue`, in their order."""
+        ids, self._queued = self._queued, []
+        with RequestBar(use_tqdm, len(ids)) as progress:
+            done = self._finish(self._queue, progress)
+        return [cast(RequestOutput, done[request_id]) for request_id in ids]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers of each prompt, found by following several at once."""
@@ -162,6 +185,15 @@ class LLM(Front):
         """The prompt of a conversation, as token ids, or with tokenize=False as text."""
         return self.get_tokenizer().apply_chat_template(messages, **options)
 
+    @cached_property
+    def llm_engine(self) -> LLMEngine:
+        """The engine inside, for scripts that add requests and make steps themselves."""
+        return LLMEngine.inside(self, self._loop)
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has done since it started, under vLLM's names."""
+        return engine_metrics(self.engine, self.engine.checks.model_name)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters that a caller may change and use."""
         return SamplingParams()
@@ -207,15 +239,20 @@ class LLM(Front):
     def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
              priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
         requests, caller = self._check(prompts, params, priority), Caller()
-        done: dict[str, Output] = {}
         with RequestBar(use_tqdm, len(requests)) as progress:  # before requests start: a caller's own bar may fail
             ids = self._loop.add(caller, requests)
-            with closing(self._loop.follow(caller)) as outputs:
-                for output in outputs:
-                    if output.finished:
-                        done[output.request_id] = output
-                        progress.finish(output)
+            done = self._finish(caller, progress)
         return [done[request_id] for request_id in ids]
+
+    def _finish(self, caller: Caller, progress: RequestBar) -> dict[str, Output]:
+        """Run all requests of a caller to their ends."""
+        done: dict[str, Output] = {}
+        with closing(self._loop.follow(caller)) as outputs:
+            for output in outputs:
+                if output.finished:
+                    done[output.request_id] = output
+                    progress.finish(output)
+        return done
 
     def _check(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
                priority: int | Sequence[int]) -> list[CheckedRequest]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from outrider.compat.argument_parser import add_engine_flags, engine_settings
 from outrider.compat.settings import translate
+from outrider.compat.vllm_config import VllmConfig
 from outrider.config import EngineConfig
+
+AnyParser = TypeVar("AnyParser", bound=argparse.ArgumentParser)
 
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
@@ -23,3 +28,19 @@ class EngineArgs(EngineConfig):
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         super().__init__(**asdict(config_for("EngineArgs", model, settings)))
+
+    @staticmethod
+    def add_cli_args(parser: AnyParser, async_args_only: bool = False) -> AnyParser:
+        """Give a parser a flag for every setting, those of vLLM included. `async_args_only`: there are none."""
+        if not async_args_only:
+            add_engine_flags(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The settings among the arguments of a script, whose parser has the flags of `add_cli_args`."""
+        return cls(**engine_settings(args))
+
+    def create_engine_config(self, usage_context: object = None) -> VllmConfig:
+        """The settings in vLLM's groups, to be read: `EngineArgs(...).create_engine_config().cache_config`."""
+        return VllmConfig.from_engine_config(self)

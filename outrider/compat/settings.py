@@ -163,7 +163,8 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "quantization": Refused(OWN_FORMAT),
     "revision": Refused("give the folder of that revision as model"),
 }
-NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype")  # own settings that vLLM's scripts may give as None
+# Own settings that scripts for vLLM may give as None.
+NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype")
 
 # Values that are called something else here, by the setting they belong to.
 VALUES: dict[str, dict[str, str]] = {
@@ -179,7 +180,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
     for name, value in given.items():
         match VLLM_SETTINGS.get(name):
             case SameAs(own):
-                if own in given:
+                if value is not None and given.get(own) is not None:
                     raise ValueError(f"{front}: {name} and {own} say the same thing: give one of them")
                 if value is not None:
                     settings[own] = value
@@ -191,7 +192,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
             case None if name not in known:
                 raise ValueError(f"{front}: {unknown_name('setting', name, known, VLLM_SETTINGS)}")
-            case None if value is None and name in NONE_IS_DEFAULT:
+            case None if value is None and (name in NONE_IS_DEFAULT or name in settings):
                 pass
             case None:
                 settings[name] = _value(name, value)

@@ -131,6 +131,20 @@ class RequestLoop:
                     self._tidy()
                     self._is_at_work = False
 
+    def step(self, caller: Caller) -> list[Output]:
+        """The outputs of a caller's requests that have changed; if there is none, after one step."""
+        if self._must_wait(caller):
+            time.sleep(PAUSE_SECONDS)
+            return []
+        with self._lock:
+            self._is_at_work = True
+            if caller.left and caller.left.isdisjoint(self._changed):
+                self._step()
+            changed = [self._take(caller, request_id) for request_id in list(self._changed)
+                       if request_id in caller.left]
+            self._is_at_work = False
+        return changed
+
     def run(self, action: Callable[[], Made]) -> Made:
         """Do something with the engine between two steps. Whatever it raises, the engine must be in a state to go on
         from, unless it was interrupted."""
@@ -165,6 +179,10 @@ class RequestLoop:
         request_id = next((i for i in self._changed if i in caller.left), None)
         if request_id is None:
             return None
+        return self._take(caller, request_id)
+
+    def _take(self, caller: Caller, request_id: str) -> Output:
+        """An output that has changed, which the caller gets now."""
         output = self._followed[request_id].output
         del self._changed[request_id]
         if output.finished:

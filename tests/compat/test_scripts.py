@@ -3,15 +3,11 @@ message that names the feature."""
 
 from __future__ import annotations
 
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# Start-up and shut-down are the same in every script, so one engine serves those that need no settings of their own.
-SETTINGS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "num_pages": 96}
 
 RUNS = {
     "several prompts": """
@@ -178,33 +174,6 @@ RUNS = {
         llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1), chat_template=None, tools=None,
                  chat_template_content_format="auto", mm_processor_kwargs=None)
         """,
-    "grammars by their older name": """
-        from outrider.sampling_params import GuidedDecodingParams
-        guided = GuidedDecodingParams(choice=["Positive", "Negative"], backend="auto")
-        (output,) = llm.generate("It is wonderful!", SamplingParams(guided_decoding=guided, max_tokens=20))
-        assert output.outputs[0].text in ("Positive", "Negative")
-        assert GuidedDecodingParams.from_optional(json=None, backend="auto") is None
-        """,
-    "optional parameters": """
-        params = SamplingParams.from_optional(n=None, top_p=None, temperature=0.0, max_tokens=3, stop=None,
-                                              logit_bias={"97": 100}, ignore_eos=True)
-        assert llm.generate("a", params)[0].outputs[0].token_ids == [97, 97, 97]
-        assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
-        """,
-    "parts of an output": """
-        from outrider.sampling_params import RequestOutputKind
-        asked = dict(max_tokens=8, seed=3, n=2, logprobs=1, prompt_logprobs=0, ignore_eos=True)
-        whole = llm.generate("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA))[0]
-        parts = list(llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA)))
-        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True] and len(parts) > 2
-        for i, sample in enumerate(whole.outputs):
-            assert "".join(part.outputs[i].text for part in parts) == sample.text
-            assert sum((part.outputs[i].token_ids for part in parts), []) == sample.token_ids
-            assert len(sum((part.outputs[i].logprobs for part in parts), [])) == 8
-        assert sum((part.prompt_logprobs for part in parts), []) == whole.prompt_logprobs
-        (last,) = llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY))
-        assert last.outputs == whole.outputs
-        """,
     "names of the tokenizer": """
         tokenizer = llm.get_tokenizer()
         assert tokenizer.eos_token is None and tokenizer.convert_ids_to_tokens([97, 98]) == ["a", "b"]
@@ -225,12 +194,6 @@ REFUSED = {
                                           "tools is not supported: the model's chat template does not use it"),
     "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",
                             "enable_thinkin is not supported.*did you mean enable_thinking"),
-    "a dict as a grammar": ("SamplingParams(guided_decoding={'json': {}})",
-                            "guided_decoding must be a GuidedDecodingParams, got"),
-    "two grammars": ("from outrider.sampling_params import StructuredOutputsParams as Form\n"
-                     "SamplingParams(guided_decoding=Form(regex='a'), structured_outputs=Form(regex='a'))",
-                     "guided_decoding and structured_outputs say the same thing"),
-    "another kind of output": ("SamplingParams(output_kind='delta')", "output_kind must be a RequestOutputKind, got"),
     "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
     "a misspelt parameter": ("SamplingParams(temprature=1)",
                              r"^SamplingParams: unknown field 'temprature': did you mean temperature\?"),
@@ -248,13 +211,11 @@ REFUSED = {
                                    r"^speculative_config: unknown key 'methd': did you mean method\? Known are"),
     "adapters at their place": ("from outrider.lora.request import LoRARequest",
                                 "outrider.lora is not supported: adapters are not served"),
-    "helpers of vLLM": ("from outrider.utils import random_uuid", "outrider.utils is not supported: .*uuid.uuid4"),
     "a module that nobody has": ("import outrider.nothing", "No module named 'outrider.nothing'"),
     "arguments of the tokenizer": ("llm.generate('a', tokenization_kwargs={'truncation': True})",
                                    "tokenization_kwargs is not supported: encode the prompt"),
     "a text as a chat": ("llm.chat('Hello')", "messages must be a list of dicts.*got 'Hello': write .*LLM.generate"),
     "a message of nobody": ("llm.chat([{'content': 'a'}])", "a message needs a 'role'"),
-    "the engine inside": ("llm.llm_engine.model_config", "LLM.llm_engine is not supported"),
     "other methods of the tokenizer": ("llm.get_tokenizer().tokenize('a')", "this tokenizer has no 'tokenize'"),
     "content of templates": ("llm.chat([{'role': 'user', 'content': 'a'}], chat_template_content_format='openai')",
                              "chat_template_content_format='openai' is not supported"),
@@ -274,21 +235,11 @@ REFUSED = {
     "two kinds of prompts": ("llm.generate('a', prompt_token_ids=[[1]])", "give prompts or prompt_token_ids, not both"),
     "wide beams": ("from outrider import BeamSearchParams\n"
                    "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
-    "the old engine": ("from outrider import LLMEngine", "LLMEngine is not supported: use LLM"),
     "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
     "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, .*, got 'fp8'"),
     "a classifier": ("LLM(model, task='classify')", "task='classify' is not supported"),
 }
-
-
-@pytest.fixture(scope="module")
-def names(model: Path) -> Any:
-    from outrider import LLM, SamplingParams
-
-    with LLM(model=str(model), **SETTINGS, trust_remote_code=True, enforce_eager=True, dtype="float32") as llm:
-        yield {"LLM": LLM, "SamplingParams": SamplingParams, "llm": llm, "model": str(model), "math": math}
-        assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -320,27 +271,6 @@ async def main():
 
 asyncio.run(main())
 """
-DELTAS = """
-import asyncio
-from outrider import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
-from outrider.sampling_params import RequestOutputKind
-
-async def main():
-    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, max_num_seqs=2, max_model_len=64,
-                                                             num_pages=64))
-    outputs = {}
-    for kind in RequestOutputKind:
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind=kind)
-        outputs[kind] = [output async for output in engine.generate("Hello", params, kind.name)]
-    (last,) = outputs[RequestOutputKind.FINAL_ONLY]
-    assert last.finished and last.outputs == outputs[RequestOutputKind.CUMULATIVE][-1].outputs
-    parts = outputs[RequestOutputKind.DELTA]
-    assert len(parts) > 1 and "".join(part.outputs[0].text for part in parts) == last.outputs[0].text
-    assert sum((part.outputs[0].token_ids for part in parts), []) == last.outputs[0].token_ids
-    engine.shutdown()
-
-asyncio.run(main())
-"""
 ARGUMENTS = """
 from dataclasses import asdict
 from outrider import LLM, EngineArgs, SamplingParams
@@ -362,7 +292,6 @@ with LLM(str(folder), tokenizer=model, max_num_seqs=2, max_model_len=64, num_pag
 """
 
 
-@pytest.mark.parametrize("script", [ASYNC, DELTAS, ARGUMENTS, OTHER_TOKENIZER],
-                         ids=["async", "deltas", "arguments", "tokenizer"])
+@pytest.mark.parametrize("script", [ASYNC, ARGUMENTS, OTHER_TOKENIZER], ids=["async", "arguments", "tokenizer"])
 def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
     exec(script, {"model": str(model)})

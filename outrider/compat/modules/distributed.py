@@ -1,6 +1,18 @@
-"""outrider.distributed: a module of vLLM that is not here."""
+"""outrider.distributed: one engine uses one device, so that only the clean-up is here."""
 
-from outrider.compat.not_here import not_here
+import gc
+
 from outrider.compat.settings import ONE_DEVICE
 
-raise not_here(__name__, ONE_DEVICE)
+__all__ = ["cleanup_dist_env_and_memory"]
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect engines that are no longer used, which gives their memory back. LLM.close does so at once."""
+    gc.collect()
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ImportError(f"{__name__}.{name} is not supported: {ONE_DEVICE}")

@@ -1,5 +1,5 @@
-"""outrider.engine.llm_engine: a module of vLLM that is not here."""
+"""outrider.engine.llm_engine: the place of LLMEngine in vLLM."""
 
-from outrider.compat.not_here import not_here
+from outrider import LLMEngine
 
-raise not_here(__name__, "use LLM, or AsyncLLM where requests come at any time")
+__all__ = ["LLMEngine"]

@@ -1,0 +1,5 @@
+"""outrider.utils.argparse_utils: the place of FlexibleArgumentParser in vLLM."""
+
+from outrider.compat.argument_parser import FlexibleArgumentParser
+
+__all__ = ["FlexibleArgumentParser"]

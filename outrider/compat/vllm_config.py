@@ -1,0 +1,121 @@
+"""VllmConfig: the settings of an engine in the groups that vLLM has for them, to be read. No torch.
+
+Sizes are those of the settings, or of the engine once it runs (`limits`). A name that is not here raises an error that
+lists those that are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from outrider.config import EngineConfig
+from outrider.core import Limits
+
+
+@dataclass(frozen=True)
+class SettingsGroup:
+    """Settings that can be read, and not be changed."""
+
+    if not TYPE_CHECKING:  # a checker knows which fields there are
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            known = ", ".join(field.name for field in fields(self))
+            raise AttributeError(f"{type(self).__name__} has no {name!r} here; it has {known}")
+
+
+@dataclass(frozen=True)
+class ModelConfig(SettingsGroup):
+    model: str
+    tokenizer: str
+    dtype: str
+    max_model_len: int | None
+    revision: str | None
+    seed: int
+    enforce_eager: bool
+    max_logprobs: int
+    logprobs_mode: str
+    vocab_size: int | None  # None before the engine runs
+    quantization: None = None
+    trust_remote_code: bool = False
+    runner_type: str = "generate"
+    is_multimodal_model: bool = False
+
+    def get_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ValueError("the vocabulary's size is read with the model: use llm.llm_engine.model_config")
+        return self.vocab_size
+
+
+@dataclass(frozen=True)
+class CacheConfig(SettingsGroup):
+    block_size: int
+    gpu_memory_utilization: float
+    cache_dtype: str
+    enable_prefix_caching: bool
+    num_gpu_blocks: int | None
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(SettingsGroup):
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
+    async_scheduling: bool
+    enable_chunked_prefill: bool = True
+    policy: str = "priority"
+
+
+@dataclass(frozen=True)
+class ParallelConfig(SettingsGroup):
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    world_size: int = 1
+
+
+@dataclass(frozen=True)
+class DeviceConfig(SettingsGroup):
+    device: str
+
+
+@dataclass(frozen=True)
+class LoadConfig(SettingsGroup):
+    load_format: str
+    download_dir: str | None
+
+
+@dataclass(frozen=True)
+class VllmConfig(SettingsGroup):
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    parallel_config: ParallelConfig
+    device_config: DeviceConfig
+    load_config: LoadConfig
+    speculative_config: Any  # an outrider.config.SpeculativeConfig, or None
+    lora_config: None = None
+    kv_transfer_config: None = None
+
+    @classmethod
+    def from_engine_config(cls, config: EngineConfig, limits: Limits | None = None,
+                           num_pages: int | None = None) -> VllmConfig:
+        """`limits`, `num_pages`: of the engine, once it runs."""
+        max_len = config.max_model_len if limits is None else limits.max_len
+        max_requests = config.max_num_seqs if limits is None else limits.max_requests
+        max_tokens = config.max_num_batched_tokens if limits is None else limits.max_batched_tokens
+        model = ModelConfig(
+            config.model, config.tokenizer or config.model, config.dtype, max_len, config.revision, config.seed,
+            config.enforce_eager, config.max_logprobs, config.logprobs_mode,
+            vocab_size=None if limits is None else limits.vocab_size)
+        cache = CacheConfig(
+            config.page_size, config.gpu_memory_utilization, config.kv_cache_dtype, config.enable_prefix_caching,
+            num_pages or config.num_pages, config.num_pages, config.kv_cache_memory_bytes)
+        steps = SchedulerConfig(max_requests, max_tokens, max_len,
+                                config.overlap is not False if limits is None else limits.steps_in_flight > 1)
+        return cls(model, cache, steps, ParallelConfig(), DeviceConfig(config.device),
+                   LoadConfig(config.load_format, config.download_dir), config.speculative)

@@ -1,0 +1,107 @@
+"""LLMEngine: requests that are added one by one, and steps that the caller makes. Names follow vLLM's.
+
+A thin front over the same loop that LLM drives: `llm.llm_engine` shares the engine with the methods of LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from outrider.compat.engine_args import config_for
+from outrider.compat.metrics import Metric, engine_metrics
+from outrider.core.fields import Text, check_value
+from outrider.core.output_reader import OutputReader
+from outrider.core.pooling import Output
+from outrider.core.pooling_params import RequestParams
+from outrider.core.prompts import Prompt
+from outrider.engine.engine import Engine
+from outrider.engine.request_loop import Caller, RequestLoop
+from outrider.engine.start import start_engine
+from outrider.front import Front, refuse_adapter
+
+
+class LLMEngine(Front):
+    """`LLMEngine.from_engine_args(EngineArgs(...))`; then `add_request`, and `step` while `has_unfinished_requests`."""
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._config = config_for("LLMEngine", model, settings)
+        self._start(start_engine(self._config))
+
+    def _start(self, engine: Engine) -> None:
+        super()._start(engine)
+        self._drive(RequestLoop(engine))
+
+    @classmethod
+    def inside(cls, front: Front, loop: RequestLoop) -> LLMEngine:
+        """The engine of another front, whose loop it shares."""
+        self = cls.__new__(cls)
+        self._config = front._config
+        Front._start(self, front.engine)
+        self._drive(loop)
+        return self
+
+    def _drive(self, loop: RequestLoop) -> None:
+        self._loop, self._caller = loop, Caller()
+        self._names: dict[str, str] = {}  # the loop's id of a request by the caller's
+
+    def add_request(self, request_id: str, prompt: Prompt, params: RequestParams, arrival_time: float | None = None,
+                    lora_request: None = None, tokenization_kwargs: None = None, trace_headers: None = None,
+                    priority: int = 0) -> str:
+        """Queue a request. One that cannot be served raises ValueError. Returns its id."""
+        refuse_adapter(lora_request)
+        if tokenization_kwargs is not None:
+            raise ValueError("tokenization_kwargs is not supported: encode the prompt with get_tokenizer() and give "
+                             "prompt_token_ids")
+        check_value("request_id", Text, request_id)
+        if request_id in self._names:
+            raise ValueError(f"request id {request_id!r} is in use")
+        (request,) = self.engine.checks.check_all([prompt], [params], [priority])
+        (own,) = self._loop.add(self._caller, [request])
+        self._names[request_id] = own
+        self._caller.readers[own] = OutputReader(request.sampling.output_kind)
+        return request_id
+
+    def step(self) -> list[Output]:
+        """Advance the engine by one step. Returns the requests' outputs that have grown, or the parts of them that
+        their `output_kind` asks for."""
+        given = {own: request_id for request_id, own in self._names.items()}
+        read: list[Output] = []
+        for output in self._loop.step(self._caller):
+            part = self._caller.read(output)
+            if part is not None:
+                part.request_id = given[output.request_id]
+                read.append(part)
+            if output.finished:
+                self._forget(given[output.request_id])
+        return read
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests. `step` does not return them any more; an unknown id is no error."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if name in self._names:
+                self._caller.left.discard(self._names[name])
+                self._forget(name)
+        self._loop.run(lambda: None)  # which tells the engine to end requests that no caller wants
+
+    def _forget(self, request_id: str) -> None:
+        self._caller.readers.pop(self._names.pop(request_id), None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._caller.left)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._caller.left)
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has done since it started, under vLLM's names."""
+        return engine_metrics(self.engine, self.engine.checks.model_name)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached pages, but those of running requests, unless these are to be preempted too."""
+        return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
+            reset_running_requests=reset_running_requests))
+
+    def shutdown(self) -> None:
+        """Ends the engine and gives its memory back."""
+        self.engine.close()

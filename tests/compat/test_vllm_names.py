@@ -1,0 +1,191 @@
+"""Names that scripts written for vLLM import beside LLM and SamplingParams: engines and requests of one's own, kinds of
+output, parsers of command lines, metrics. Each script runs, or is refused with what to use instead."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUNS = {
+    "the engine inside": """
+        engine = llm.llm_engine
+        assert engine is llm.llm_engine and engine.model_config.max_model_len == 96 == llm.model_config.max_model_len
+        assert engine.vllm_config.scheduler_config.max_num_seqs == 4
+        assert engine.vllm_config.cache_config.block_size == 16 and engine.get_tokenizer() is llm.get_tokenizer()
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        whole = llm.generate("Hello", params)[0].outputs[0].token_ids
+        waiting = [("one", "Hello"), ("two", "Well"), ("three", "Hello")]
+        finished, num_steps = {}, 0
+        while waiting or engine.has_unfinished_requests():
+            if waiting:
+                engine.add_request(*waiting.pop(0), params)
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output.outputs[0].token_ids
+            num_steps += 1
+            if num_steps == 3:
+                engine.abort_request("two")
+                llm.generate("others go on meanwhile", params)
+                engine.reset_prefix_cache(reset_running_requests=True)
+        assert finished == {"one": whole, "three": whole} and engine.get_num_unfinished_requests() == 0
+        assert engine.step() == []
+        """,
+    "parts of outputs from steps": """
+        from outrider.sampling_params import RequestOutputKind
+        engine, texts = llm.llm_engine, {}
+        for kind in RequestOutputKind:
+            engine.add_request(kind.name, "Hello", SamplingParams(temperature=0, max_tokens=6, output_kind=kind))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                texts.setdefault(output.request_id, []).append(output.outputs[0].text)
+        assert len(texts["FINAL_ONLY"]) == 1 and len(texts["DELTA"]) > 1
+        assert "".join(texts["DELTA"]) == texts["CUMULATIVE"][-1] == texts["FINAL_ONLY"][-1]
+        """,
+    "a queue of requests": """
+        params = SamplingParams(temperature=0, max_tokens=3)
+        first = llm.enqueue(["a", "b"], params)
+        again = llm.generate("a", params)
+        second = llm.enqueue("a", params)
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        assert [output.request_id for output in outputs] == first + second
+        assert outputs[0].outputs == outputs[2].outputs == again[0].outputs and llm.wait_for_completion() == []
+        """,
+    "metrics": """
+        from outrider.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+        def value_of(name):
+            return next(metric.value for metric in llm.get_metrics() if metric.name == name)
+        before = value_of("vllm:generation_tokens")
+        llm.generate("Hello", SamplingParams(max_tokens=5, ignore_eos=True))
+        assert value_of("vllm:generation_tokens") == before + 5 and value_of("vllm:num_requests_running") == 0
+        kinds = {type(metric) for metric in llm.get_metrics()}
+        assert kinds == {Counter, Gauge, Histogram, Vector} and all(issubclass(kind, Metric) for kind in kinds)
+        steps = next(metric for metric in llm.get_metrics() if isinstance(metric, Histogram))
+        assert steps.count == steps.buckets["+Inf"] == llm.engine.stats.num_steps
+        """,
+    "helpers": """
+        import logging
+        from outrider.distributed import cleanup_dist_env_and_memory
+        from outrider.logger import init_logger
+        from outrider.utils import FlexibleArgumentParser, random_uuid
+        from outrider.utils.print_utils import print_embeddings
+        assert random_uuid() != random_uuid() and init_logger("mine") is logging.getLogger("mine")
+        print_embeddings(llm.embed("Hello")[0].outputs.embedding)
+        cleanup_dist_env_and_memory()
+        """,
+    "grammars by their older name": """
+        from outrider.sampling_params import GuidedDecodingParams
+        guided = GuidedDecodingParams(choice=["Positive", "Negative"], backend="auto")
+        (output,) = llm.generate("It is wonderful!", SamplingParams(guided_decoding=guided, max_tokens=20))
+        assert output.outputs[0].text in ("Positive", "Negative")
+        assert GuidedDecodingParams.from_optional(json=None, backend="auto") is None
+        """,
+    "optional parameters": """
+        params = SamplingParams.from_optional(n=None, top_p=None, temperature=0.0, max_tokens=3, stop=None,
+                                              logit_bias={"97": 100}, ignore_eos=True)
+        assert llm.generate("a", params)[0].outputs[0].token_ids == [97, 97, 97]
+        assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+        """,
+    "parts of an output": """
+        from outrider.sampling_params import RequestOutputKind
+        asked = dict(max_tokens=8, seed=3, n=2, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+        whole = llm.generate("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA))[0]
+        parts = list(llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.DELTA)))
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True] and len(parts) > 2
+        for i, sample in enumerate(whole.outputs):
+            assert "".join(part.outputs[i].text for part in parts) == sample.text
+            assert sum((part.outputs[i].token_ids for part in parts), []) == sample.token_ids
+            assert len(sum((part.outputs[i].logprobs for part in parts), [])) == 8
+        assert sum((part.prompt_logprobs for part in parts), []) == whole.prompt_logprobs
+        (last,) = llm.stream("Hello", SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY))
+        assert last.outputs == whole.outputs
+        """,
+}
+
+REFUSED = {
+    "a dict as a grammar": ("SamplingParams(guided_decoding={'json': {}})",
+                            "guided_decoding must be a GuidedDecodingParams, got"),
+    "two grammars": ("from outrider.sampling_params import StructuredOutputsParams as Form\n"
+                     "SamplingParams(guided_decoding=Form(regex='a'), structured_outputs=Form(regex='a'))",
+                     "guided_decoding and structured_outputs say the same thing"),
+    "another kind of output": ("SamplingParams(output_kind='delta')", "output_kind must be a RequestOutputKind, got"),
+    "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
+    "groups of devices": ("from outrider.distributed import parallel_state",
+                          "outrider.distributed.parallel_state is not supported: one engine uses one device"),
+    "a setting that the groups lack": ("llm.llm_engine.model_config.hf_config",
+                                       "ModelConfig has no 'hf_config' here; it has model, "),
+    "a request twice": ("engine = llm.llm_engine\ntry:\n    engine.add_request('a', 'x', SamplingParams())\n"
+                        "    engine.add_request('a', 'x', SamplingParams())\nfinally:\n    engine.abort_request('a')",
+                        "request id 'a' is in use"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_runs(name: str, names: dict[str, Any]) -> None:
+    exec(textwrap.dedent(RUNS[name]), dict(names))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_is_refused_by_name(name: str, names: dict[str, Any]) -> None:
+    script, message = REFUSED[name]
+    with pytest.raises((ValueError, TypeError, AttributeError, ImportError), match=message):
+        exec(script, dict(names))
+
+
+DELTAS = """
+import asyncio
+from outrider import AsyncEngineArgs, AsyncLLMEngine, SamplingParams
+from outrider.sampling_params import RequestOutputKind
+
+async def main():
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, max_num_seqs=2, max_model_len=64,
+                                                             num_pages=64))
+    outputs = {}
+    for kind in RequestOutputKind:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, output_kind=kind)
+        outputs[kind] = [output async for output in engine.generate("Hello", params, kind.name)]
+    (last,) = outputs[RequestOutputKind.FINAL_ONLY]
+    assert last.finished and last.outputs == outputs[RequestOutputKind.CUMULATIVE][-1].outputs
+    parts = outputs[RequestOutputKind.DELTA]
+    assert len(parts) > 1 and "".join(part.outputs[0].text for part in parts) == last.outputs[0].text
+    assert sum((part.outputs[0].token_ids for part in parts), []) == last.outputs[0].token_ids
+    engine.shutdown()
+
+asyncio.run(main())
+"""
+COMMAND_LINE = """
+from outrider import LLM, EngineArgs, LLMEngine, SamplingParams
+from outrider.utils.argparse_utils import FlexibleArgumentParser
+
+parser = FlexibleArgumentParser(description="A script of its own")
+EngineArgs.add_cli_args(parser)
+parser.set_defaults(model=model, enforce_eager=True, runner="pooling")
+parser.add_argument_group("Sampling parameters").add_argument("--max-tokens", type=int)
+given = ["--max_num_seqs=2", "--max-model-len", "64", "--num-gpu-blocks-override", "64", "--block-size=32", "--dtype",
+         "float32", "--max_tokens", "3", "--speculative-config.method", "ngram",
+         "--speculative-config.num_speculative_tokens=2", "--no-enable-prefix-caching", "--swap-space", "4"]
+args = parser.parse_args(given)
+assert args.tensor_parallel_size == 1 and args.seed == 0 and args.tokenizer is None
+own = EngineArgs.from_cli_args(args)
+config = own.create_engine_config()
+assert config.cache_config.block_size == 32 and config.model_config.model == model and config.lora_config is None
+assert config.speculative_config.num_speculative_tokens == 2 and not config.cache_config.enable_prefix_caching
+settings = vars(args)
+max_tokens = settings.pop("max_tokens")
+with LLM(**settings) as llm:
+    (output,) = llm.generate("abcabcabc", SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+engine = LLMEngine.from_engine_args(own)
+engine.add_request("0", "Hello", SamplingParams(max_tokens=2))
+while engine.has_unfinished_requests():
+    outputs = engine.step()
+assert outputs[0].finished and engine.get_metrics()
+engine.shutdown()
+"""
+
+
+@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE], ids=["deltas", "command line"])
+def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
+    exec(script, {"model": str(model)})
