@@ -8,6 +8,7 @@ method that is left to files (`drafters/files.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
@@ -65,6 +66,8 @@ class EngineConfig:
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
+    hf_overrides: dict[str, Any] | None = None  # values of config.json that are replaced or added
+    skip_tokenizer_init: bool = False  # token ids in, token ids out
 
     def __post_init__(self) -> None:
         check_fields("", self)
@@ -121,6 +124,13 @@ def default_requests(gpu_bytes: int | None) -> int:
     if gpu_bytes is None:
         return 32
     return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
+
+
+def __getattr__(name: str) -> object:
+    """Config classes of vLLM, whose module has this name too. Found by name, because this module is used below them."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return import_module("outrider.compat.configs").find_config(name)
 
 
 AUTO_METHOD = "auto"  # the files of `model` tell what it is

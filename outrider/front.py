@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.compat.engine_args import EngineArgs
-from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
+from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES, PROFILERS
 from outrider.compat.vllm_config import ModelConfig, VllmConfig
 from outrider.config import EngineConfig
 from outrider.core.fields import shown, unknown_name
@@ -27,7 +27,8 @@ NOT_SERVED = {
     "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
     "collective_rpc": "one engine uses one device",
-    "start_profile": "run it under a profiler",
+    "start_profile": PROFILERS,
+    "stop_profile": PROFILERS,
 }
 
 

@@ -45,6 +45,8 @@ ENGINE_HELP = {
     "seed": "seed of sampling, and of random weights",
     "load_format": "dummy: random weights",
     "attention_backend": "which attention to run",
+    "hf_overrides": "values of config.json to replace or add, a JSON object",
+    "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
     "max_logprobs": "most log-probabilities a request may ask for",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",

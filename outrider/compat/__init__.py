@@ -4,3 +4,7 @@
 `from outrider.sampling_params import SamplingParams` finds `compat/modules/sampling_params.py`. A module of vLLM that
 is not here says in its own file what to use instead. Nothing else in the package imports these modules.
 """
+
+from outrider.compat.alias import install_as_vllm
+
+__all__ = ["install_as_vllm"]

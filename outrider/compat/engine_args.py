@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from outrider.compat.argument_parser import add_engine_flags, engine_settings
+from outrider.compat.environment import explain_variables
 from outrider.compat.settings import translate
 from outrider.compat.vllm_config import VllmConfig
 from outrider.config import EngineConfig
@@ -16,6 +17,7 @@ AnyParser = TypeVar("AnyParser", bound=argparse.ArgumentParser)
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
     """The config of a front such as LLM, from its keyword arguments. `front` begins the messages."""
+    explain_variables()
     own = translate(front, settings, EngineConfig.__dataclass_fields__)
     if model is None:
         raise ValueError(f"{front} needs a model: a folder, a .gguf file, a hub id as owner/name, or 'smollm2'")

@@ -7,10 +7,11 @@ is not there is refused by name, and one that makes no difference is explained i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from outrider.compat.pooler_config import pooling_refused
 from outrider.core.fields import shown, unknown_name
 
 log = logging.getLogger("outrider")
@@ -41,15 +42,23 @@ class Refused:
     is_switch: bool = False
 
 
-Meaning: TypeAlias = SameAs | Explained | Refused
+@dataclass(frozen=True)
+class Checked:
+    """A setting that is accepted as long as it asks for what is done anyway. `refused` says what goes beyond."""
+
+    refused: Callable[[Any], str | None]
+    is_switch: bool = False
+
+
+Meaning: TypeAlias = SameAs | Explained | Refused | Checked
 
 NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
 NO_HEADS = "heads that classify or reward are not served: LLM.embed, LLM.score and LLM.encode give hidden states"
-POOLING = "give PoolingParams to LLM.embed, LLM.score or LLM.encode"
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
-OWN_CONFIG = "change config.json in a copy of the model's folder"
+OWN_CONFIG = "give its values as hf_overrides={'key': value}, or change config.json in a copy of the model's folder"
+PROFILERS = "use a profiler of whole processes, such as `nsys profile` or `py-spy record --threads`"
 OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
 
 VLLM_SETTINGS: dict[str, Meaning] = {
@@ -83,7 +92,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
     "guided_decoding_backend": Explained("grammars are compiled by llguidance"),
-    "hf_overrides": Refused(OWN_CONFIG, (None, {})),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_transfer_config": Refused("one engine keeps its own cache"),
     "limit_mm_per_prompt": Refused(NO_IMAGES, (None, {})),
@@ -95,17 +103,16 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "model_impl": Refused("model families are built in", (None, "auto")),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
-    "override_pooler_config": Refused(POOLING),
     "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "preemption_mode": Refused("a preempted request is computed again", (None, "recompute")),
     "quantization": Refused(OWN_FORMAT),
     "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
-    "rope_scaling": Refused(OWN_CONFIG, (None, {})),
-    "rope_theta": Refused(OWN_CONFIG),
-    "pooler_config": Refused(POOLING),
+    "rope_scaling": Refused("use hf_overrides={'rope_scaling': ...}", (None, {})),
+    "rope_theta": Refused("use hf_overrides={'rope_theta': ...}"),
+    "override_pooler_config": Checked(pooling_refused),
+    "pooler_config": Checked(pooling_refused),
     "runner": Refused(NO_HEADS, (None, "auto", "generate", "pooling")),
     "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
-    "skip_tokenizer_init": Refused("prompts of token ids never use the tokenizer", (None, False), is_switch=True),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
     "structured_outputs_config": Refused(ONE_GRAMMAR_LIBRARY),
     "task": Refused(NO_HEADS, (None, "auto", "generate", "embed", "embedding")),
@@ -134,6 +141,9 @@ VLLM_SETTINGS: dict[str, Meaning] = {
                                        is_switch=True),
     "long_prefill_token_threshold": Explained("long prompts are always computed in chunks of max_num_batched_tokens"),
     "lora_dtype": Refused(NO_ADAPTERS, (None, "auto")),
+    "mamba_block_size": Refused("use checkpoint_interval: tokens between the states that are kept for prefix hits"),
+    "mamba_cache_mode": Explained("states of recurrent layers are kept for prefix hits every checkpoint_interval "
+                                  "tokens, unless enable_prefix_caching is False"),
     "mamba_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
     "mamba_ssm_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
     "max_long_partial_prefills": Explained("prompts share a step's tokens in the order of their arrival"),
@@ -144,6 +154,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "mm_processor_cache_gb": Explained("only text is served"),
     "model_loader_extra_config": Refused("weights are read from safetensors or GGUF files", (None, {})),
     "observability_config": Refused("the server has /metrics and --otlp-traces-endpoint"),
+    "profiler_config": Refused(PROFILERS),
     "prefill_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "safetensors_load_strategy": Explained("tensors are read one at a time"),
     "scheduler_cls": Refused("there is one scheduler"),
@@ -171,7 +182,12 @@ VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "logprobs_mode": {"raw_logprobs": "raw", "processed_logprobs": "processed"},
     "load_format": {"safetensors": "auto", "gguf": "auto"},
+    "attention_backend": {"FLEX_ATTENTION": "flex", "TORCH_SDPA": "torch", "TRITON_ATTN": "triton",
+                          "TRITON_ATTN_VLLM_V1": "triton", "TRITON_MLA": "triton"},
 }
+# Attention backends of vLLM that have no counterpart: the engine chooses.
+OTHER_BACKENDS = ("CUTLASS_MLA", "FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA",
+                  "FLASH_ATTN_VLLM_V1", "XFORMERS")
 
 
 def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -190,6 +206,9 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
             case Refused(instead, neutral):
                 if not any(type(value) is type(same) and value == same for same in neutral):
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
+            case Checked(refused):
+                if (reason := refused(value)) is not None:
+                    raise ValueError(f"{front}: {name}: {reason}")
             case None if name not in known:
                 raise ValueError(f"{front}: {unknown_name('setting', name, known, VLLM_SETTINGS)}")
             case None if value is None and (name in NONE_IS_DEFAULT or name in settings):
@@ -223,6 +242,9 @@ def translate_drafting(given: dict[str, Any]) -> dict[str, Any]:
 def _value(setting: str, value: Any) -> Any:
     if setting == "dtype" and type(value).__module__ == "torch":  # torch.float16 itself
         value = str(value).removeprefix("torch.")
+    if setting == "attention_backend" and value in OTHER_BACKENDS:
+        log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
+        return "auto"
     if setting == "speculative_config" and isinstance(value, dict):
         return translate_drafting(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

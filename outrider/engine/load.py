@@ -15,11 +15,13 @@ log = logging.getLogger("outrider")
 def find_model(config: EngineConfig) -> ModelSource:
     """The files of the model, fetched if need be."""
     source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
-    return source.without_keys(config.ignore_config_keys)
+    return source.without_keys(config.ignore_config_keys).with_values(config.hf_overrides or {})
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
     """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    if config.skip_tokenizer_init:
+        return None
     try:
         return read_tokenizer(config, source)
     except TokenizerError as error:

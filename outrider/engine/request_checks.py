@@ -54,7 +54,8 @@ class RequestChecks:
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(f"{self.model_name} has no tokenizer files: give prompts as token ids")
+            raise ValueError(f"{self.model_name} has no tokenizer files, or skip_tokenizer_init is set: give prompts "
+                             "as token ids")
         return self.tokenizer
 
     def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:

@@ -75,6 +75,19 @@ RUNS = {
         print_embeddings(llm.embed("Hello")[0].outputs.embedding)
         cleanup_dist_env_and_memory()
         """,
+    "environment variables": """
+        import outrider.envs as envs
+        assert envs.VLLM_USE_V1
+        """,
+    "config classes": """
+        from outrider.config import CompilationConfig, ModelConfig, PoolerConfig, VllmConfig
+        from outrider.compat.engine_args import config_for
+        assert isinstance(llm.llm_engine.vllm_config, VllmConfig) and isinstance(llm.model_config, ModelConfig)
+        given = {"pooler_config": PoolerConfig(task="token_embed"), "compilation_config": CompilationConfig(level=3),
+                 "attention_backend": "FLASH_ATTN", "mamba_cache_mode": "all"}
+        assert config_for("LLM", "m", given) == config_for("LLM", "m", {})
+        assert config_for("LLM", "m", {"attention_backend": "FLEX_ATTENTION"}).attention_backend == "flex"
+        """,
     "grammars by their older name": """
         from outrider.sampling_params import GuidedDecodingParams
         guided = GuidedDecodingParams(choice=["Positive", "Negative"], backend="auto")
@@ -112,6 +125,15 @@ REFUSED = {
                      "guided_decoding and structured_outputs say the same thing"),
     "another kind of output": ("SamplingParams(output_kind='delta')", "output_kind must be a RequestOutputKind, got"),
     "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
+    "another pooling": ("from outrider.config import PoolerConfig\nLLM(model, pooler_config=PoolerConfig("
+                        "pooling_type='MEAN'))", "pooling_type='MEAN' is not the default here: give PoolingParams"),
+    "a cache that moves": ("from outrider.config import KVTransferConfig", "KVTransferConfig is not supported: one en"),
+    "a variable": ("import outrider.envs as envs\nenvs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is not supported: "
+                   "use exact=True"),
+    "an unknown key of the model's config": (
+        "LLM(model, hf_overrides={'classifier_from_token': ['no', 'yes']})", "classifier_from_token=.*no code here"),
+    "other ends of text": ("LLM(model, hf_overrides={'eos_token_id': 3})", "eos_token_id is not supported: use stop"),
+    "a profile": ("llm.start_profile()", "start_profile is not supported: use a profiler of whole processes"),
     "groups of devices": ("from outrider.distributed import parallel_state",
                           "outrider.distributed.parallel_state is not supported: one engine uses one device"),
     "a setting that the groups lack": ("llm.llm_engine.model_config.hf_config",
@@ -186,6 +208,26 @@ engine.shutdown()
 """
 
 
-@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE], ids=["deltas", "command line"])
+OVERRIDES = """
+from outrider import LLM, SamplingParams
+
+sizes = {"max_num_seqs": 2, "num_pages": 64}
+params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+tokens = {}
+for theta in (None, 100.0):
+    overrides = None if theta is None else {"rope_theta": theta, "max_position_embeddings": 48}
+    with LLM(model, **sizes, hf_overrides=overrides, skip_tokenizer_init=True) as llm:
+        (output,) = llm.generate({"prompt_token_ids": list(range(20, 50))}, params)
+        tokens[theta] = output.outputs[0].token_ids
+        assert output.outputs[0].text == "" and (llm.model_config.max_model_len == 48) == (theta is not None)
+        try:
+            llm.generate("Hello")
+        except ValueError as error:
+            assert "skip_tokenizer_init is set: give prompts as token ids" in str(error)
+assert tokens[None] != tokens[100.0]
+"""
+
+
+@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE, OVERRIDES], ids=["deltas", "command line", "overrides"])
 def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
     exec(script, {"model": str(model)})

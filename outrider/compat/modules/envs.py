@@ -1,5 +1,12 @@
-"""outrider.envs: a module of vLLM that is not here."""
+"""outrider.envs: environment variables of vLLM. Settings are arguments here, and each name says which."""
 
-from outrider.compat.not_here import not_here
+from outrider.compat.environment import VARIABLES
 
-raise not_here(__name__, "settings are arguments of LLM and flags of the commands")
+VLLM_USE_V1 = True  # scripts ask for it, and there is one engine
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise AttributeError(f"{__name__}.{name} is not supported: "
+                         f"{VARIABLES.get(name, 'settings are arguments of LLM and flags of the commands')}")

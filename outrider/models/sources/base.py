@@ -7,7 +7,7 @@ Torch is imported only when weights are read, so the engine reads a model's conf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -49,6 +49,19 @@ class ModelSource(ABC):
     def without_keys(self, keys: Collection[str]) -> Self:
         """The source with a config that lacks some keys."""
         return replace(self, config=without_keys(self.config, keys)) if keys else self
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """The source with a config some of whose values are replaced or added; a section (`text_config`) keeps its
+        other values."""
+        if "eos_token_id" in values:
+            raise ValueError("hf_overrides: eos_token_id is not supported: use stop_token_ids and ignore_eos of "
+                             "SamplingParams")
+        if not values:
+            return self
+        sections = {key: own for key, own in self.config.items() if key.endswith("_config") and isinstance(own, dict)}
+        merged = {key: {**sections[key], **value} if key in sections and isinstance(value, Mapping) else value
+                  for key, value in values.items()}
+        return replace(self, config={**self.config, **merged})
 
     @abstractmethod
     def tensor_names(self) -> set[str]:

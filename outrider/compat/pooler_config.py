@@ -1,0 +1,49 @@
+"""PoolerConfig: how vLLM's engines pool by default. Here parameters of requests say it, which have one default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """How embeddings are pooled by default. Accepted as far as it is what PoolingParams have as default."""
+
+    task: str | None = None
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    tok_pooling_type: str | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    enable_chunked_processing: bool | None = None
+    max_embed_len: int | None = None
+
+
+SAME_POOLING: dict[str, tuple[Any, ...]] = {
+    "task": (None, "embed", "token_embed"),
+    "pooling_type": (None, "LAST"),
+    "seq_pooling_type": (None, "LAST"),
+    "tok_pooling_type": (None, "ALL"),
+    "normalize": (None, True),
+    "use_activation": (None, True),
+    "enable_chunked_processing": (None, False, True),
+}
+
+
+def pooling_refused(given: Any) -> str | None:
+    """The field of a PoolerConfig, or of a dict like it, that asks for another pooling than the default."""
+    if given is None:
+        return None
+    if isinstance(given, PoolerConfig):
+        asked = {field.name: getattr(given, field.name) for field in fields(PoolerConfig)}
+    elif isinstance(given, dict):
+        asked = given
+    else:
+        return "a PoolerConfig or a dict is needed"
+    for name, value in asked.items():
+        if value not in SAME_POOLING.get(name, (None,)):
+            return (f"{name}={value!r} is not the default here: give PoolingParams(pooling='last', 'mean' or 'all', "
+                    "normalize=..., dimensions=...) to LLM.embed, LLM.score or LLM.encode")
+    return None
