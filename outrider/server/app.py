@@ -293,7 +293,7 @@ def _body_fields(request: Request) -> list[str]:
     if BODY_FIELDS in request.scope:
         return list(request.scope[BODY_FIELDS])
     body = request.scope["route"].body_field
-    return [] if body is None else sorted(body.field_info.annotation.model_fields)
+    return [] if body is None else sorted(getattr(body.field_info.annotation, "model_fields", ()))
 
 
 async def _on_bad_body(request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ from outrider.server.service import Service
 from outrider.server.work import Work
 
 
-class Kind(NamedTuple):
+class BodyKind(NamedTuple):
     fields: tuple[str, ...]  # a body that has one of these is of this kind
     model: type[Body]
     serve: Callable[[Service, Any, str | None], Awaitable[Work]]
@@ -26,16 +26,16 @@ class Kind(NamedTuple):
 
 # The first kind that fits: queries have documents too, and what is pooled has an input too.
 KINDS = (
-    Kind(("messages",), ChatRequest, chat_completions),
-    Kind(("prompt",), CompletionRequest, completions),
-    Kind(("query",), RerankRequest, create_rerank),
-    Kind(tuple(dict.fromkeys(name for pair in PAIRS for name in pair)), ScoreRequest, create_score),
-    Kind(("task",), PoolingRequest, create_pooling),
-    Kind(("input",), EmbeddingRequest, create_embeddings),
+    BodyKind(("messages",), ChatRequest, chat_completions),
+    BodyKind(("prompt",), CompletionRequest, completions),
+    BodyKind(("query",), RerankRequest, create_rerank),
+    BodyKind(tuple(dict.fromkeys(name for pair in PAIRS for name in pair)), ScoreRequest, create_score),
+    BodyKind(("task",), PoolingRequest, create_pooling),
+    BodyKind(("input",), EmbeddingRequest, create_embeddings),
 )
 
 
-def kind_of(body: dict[str, Any]) -> Kind:
+def kind_of(body: dict[str, Any]) -> BodyKind:
     for kind in KINDS:
         if any(body.get(name) is not None for name in kind.fields):
             return kind
@@ -43,9 +43,9 @@ def kind_of(body: dict[str, Any]) -> Kind:
     raise ApiError(400, f"the body must have one of the fields {names}, which tell what is asked for")
 
 
-def read_body(kind: Kind, body: dict[str, Any]) -> Body:
+def read_body(kind: BodyKind, body: dict[str, Any]) -> Body:
     try:
         return kind.model.model_validate(body)
     except ValidationError as error:  # as the kind's own route reports it
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        raise RequestValidationError(problems) from None
+        raise RequestValidationError(problems, body=body) from None

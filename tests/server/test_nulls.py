@@ -114,6 +114,7 @@ def test_every_object_of_every_body_follows_the_rule(served: Served) -> None:
     posts = {path: route["post"] for path, route in build_app(served.service).openapi()["paths"].items()
              if "requestBody" in route.get("post", {})}
     assert {path for path, _ in BODIES} <= posts.keys()
+    posts.pop("/invocations", None)  # whose body is read as that of another route
     names = {post["requestBody"]["content"]["application/json"]["schema"]["$ref"] for post in posts.values()}
     assert names <= {f"#/components/schemas/{kind.__name__}" for kind in kinds}
 
