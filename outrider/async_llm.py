@@ -160,6 +160,16 @@ class AsyncLLM(Front):
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests)))
 
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record what the engine does with torch's profiler, until `stop_profile`. See `LLM.start_profile`."""
+        self._profile_dir()
+        await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.start_profile(profile_prefix)))
+
+    async def stop_profile(self) -> str:
+        """Write the profile to a file in profiler_dir. Returns its path."""
+        folder = self._profile_dir()
+        return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.stop_profile(folder)))
+
     @property
     def is_running(self) -> bool:
         """Whether the engine serves requests: it was not shut down and has not failed."""

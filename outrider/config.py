@@ -68,6 +68,7 @@ class EngineConfig:
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
     hf_overrides: dict[str, Any] | None = None  # values of config.json that are replaced or added
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    profiler_dir: Text | None = None  # the folder that stop_profile writes to
 
     def __post_init__(self) -> None:
         check_fields("", self)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.compat.engine_args import EngineArgs
-from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES, PROFILERS
+from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.compat.vllm_config import ModelConfig, VllmConfig
 from outrider.config import EngineConfig
 from outrider.core.fields import shown, unknown_name
@@ -27,8 +27,6 @@ NOT_SERVED = {
     "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
     "collective_rpc": "one engine uses one device",
-    "start_profile": PROFILERS,
-    "stop_profile": PROFILERS,
 }
 
 
@@ -71,6 +69,13 @@ class Front:
     @property
     def model_config(self) -> ModelConfig:
         return self.vllm_config.model_config
+
+    def _profile_dir(self) -> str:
+        """The folder for profiles. An error where there is none, also before a profile begins."""
+        folder = None if self._config is None else self._config.profiler_dir
+        if folder is None:
+            raise ValueError("profiles need a folder: start the engine with profiler_dir='profiles'")
+        return folder
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where it has none."""

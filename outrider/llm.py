@@ -226,6 +226,16 @@ class LLM(Front):
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record what the engine does with torch's profiler, until `stop_profile`. Needs the setting profiler_dir."""
+        self._profile_dir()
+        self._loop.run(lambda: self._maintenance.start_profile(profile_prefix))
+
+    def stop_profile(self) -> str:
+        """Write the profile to a file in profiler_dir, for chrome://tracing or Perfetto. Returns its path."""
+        folder = self._profile_dir()
+        return self._loop.run(lambda: self._maintenance.stop_profile(folder))
+
     def close(self) -> None:
         """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""
         self.engine.close()

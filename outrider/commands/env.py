@@ -103,7 +103,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     config = engine_config(args)
     device = pick_device(config.device)
     source = resolve(config.model, config.revision, False, config.download_dir)
-    source = source.without_keys(config.ignore_config_keys).with_values(config.hf_overrides or {})
+    source = source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
     dtype = pick_dtype(config.dtype, source, device)
     model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len,
                         source=str(source.config_file))

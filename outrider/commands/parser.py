@@ -46,6 +46,7 @@ ENGINE_HELP = {
     "load_format": "dummy: random weights",
     "attention_backend": "which attention to run",
     "hf_overrides": "values of config.json to replace or add, a JSON object",
+    "profiler_dir": "the folder that profiles are written to",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
     "max_logprobs": "most log-probabilities a request may ask for",

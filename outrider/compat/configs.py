@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from outrider.compat.pooler_config import PoolerConfig
-from outrider.compat.settings import NO_ADAPTERS, NO_IMAGES, ONE_DEVICE, ONE_GRAMMAR_LIBRARY, PROFILERS
+from outrider.compat.profiler_config import ProfilerConfig
+from outrider.compat.settings import NO_ADAPTERS, NO_IMAGES, ONE_DEVICE, ONE_GRAMMAR_LIBRARY
 
 VIEWS = ("CacheConfig", "DeviceConfig", "LoadConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
 # Classes that are not here, with what to use instead.
@@ -17,7 +18,6 @@ NOT_HERE = {
     "LoRAConfig": NO_ADAPTERS,
     "MultiModalConfig": NO_IMAGES,
     "ObservabilityConfig": "the server has /metrics and --otlp-traces-endpoint",
-    "ProfilerConfig": PROFILERS,
     "StructuredOutputsConfig": ONE_GRAMMAR_LIBRARY,
     "WeightTransferConfig": f"{ONE_DEVICE}; LLM.update_weights replaces weights",
 }
@@ -33,7 +33,7 @@ class CompilationConfig:
         return f"CompilationConfig({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
 
 
-MADE = {"CompilationConfig": CompilationConfig, "PoolerConfig": PoolerConfig}
+MADE = {"CompilationConfig": CompilationConfig, "PoolerConfig": PoolerConfig, "ProfilerConfig": ProfilerConfig}
 
 
 def find_config(name: str) -> object:

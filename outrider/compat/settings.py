@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from outrider.compat.pooler_config import pooling_refused
+from outrider.compat.profiler_config import profiler_dir
 from outrider.core.fields import shown, unknown_name
 
 log = logging.getLogger("outrider")
@@ -58,12 +59,12 @@ NO_HEADS = "heads that classify or reward are not served: LLM.embed, LLM.score a
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
 OWN_CONFIG = "give its values as hf_overrides={'key': value}, or change config.json in a copy of the model's folder"
-PROFILERS = "use a profiler of whole processes, such as `nsys profile` or `py-spy record --threads`"
 OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
 
 VLLM_SETTINGS: dict[str, Meaning] = {
     "async_scheduling": SameAs("overlap", is_switch=True),
     "block_size": SameAs("page_size"),
+    "profiler_config": SameAs("profiler_dir"),
     "num_gpu_blocks_override": SameAs("num_pages"),
     "compilation_config": Explained("steps are captured as CUDA graphs unless enforce_eager is set"),
     "disable_custom_all_reduce": Explained("one engine uses one device", is_switch=True),
@@ -154,7 +155,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "mm_processor_cache_gb": Explained("only text is served"),
     "model_loader_extra_config": Refused("weights are read from safetensors or GGUF files", (None, {})),
     "observability_config": Refused("the server has /metrics and --otlp-traces-endpoint"),
-    "profiler_config": Refused(PROFILERS),
     "prefill_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "safetensors_load_strategy": Explained("tensors are read one at a time"),
     "scheduler_cls": Refused("there is one scheduler"),
@@ -199,7 +199,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                 if value is not None and given.get(own) is not None:
                     raise ValueError(f"{front}: {name} and {own} say the same thing: give one of them")
                 if value is not None:
-                    settings[own] = value
+                    settings[own] = _value(name, value)
             case Explained(words):
                 if value is not None:
                     log.warning("%s=%s makes no difference: %s", name, shown(value), words)
@@ -245,6 +245,8 @@ def _value(setting: str, value: Any) -> Any:
     if setting == "attention_backend" and value in OTHER_BACKENDS:
         log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
         return "auto"
+    if setting == "profiler_config":
+        return profiler_dir(value)
     if setting == "speculative_config" and isinstance(value, dict):
         return translate_drafting(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

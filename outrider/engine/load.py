@@ -15,7 +15,7 @@ log = logging.getLogger("outrider")
 def find_model(config: EngineConfig) -> ModelSource:
     """The files of the model, fetched if need be."""
     source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
-    return source.without_keys(config.ignore_config_keys).with_values(config.hf_overrides or {})
+    return source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:

@@ -22,6 +22,7 @@ from outrider.runner.commands import (
     WeightsIncomplete,
 )
 from outrider.runner.interface import WorkerDied
+from outrider.runner.profiling import StartProfile, StopProfile
 
 LEVELS = (1, 2)
 ASLEEP = "the engine sleeps: requests wait for wake_up"
@@ -100,6 +101,13 @@ class Maintenance:
         if reset_running_requests:
             self._engine.rest()
         return self._engine.forget_cached()
+
+    def start_profile(self, prefix: str | None = None) -> None:
+        self._engine.command(StartProfile(prefix))
+
+    def stop_profile(self, folder: str) -> str:
+        """Returns the path of the profile."""
+        return self._engine.command(StopProfile(folder))
 
     def _pause(self) -> None:
         self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else None)

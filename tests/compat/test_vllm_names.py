@@ -133,7 +133,9 @@ REFUSED = {
     "an unknown key of the model's config": (
         "LLM(model, hf_overrides={'classifier_from_token': ['no', 'yes']})", "classifier_from_token=.*no code here"),
     "other ends of text": ("LLM(model, hf_overrides={'eos_token_id': 3})", "eos_token_id is not supported: use stop"),
-    "a profile": ("llm.start_profile()", "start_profile is not supported: use a profiler of whole processes"),
+    "a profile without a place": ("llm.start_profile()", "profiles need a folder: start the engine with profiler_dir"),
+    "a profile of some steps": ("LLM(model, profiler_config={'torch_profiler_dir': 'x', 'max_iterations': 3})",
+                                "profiler_config: max_iterations=3 is not supported: start_profile and stop_profile"),
     "groups of devices": ("from outrider.distributed import parallel_state",
                           "outrider.distributed.parallel_state is not supported: one engine uses one device"),
     "a setting that the groups lack": ("llm.llm_engine.model_config.hf_config",
@@ -208,6 +210,26 @@ engine.shutdown()
 """
 
 
+PROFILE = """
+import gzip
+from pathlib import Path
+from outrider import LLM, SamplingParams
+from outrider.config import ProfilerConfig
+
+config = ProfilerConfig(profiler="torch", torch_profiler_dir=str(Path(model).parent / "profiles"))
+with LLM(model, max_num_seqs=2, max_model_len=64, num_pages=64, profiler_config=config) as llm:
+    for _ in range(2):
+        llm.start_profile("two tokens")
+        llm.generate("Hello", SamplingParams(max_tokens=2))
+        file = Path(llm.stop_profile())
+        assert b"aten::" in gzip.decompress(file.read_bytes()) and file.name.startswith("two tokens-")
+    try:
+        llm.stop_profile()
+    except ValueError as error:
+        assert "no profile is being recorded" in str(error)
+    else:
+        raise AssertionError
+"""
 OVERRIDES = """
 from outrider import LLM, SamplingParams
 
@@ -215,8 +237,8 @@ sizes = {"max_num_seqs": 2, "num_pages": 64}
 params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 tokens = {}
 for theta in (None, 100.0):
-    overrides = None if theta is None else {"rope_theta": theta, "max_position_embeddings": 48}
-    with LLM(model, **sizes, hf_overrides=overrides, skip_tokenizer_init=True) as llm:
+    overrides = None if theta is None else {"rope_theta": theta, "max_position_embeddings": 48, "new": 1}
+    with LLM(model, **sizes, hf_overrides=overrides, ignore_config_keys=["new"], skip_tokenizer_init=True) as llm:
         (output,) = llm.generate({"prompt_token_ids": list(range(20, 50))}, params)
         tokens[theta] = output.outputs[0].token_ids
         assert output.outputs[0].text == "" and (llm.model_config.max_model_len == 48) == (theta is not None)
@@ -228,6 +250,7 @@ assert tokens[None] != tokens[100.0]
 """
 
 
-@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE, OVERRIDES], ids=["deltas", "command line", "overrides"])
+@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE, PROFILE, OVERRIDES],
+                         ids=["deltas", "command line", "profile", "overrides"])
 def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
     exec(script, {"model": str(model)})

@@ -55,7 +55,7 @@ BY_NAME = {
     "pad_tokens": {"empty list"}, "bad_words_token_ids": {"empty list", "list"}, "model": {"text", "number as text"},
     "tokenizer": {"text", "number as text"}, "revision": {"text", "number as text"},
     "download_dir": {"text", "number as text"}, "ignore_config_keys": {"empty list", "list of text"},
-    "hf_overrides": {"empty dict", "dict"},
+    "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -154,7 +154,7 @@ FLAG_ACCEPTS = {
     "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)}, "speculative": {"true"},
     "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
-                     "ignore_config_keys"), set(FLAG_WORDS) - {""}),
+                     "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),
 }  # fmt: skip
 PARSER = cli.build_parser()
 
