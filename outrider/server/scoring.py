@@ -13,9 +13,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.fields import shown
 from outrider.server.errors import ApiError
 from outrider.server.pooled import PooledRequest, pooled_vectors, pooling_params, prompt_usage
-from outrider.server.protocol import Body, Prompts
+from outrider.server.protocol import Prompts
 from outrider.server.service import Service, name_request
 from outrider.server.truncation import Truncation
 from outrider.server.work import JsonWork, Work
@@ -35,13 +36,11 @@ class ScoreRequest(PooledRequest):
     data_2: Prompts | None = None
 
 
-class Document(Body):
-    text: str
-
-
 class RerankRequest(PooledRequest):
     query: str
-    documents: Annotated[list[str | Document], Field(fail_fast=True)]
+    # Objects are looked at once their number is known to be small: to check a million of them takes seconds.
+    documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] = Field(
+        description="texts, or objects with a text each")
     top_n: int | None = Field(default=None, ge=0, description="so many of the best; default, and 0: all")
     return_documents: bool | None = Field(default=None, description="false: results have indices only")
     max_tokens_per_doc: int | None = Field(default=None, ge=1, description="the rest of a document is cut off")
@@ -73,14 +72,14 @@ async def create_score(service: Service, body: ScoreRequest, tenant: str | None)
 async def create_rerank(service: Service, body: RerankRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    texts = [each if isinstance(each, str) else each.text for each in body.documents]
+    _check_number(service, 1 + len(body.documents), "documents")
+    texts = [_text(each) for each in body.documents]
     truncation = service.truncation(body)
     query = await service.encode_prompts(body.query, "query", truncation=truncation)
     most = body.max_tokens_per_doc
     if most is not None and (truncation is None or most < truncation.num_tokens):
         truncation = Truncation(most, "right")
     documents = await service.encode_prompts(texts, "documents", truncation=truncation)
-    _check_number(service, 1 + len(documents), "documents")
     asked = await _checked(service, body, query, "query", tenant)
     found = await _checked(service, body, documents, "documents", tenant)
 
@@ -103,6 +102,16 @@ def _pair(body: ScoreRequest) -> tuple[str, str]:
         if set(pair) == set(given):
             return pair
     raise ApiError(400, NEEDS_PAIR, param=given[0] if given else PAIRS[0][0])
+
+
+def _text(document: str | dict[str, Any]) -> str:
+    match document:
+        case str():
+            return document
+        case {"text": str() as text} if len(document) == 1:
+            return text
+    raise ApiError(400, f'documents must be texts, or objects with one text each, as {{"text": "..."}}; one is '
+                        f"{shown(document)}", param="documents")
 
 
 def _check_number(service: Service, num_texts: int, param: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from outrider.server import embeddings
+from outrider.server import embeddings, pooled
+from outrider.server.service import Service
 from tests.server.rig import MODEL, Served, serving
 
 TEXTS = ["a text", "quite another", "b text"]
@@ -74,9 +76,9 @@ def test_pooling_gives_one_vector_or_one_for_each_token(served: Served) -> None:
     np.testing.assert_allclose(answer["data"][1]["data"], last[1]["embedding"], atol=1e-5)
     ask = {"input": TEXTS, "normalize": False, "task": "token_embed", "dimensions": 4}
     whole = served.post("/pooling", **ask).json()["data"]
-    for text, entry, pooled in zip(TEXTS, whole, last, strict=True):
+    for text, entry, own in zip(TEXTS, whole, last, strict=True):
         assert np.array(entry["data"]).shape == (len(text), 4)
-        np.testing.assert_allclose(entry["data"][-1], pooled["embedding"][:4], atol=1e-5)
+        np.testing.assert_allclose(entry["data"][-1], own["embedding"][:4], atol=1e-5)
     packed = served.post("/pooling", **ask, encoding_format="base64").json()["data"][0]["data"]
     numbers = np.frombuffer(base64.b64decode(packed), "<f4").reshape(-1, 4)
     np.testing.assert_allclose(numbers, whole[0]["data"], atol=1e-6)
@@ -95,7 +97,9 @@ def test_pooling_gives_one_vector_or_one_for_each_token(served: Served) -> None:
     ("/rerank", {"query": "a", "documents": []}, "documents", "empty list"),
     ("/rerank", {"query": "a", "documents": ["a"] * 6}, "documents", "at most 6"),
     ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", ""),
-    ("/rerank", {"query": "a", "documents": [{"txt": "a"}]}, "documents", ""),
+    ("/rerank", {"query": "a", "documents": [{"txt": "a"}]}, "documents", "texts, or objects"),
+    ("/rerank", {"query": "a", "documents": [{"text": "a", "id": 1}]}, "documents", "one text each"),
+    ("/rerank", {"query": "a", "documents": ["a", 1]}, "documents", ""),
     ("/rerank", {"query": "a" * 300, "documents": ["a"]}, "query", "query"),
     ("/rerank", {"documents": ["a"]}, "query", ""),
     ("/pooling", {"input": "a", "task": "classify"}, "task", "token_embed"),
@@ -128,6 +132,26 @@ def test_long_prompts_are_cut_at_their_ends(served: Served) -> None:
         error = served.error("/v1/embeddings", input="a", truncate_prompt_tokens=wrong)
         assert error["param"] == "truncate_prompt_tokens" and "1 to 200" in error["message"]
     assert served.error("/v1/embeddings", input="a", truncation_side="left")["param"] == "truncation_side"
+
+
+def test_much_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short texts are as long as one long text, and vectors take long to write."""
+    threads: dict[str, set[str]] = {"encode": set(), "write": set()}
+
+    def encoded(self: Service, *given: Any) -> list[int]:
+        threads["encode"].add(threading.current_thread().name)
+        return encode(self, *given)
+
+    def written(*given: Any) -> list[bytes]:
+        threads["write"].add(threading.current_thread().name)
+        return write(*given)
+
+    encode, write = Service._encoded, pooled._texts
+    monkeypatch.setattr(Service, "_encoded", encoded)
+    monkeypatch.setattr(pooled, "_texts", written)
+    assert served.post("/v1/embeddings", input=["x" * 6000] * 4, truncate_prompt_tokens=5).status_code == 200
+    assert threads["encode"] and threads["write"]
+    assert all(name.startswith("asyncio_") for name in threads["encode"] | threads["write"])
 
 
 def test_answers_are_valid_json_of_the_announced_length(served: Served) -> None:
