@@ -13,7 +13,7 @@ from typing import Any, Never, cast
 
 from outrider.compat.engine_args import config_for
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.fields import Text, check_value
+from outrider.core.fields import Text, check_value, shown
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
@@ -159,6 +159,26 @@ class AsyncLLM(Front):
         """Forget cached pages, but those of running requests, unless these are to be preempted too."""
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests)))
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no step until `resume_generation`; requests that arrive meanwhile wait. `mode`: "keep" freezes running
+        requests, "abort" ends them. `clear_cache`: forget cached pages of requests that have ended."""
+        if mode not in ("keep", "abort"):
+            raise ValueError(f"pause_generation: mode must be 'keep' or 'abort', got {shown(mode)}; to wait for "
+                             "running requests, read them to their ends first")
+        await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.pause(aborts=mode == "abort")))
+        if clear_cache and mode == "abort":
+            await self.reset_prefix_cache()
+        # Until readers have got what the last steps added.
+        while self._maintenance.is_paused and await asyncio.wrap_future(self._owner.call(lambda: self.engine.has_work)):
+            pass
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        await asyncio.wrap_future(self._owner.call(self._maintenance.resume))
+
+    async def is_paused(self) -> bool:
+        return self._maintenance.is_paused
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record what the engine does with torch's profiler, until `stop_profile`. See `LLM.start_profile`."""

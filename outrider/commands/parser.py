@@ -126,16 +126,12 @@ ELSEWHERE = {
                  "model chooses, so its text would mean nothing",
     "--prompt": "`outrider generate` has it, with --chat for a single question",
     "-p": "`outrider generate --prompt TEXT` takes a prompt",
-    "-tp": "one engine uses one device",
-    "--tp": "one engine uses one device",
+    **dict.fromkeys(("-tp", "--tp"), "one engine uses one device"),
     "--stream": "answers are streamed on a terminal",
-    "--batch-size": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
-    "--input-len": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
-    "--output-len": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
-    "--num-prompts": "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out",
+    **dict.fromkeys(("--batch-size", "--input-len", "--output-len", "--num-prompts"),
+                    "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out"),
 }
-# The engine's seed serves requests without one; bad_words_token_ids is filled in by the engine; output_kind is for
-# streams in Python.
+# The engine's seed serves requests without one, the engine fills in bad_words_token_ids, and Python has output_kind.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind")
 # Settings of vLLM's engine that are none here; those that the server has are flags of its own.
 OTHER_SETTINGS = {name: meaning for name, meaning in VLLM_SETTINGS.items()

@@ -148,13 +148,21 @@ class Engine:
         if self.paused_because is not None:
             self._end_early(self._held)
 
-    def rest(self) -> None:
-        """Wait for the steps in flight, preempt all requests and empty the cache: what the device holds is about to be
-        changed. The next `step` returns what these steps added to requests."""
+    def settle(self) -> None:
+        """Wait for the steps in flight. The next `step` returns what they added to requests."""
         self.check_running()
         while self._in_flight:
             for update in self._take_result():
                 self._emit(update, self._held)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def rest(self) -> None:
+        """Wait for the steps in flight, preempt all requests and empty the cache: what the device holds is about to be
+        changed. The next `step` returns what these steps added to requests."""
+        self.settle()
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
         self._end_early(self._held)

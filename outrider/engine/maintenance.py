@@ -25,6 +25,7 @@ from outrider.runner.interface import WorkerDied
 from outrider.runner.profiling import StartProfile, StopProfile
 
 LEVELS = (1, 2)
+PAUSED = "the engine is paused: requests wait for resume_generation"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
 
@@ -36,6 +37,7 @@ class Maintenance:
         self._engine = engine
         self._asleep: frozenset[str] = frozenset()  # parts of the worker's memory
         self._are_dropped = False  # the weights are asleep at level 2
+        self._is_paused = False  # by `pause`
         self._lacks_weights: str | None = None  # why, if an update has failed half-way
 
     @property
@@ -102,6 +104,22 @@ class Maintenance:
             self._engine.rest()
         return self._engine.forget_cached()
 
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def pause(self, *, aborts: bool) -> None:
+        """No step runs until `resume`. Requests keep their pages, or are aborted."""
+        self._engine.settle()
+        self._is_paused = True
+        self._pause()
+        if aborts:
+            self._engine.abort_all()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._pause()
+
     def start_profile(self, prefix: str | None = None) -> None:
         self._engine.command(StartProfile(prefix))
 
@@ -110,4 +128,5 @@ class Maintenance:
         return self._engine.command(StopProfile(folder))
 
     def _pause(self) -> None:
-        self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else None)
+        asked = PAUSED if self._is_paused else None
+        self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else asked)

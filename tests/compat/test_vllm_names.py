@@ -44,6 +44,21 @@ RUNS = {
         assert len(texts["FINAL_ONLY"]) == 1 and len(texts["DELTA"]) > 1
         assert "".join(texts["DELTA"]) == texts["CUMULATIVE"][-1] == texts["FINAL_ONLY"][-1]
         """,
+    "a pause between steps": """
+        engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        whole = llm.generate("Hello", params)[0].outputs[0]
+        engine.add_request("a", "Hello", params)
+        while not engine.step():
+            pass
+        llm._loop.run(lambda: llm._maintenance.pause(aborts=False))
+        while engine.step():  # what the steps in flight added
+            pass
+        assert engine.step() == [] and engine.has_unfinished_requests() and not llm.engine.has_work
+        llm._loop.run(llm._maintenance.resume)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0] == whole
+        """,
     "a queue of requests": """
         params = SamplingParams(temperature=0, max_tokens=3)
         first = llm.enqueue(["a", "b"], params)
@@ -127,6 +142,8 @@ REFUSED = {
     "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
     "another pooling": ("from outrider.config import PoolerConfig\nLLM(model, pooler_config=PoolerConfig("
                         "pooling_type='MEAN'))", "pooling_type='MEAN' is not the default here: give PoolingParams"),
+    "logits processors": ("from outrider.v1.sample.logits_processor import LogitsProcessor",
+                          "outrider.v1.sample is not supported: use logit_bias, bad_words, allowed_token_ids"),
     "a cache that moves": ("from outrider.config import KVTransferConfig", "KVTransferConfig is not supported: one en"),
     "a variable": ("import outrider.envs as envs\nenvs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is not supported: "
                    "use exact=True"),
@@ -210,6 +227,56 @@ engine.shutdown()
 """
 
 
+PAUSES = """
+import asyncio
+from outrider import AsyncLLM, SamplingParams
+
+async def main():
+    async with AsyncLLM(model, max_num_seqs=2, max_model_len=96, num_pages=64) as llm:
+        params, seen = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), []
+
+        async def read():
+            async for output in llm.generate("Hello", params):
+                seen.append(len(output.outputs[0].token_ids))
+            return output
+
+        async def begin():
+            reading = asyncio.create_task(read())
+            while not (llm.engine.has_requests or reading.done()):
+                await asyncio.sleep(0.001)
+            return reading
+
+        whole = (await read()).outputs[0]
+        seen.clear()
+        await llm.pause_generation(mode="keep")
+        waiting = await begin()
+        await asyncio.sleep(0.05)
+        assert await llm.is_paused() and not seen
+        await llm.resume_generation()
+        assert (await waiting).outputs[0] == whole
+        seen.clear()
+        running = await begin()
+        while not seen:
+            await asyncio.sleep(0.001)
+        await llm.pause_generation(mode="keep")
+        num_seen = len(seen)
+        await asyncio.sleep(0.05)
+        assert len(seen) == num_seen
+        await llm.resume_generation()
+        assert (await running).outputs[0] == whole
+        await llm.pause_generation(mode="keep")
+        waiting = await begin()
+        await llm.pause_generation()
+        assert (await waiting).outputs[0].finish_reason == "abort"
+        await llm.resume_generation()
+        assert (await read()).outputs[0] == whole and not await llm.is_paused()
+        try:
+            await llm.pause_generation(mode="wait")
+        except ValueError as error:
+            assert "mode must be 'keep' or 'abort', got 'wait'" in str(error)
+
+asyncio.run(main())
+"""
 PROFILE = """
 import gzip
 from pathlib import Path
@@ -250,7 +317,7 @@ assert tokens[None] != tokens[100.0]
 """
 
 
-@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE, PROFILE, OVERRIDES],
-                         ids=["deltas", "command line", "profile", "overrides"])
+@pytest.mark.parametrize("script", [DELTAS, COMMAND_LINE, PAUSES, PROFILE, OVERRIDES],
+                         ids=["deltas", "command line", "pauses", "profile", "overrides"])
 def test_a_script_with_an_engine_of_its_own_runs(script: str, model: Path) -> None:
     exec(script, {"model": str(model)})
