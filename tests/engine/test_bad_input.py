@@ -60,7 +60,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "id beyond the vocabulary": ([[5, VOCAB]], "256 is outside the vocabulary of 256"),
     "fractional id": ([[5, 1.5]], "must be integers, got 1.5"),
     "text id": ([["a"]], "must be integers, got 'a'"),
-    "text without a tokenizer": ("hello", "no tokenizer files: give prompts as token ids"),
+    "text without a tokenizer": ("hello", "no tokenizer files, or skip_tokenizer_init is set: give prompts as"),
     "dict without a prompt": ({"text": "x"}, "needs 'prompt', 'prompt_token_ids' or 'prompt_embeds', got text"),
     "dict with odd keys": ({5: 5}, "needs 'prompt', 'prompt_token_ids' or 'prompt_embeds', got 5"),
     "ids that are a number": ({"prompt_token_ids": 5}, "prompt_token_ids must be a list or a tuple or None, got 5"),

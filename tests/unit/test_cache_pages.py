@@ -125,7 +125,7 @@ def test_misuse_is_noticed() -> None:
     pool.free(page)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(page)
-    with pytest.raises(AssertionError, match="published by nobody"):
+    with pytest.raises(AssertionError, match="published without a holder"):
         PagePool(3).publish(1, key(1))
     with pytest.raises(ValueError, match="at least 2 pages"):
         PagePool(1)
