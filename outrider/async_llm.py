@@ -82,7 +82,7 @@ class AsyncLLM(Front):
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
-        """What steps have added to a request since the reader last looked. Copies nothing."""
+        """Yield the increments that steps have added to a request since the reader last looked. Copies nothing."""
         stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), request.num_samples)
         async with self._opened(stream, request):
             while not stream.is_done:

@@ -191,7 +191,7 @@ class LLM(Front):
         return LLMEngine.inside(self, self._loop)
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine has done since it started, under vLLM's names."""
+        """Counts and gauges of the engine since it started, under vLLM's names."""
         return engine_metrics(self.engine, self.engine.checks.model_name)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -94,7 +94,7 @@ class LLMEngine(Front):
         return len(self._caller.left)
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine has done since it started, under vLLM's names."""
+        """Counts and gauges of the engine since it started, under vLLM's names."""
         return engine_metrics(self.engine, self.engine.checks.model_name)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

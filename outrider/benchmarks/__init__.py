@@ -1,1 +1,1 @@
-"""What `outrider bench KIND` measures: one file for each kind, with `run(args) -> status`, and what they share."""
+"""The benchmarks of `outrider bench KIND`: one file for each kind, with `run(args) -> status`, and shared parts."""

@@ -84,7 +84,7 @@ class CheckedRequest:
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
 
     def with_seed(self, seed: int) -> CheckedRequest:
-        """The same request if it has a seed or samples nothing, else a copy with this one."""
+        """Return this request if it has a seed or samples nothing, else a copy with the given seed."""
         if self.sampling.seed is not None:
             return self
         params = copy.copy(self.sampling)  # its lists are the request's own already

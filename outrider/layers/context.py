@@ -30,7 +30,7 @@ class StandIns:
 
 
 class LinearLayer(Protocol):
-    """What adapters know of a layer: that it is this one (`is`), and its sizes."""
+    """A linear layer as adapters see it: they tell layers apart by identity (`is`), and read its sizes."""
 
     @property
     def in_features(self) -> int: ...

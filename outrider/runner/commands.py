@@ -29,7 +29,7 @@ class Command(ABC, Generic[Answer]):
 
 @dataclass(frozen=True)
 class SleepReport:
-    """What a worker gave back when it went to sleep."""
+    """Memory that a worker gave back when it went to sleep."""
 
     total_bytes: int = 0  # of the weights and the cache that were on the device
     freed_bytes: int = 0  # of these, what the device has back
@@ -48,7 +48,7 @@ class WakeReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update of weights did."""
+    """Result of an update of weights."""
 
     num_tensors: int = 0
     seconds: float = 0.0

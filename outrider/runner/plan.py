@@ -20,7 +20,7 @@ from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """What the requests of a step bring beside token ids, where one of them brings any."""
+    """Inputs of a step's requests beside their token ids: embeddings in place of ids, and adapters."""
 
     stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
     drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further

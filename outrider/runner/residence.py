@@ -173,7 +173,7 @@ class Residence:
             memory.restore()
 
     def _free_again(self, part: str) -> None:
-        """What a part was restored for has failed: it sleeps on."""
+        """Free the memory of a part again, because the work that it was restored for has failed."""
         for memory in self._asleep.get(part, ()):
             memory.free()
         self._release()

@@ -105,7 +105,7 @@ class Usage:
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def field_of_chunk(self, body: SamplingFields) -> str:
-        """What a chunk of a stream says: the tokens so far, or null where only the last chunk has them."""
+        """The usage in a chunk of a stream: the tokens so far, or null where only the last chunk has them."""
         if body.wants_usage_always:
             return f',"usage":{compact(self.to_json())}'
         return ',"usage":null' if body.wants_usage else ""

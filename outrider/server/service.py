@@ -203,7 +203,7 @@ def new_id(prefix: str) -> str:
 
 
 def name_request(prefix: str, body: Prompted) -> RequestName:
-    """By the client's own id, if the body has one."""
+    """Name a request after the client's own id, if the body has one."""
     if body.request_id is None:
         own = new_id(prefix)
         return RequestName(own, own)

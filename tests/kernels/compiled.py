@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,25 @@ def found_without_interpreter(test_file: str) -> Any:
     done = subprocess.run([sys.executable, test_file], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """Within, launches compile their kernels for an H200 and run nothing. The list has the kernels' names."""
+    from triton.runtime import driver
+
+    from outrider.kernels.triton import launch
+    from tests.kernels.test_sampler_compiles import Card
+
+    driver.set_active(Card())  # type: ignore[arg-type]
+    found: list[str] = []
+
+    def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        function.run(*args, grid=(1,), warmup=True, **options)
+        found.append(function.fn.__name__)
+
+    with launch.collecting(compile_one):
+        yield found
 
 
 def overwritten_barriers(ptx: str) -> list[int]:

@@ -4,14 +4,13 @@ may refuse. This file runs as a program, in which Triton does not interpret."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
 
 
 @pytest.mark.long
@@ -21,18 +20,8 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from triton.runtime import driver
-
     from outrider.kernels.drafting import AdmittedRows, CommittedRequests, DrafterCacheState, DraftingRows
-    from outrider.kernels.triton import draft, launch
-    from tests.kernels.test_sampler_compiles import Card
-
-    driver.set_active(Card())  # type: ignore[arg-type]
-    found: list[str] = []
-
-    def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        function.run(*args, grid=(1,), warmup=True, **options)
-        found.append(function.fn.__name__)
+    from outrider.kernels.triton import draft, first_slots
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -41,12 +30,12 @@ def compile_kernels() -> list[str]:
     own = DrafterCacheState((16, 32), 1, 1, 512, ints(9), ints(9), ints(40, 1024, dtype=torch.bool)[:, 3])
     requests = CommittedRequests(ints(4), ints(5), ints(12), ints(4), ints(4), ints(4, dtype=torch.bool))
     rows = DraftingRows(ints(9, 1024), ints(9), ints(9), ints(9), torch.zeros(9))
-    with launch.collecting(compile_one):
+    with compiling() as found:
         draft.plan_draft_passes(requests, rows, tables, own, num_wanted=3)
         draft.forget_pages(requests, tables, own)
         for needs_tail in (False, True):
-            draft.plan_first_slots(AdmittedRows(ints(4), ints(4), ints(4), ints(2, 4)), tables, own,
-                                   needs_tail=needs_tail, num_chained=0, is_filled=True)
+            first_slots.plan_first_slots(AdmittedRows(ints(4), ints(4), ints(4), ints(2, 4)), tables, own,
+                                         needs_tail=needs_tail, num_chained=0, is_filled=True)
     return found
 
 

@@ -4,14 +4,13 @@ refuse. This file runs as a program, in which Triton does not interpret."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
 
 
 @pytest.mark.long
@@ -21,26 +20,15 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from triton.runtime import driver
-
-    from outrider.kernels.triton import launch
     from outrider.kernels.triton.attention import decode_attention
     from outrider.kernels.triton.attention_sharing import find_shared
     from outrider.kernels.triton.attention_splits import list_splits
-    from tests.kernels.test_sampler_compiles import Card
-
-    driver.set_active(Card())  # type: ignore[arg-type]
-    found: list[str] = []
-
-    def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        function.run(*args, grid=(1,), warmup=True, **options)
-        found.append(function.fn.__name__)
 
     count, bounds = 16, {"max_query": 1, "max_length": 1024}
     pool = torch.zeros(4, 2, 16, 2, 128, dtype=torch.bfloat16)
     table, lengths = (torch.zeros(*shape, dtype=torch.int32) for shape in ((count, 64), (count,)))
     live, starts = torch.ones_like(lengths), torch.arange(count + 1, dtype=torch.int32)
-    with launch.collecting(compile_one):
+    with compiling() as found:
         shared = find_shared(table, lengths, live, 16, max_length=1024)
         splits = list_splits(lengths, live, 8, 2, 128, 2, shared=shared, **bounds)
         decode_attention(torch.zeros(count, 8, 128, dtype=torch.bfloat16), pool[:, 0], pool[:, 1], table, starts,

@@ -13,14 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.drafting import (
-    AdmittedRows,
     CommittedRequests,
     DrafterCacheState,
     DraftingRows,
     DraftPass,
     DraftPasses,
     DraftSamplingKeys,
-    FirstSlots,
     ReadingPass,
     Tables,
 )
@@ -28,11 +26,11 @@ from outrider.kernels.triton.common import next_power_of_two, require, require_t
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
 
-_BLOCK = 256  # token rows, or pages, of a request at a time
+BLOCK_ROWS = 256  # token rows, or pages, of a request at a time
 _KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
 
 
-class _Own(NamedTuple):
+class OwnTensors(NamedTuple):
     """The tensors of a DrafterCacheState."""
 
     valid_from: torch.Tensor
@@ -181,61 +179,6 @@ def _passes_kernel(
     )
 
 
-@triton.jit
-def _valid_in_hit(table, page_valid, valid_stride, needed, begin, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The slot after the last one of the hit that was not filled or was evicted."""
-    end = begin // PAGE
-    last = tl.zeros((BLOCK,), tl.int64)
-    for first in range(needed, end, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        page = tl.load(table + column, mask=column < end, other=0).to(tl.int64)
-        is_valid = tl.load(page_valid + page * valid_stride, mask=column < end, other=0) != 0
-        last = tl.maximum(last, tl.where((column < end) & ((page == 0) | ~is_valid), column + 1, 0))
-    return tl.where(begin % PAGE == 0, tl.max(last, axis=0) * PAGE, begin)
-
-
-@kernel(do_not_specialize=["requests", "is_filled"],
-        do_not_specialize_on_alignment=["rows", "begins", "lives", "needed"])
-def _first_slots_kernel(
-    rows, begins, lives, needed, own, tables, out, narrow, requests, max_len, is_filled, table_strides, valid_stride,
-    PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, NEEDS_TAIL: tl.constexpr, CHAINED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + request)
-    begin = tl.load(begins + request)
-    can_fill = tl.load(lives + request) > 0
-    valid_from = begin * 0 + NEEDS_TAIL  # a head has no slot for position 0
-    for group in tl.static_range(GROUPS):
-        table = tables[group] + request * table_strides[group]
-        first = tl.load(needed + group * requests + request)
-        own_valid = _valid_in_hit(table, own.page_valid, valid_stride, first, begin, PAGES[group], BLOCK)
-        valid_from = tl.maximum(valid_from, own_valid)
-    has_tail = (begin > 0) & (begin % PAGES[TAIL] == 0)
-    tail_table = tables[TAIL] + request * table_strides[TAIL]
-    tail = tl.load(tail_table + tl.maximum(begin // PAGES[TAIL] - 1, 0), mask=has_tail, other=0).to(tl.int64)
-    if NEEDS_TAIL:
-        can_fill = can_fill & (tail != 0) & (tl.load(own.page_valid + tail * valid_stride) != 0)
-    key_start = tl.where(can_fill | (begin == 0), valid_from, begin + 1) + CHAINED
-    tl.store(own.valid_from + row, key_start)
-    tl.store(own.filled + row, begin + is_filled)
-    is_live = can_fill & (begin < max_len)
-    length = tl.where(is_live, begin + 1, 0)
-    tl.store(out + request, tl.minimum(begin, max_len - 1))
-    tl.store(out + requests + request, length)
-    tl.store(out + 2 * requests + request, is_live.to(tl.int64))
-    tl.store(out + 3 * requests + request, key_start)
-    tl.store(out + 4 * requests + request, tail)
-    tl.store(narrow + request, length.to(tl.int32))
-    tl.store(narrow + requests + request, is_live.to(tl.int32))
-    tl.store(narrow + 2 * requests + request, key_start.to(tl.int32))
-    for group in tl.static_range(GROUPS):
-        table = tables[group] + request * table_strides[group]
-        page = tl.load(table + begin // PAGES[group], mask=is_live, other=0).to(tl.int64)
-        slot = page * PAGES[group] + begin % PAGES[group]
-        tl.store(out + (5 + group) * requests + request, tl.where(is_live, slot, -1))
-
-
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _forget_kernel(
     computed_before, num_computed, page_valid, tables, table_strides, valid_stride,
@@ -287,7 +230,7 @@ def _check(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int
     require(max_len <= rows.tokens.shape[1], name, "max_len", f"is {max_len}, more than the rows hold")
 
 
-def _check_tables(name: str, rows: torch.Tensor, tables: Tables, own: DrafterCacheState) -> None:
+def check_tables(name: str, rows: torch.Tensor, tables: Tables, own: DrafterCacheState) -> None:
     groups = len(tables)
     require(groups == len(own.page_tokens), name, "own.page_tokens", f"are {own.page_tokens} for {groups} tables")
     require(0 <= own.tail_group < groups, name, "own.tail_group", f"is {own.tail_group} for {groups} tables")
@@ -306,7 +249,7 @@ def plan_draft_passes(
         "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
     )  # fmt: skip
     _check(name, requests, rows, own.max_len)
-    _check_tables(name, requests.rows, tables, own)
+    check_tables(name, requests.rows, tables, own)
     for field, tensor in (("valid_from", own.valid_from), ("filled", own.filled)):
         require_tensor(name, f"own.{field}", tensor, tuple(rows.known.shape), device, (torch.int64,))
     require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
@@ -322,11 +265,11 @@ def plan_draft_passes(
     )  # fmt: skip
     if count:
         _passes_kernel[(count,)](
-            *requests, rows, _Own(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
+            *requests, rows, OwnTensors(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
             num_wanted, own.max_len, own.first_position, rows.tokens.stride(0),
             tuple(table.stride(0) for table in tables), own.page_valid.stride(0),
             PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
-            BLOCK=_BLOCK, num_warps=1,
+            BLOCK=BLOCK_ROWS, num_warps=1,
         )  # fmt: skip
     return _unpacked(out)
 
@@ -350,42 +293,17 @@ def _unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSampli
     return DraftSamplingKeys(temperature, seed, sample_index, keys[_KEYS.value :], counts, last)
 
 
-def plan_first_slots(
-    admitted: AdmittedRows, tables: Tables, own: DrafterCacheState, *, needs_tail: bool, num_chained: int,
-    is_filled: bool,
-) -> FirstSlots:
-    """See `kernels.drafting.plan_first_slots`."""
-    name, device, (count,), groups = "plan_first_slots", admitted.rows.device, admitted.rows.shape, len(tables)
-    for field, tensor in zip(admitted._fields, admitted, strict=True):
-        shape = (groups, count) if field == "needed" else (count,)
-        require_tensor(name, f"admitted.{field}", tensor, shape, device, (torch.int64,), len(shape))
-    _check_tables(name, admitted.rows, tables, own)
-    out = torch.empty(5 + groups, count, dtype=torch.int64, device=device)
-    int32 = torch.empty(3, count, dtype=torch.int32, device=device)
-    if count:
-        _first_slots_kernel[(count,)](
-            admitted.rows, admitted.begin, admitted.live, admitted.needed,
-            _Own(own.valid_from, own.filled, own.page_valid), tables, out, int32, count, own.max_len,
-            int(is_filled), tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
-            TAIL=own.tail_group, GROUPS=groups, NEEDS_TAIL=int(needs_tail), CHAINED=num_chained,
-            BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
-    positions, lengths, live, key_starts, tail_page, *slots = out
-    only = DraftPass(positions, tuple(slots), lengths, live, *int32[:2])
-    return FirstSlots(only, key_starts, int32[2], tail_page)
-
-
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
     """See `kernels.drafting.forget_pages`."""
     name, device, (count,) = "forget_pages", requests.rows.device, requests.rows.shape
-    _check_tables(name, requests.rows, tables, own)
+    check_tables(name, requests.rows, tables, own)
     for field, tensor in (("computed_before", requests.computed_before), ("num_computed", requests.num_computed)):
         require_tensor(name, f"requests.{field}", tensor, (count,), device, (torch.int64,))
     if count:
         _forget_kernel[(count,)](
             requests.computed_before, requests.num_computed, own.page_valid, tables,
             tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
-            GROUPS=len(tables), BLOCK=_BLOCK, num_warps=1,
+            GROUPS=len(tables), BLOCK=BLOCK_ROWS, num_warps=1,
         )  # fmt: skip
 
 
