@@ -7,6 +7,7 @@ a test of an engine is a test of what `LLM` runs.
 from __future__ import annotations
 
 import functools
+import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
@@ -73,8 +75,6 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Model
 def save_folder(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """A model folder as Hugging Face writes it, without transformers."""
     import json
-
-    from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
@@ -262,3 +262,14 @@ def prompt_of(seed: int, count: int, vocab: int = VOCAB) -> list[int]:
 
 def greedy(max_tokens: int | None = 16, **fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **fields)
+
+
+def with_other_weights(folder: Path, path: Path) -> Path:
+    """A copy of a model's folder with other weights of the same shapes."""
+    shutil.copytree(folder, path)
+    generator = torch.Generator().manual_seed(8)
+    tensors = load_file(folder / "model.safetensors")
+    other = {name: tensor + torch.empty(tensor.shape).normal_(0, 0.1, generator=generator)
+             if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_file(other, path / "model.safetensors")
+    return path

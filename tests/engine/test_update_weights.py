@@ -21,7 +21,7 @@ from outrider.models.sources.base import WeightError
 from outrider.runner.commands import WeightsIncomplete
 from outrider.runner.storages import find_storages
 from tests.drafters.checkpoints import make_drafter
-from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
+from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of, with_other_weights
 from tests.engine.test_sleep import let_memory_move
 from tests.models import gemma4
 from tests.models.oracle import make_folder
@@ -70,17 +70,6 @@ FOLDERS: dict[str, Callable[[Path], tuple[Path, Any]]] = {
     "assistant": with_assistant,
     "latents, indexer": lambda path: (make_folder("deepseek_v32", path / "latent"), None),
 }
-
-
-def with_other_weights(folder: Path, path: Path) -> Path:
-    """A copy of a model's folder with other weights of the same shapes."""
-    shutil.copytree(folder, path)
-    generator = torch.Generator().manual_seed(8)
-    tensors = load_file(folder / "model.safetensors")
-    other = {name: tensor + torch.empty(tensor.shape).normal_(0, 0.1, generator=generator)
-             if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    save_file(other, path / "model.safetensors")
-    return path
 
 
 def generated(llm: LLM) -> tuple[list[list[list[int]]], int]:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from outrider import LLM
-from tests.engine.harness import CONFIGS, greedy, prompt_of, tokens_of
-from tests.engine.test_update_weights import with_other_weights
+from tests.engine.harness import CONFIGS, greedy, prompt_of, tokens_of, with_other_weights
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE, SETTINGS
 from tests.gpu.test_engines import DRAFTERS, folder_of
