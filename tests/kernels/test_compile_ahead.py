@@ -34,7 +34,7 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from outrider.kernels.fork_pool import ForkPool  # noqa: E402
-from outrider.kernels.triton import precompile  # noqa: E402
+from outrider.kernels.triton import collected_launch, precompile  # noqa: E402
 from outrider.kernels.triton.launch import OPTIONS, TritonKernel, collecting  # noqa: E402
 from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
 
@@ -229,7 +229,7 @@ class Pair(NamedTuple):
 
 def test_a_launch_goes_to_a_fork_without_its_tensors() -> None:
     big = torch.zeros(1 << 16)
-    pair = precompile._stand_in(Pair(big, (big, 5, (big,))))
+    pair = collected_launch.stand_in(Pair(big, (big, 5, (big,))))
     assert isinstance(pair, Pair) and pair.first == pair.rest[0] == pair.rest[2][0] and pair.rest[1] == 5
     assert pair.first.dtype == big.dtype and pair.first.data_ptr() % 16 == 0
     assert len(pickle.dumps(pair)) < 1000 and pickle.loads(pickle.dumps(pair)) == pair
@@ -328,9 +328,20 @@ def test_a_launch_waits_for_its_kernel_alone(compiled: dict[str, Any]) -> None:
     assert not made_by(compiled["own"], is_parent=True, was_on_disk=False), "what a fork compiles is not compiled here"
 
 
+def test_nothing_waits_for_what_is_postponed(compiled: dict[str, Any]) -> None:
+    """The kernels of one number are postponed, and a fork holds one of them back."""
+    early = [made for made in all_of(10) if made[1] != HELD]
+    assert compiled["postponed"]["states"] == [[False, True], [False, False]]
+    before, after = compiled["postponed"]["before"], compiled["postponed"]["after"]
+    assert set(early) <= set(made_by(before, is_parent=True, was_on_disk=True))
+    assert ("_add", HELD) not in made_by(before, is_parent=True, was_on_disk=True)
+    assert made_by(after, is_parent=True, was_on_disk=True) == all_of(10)
+    assert made_by(after, is_parent=False, was_on_disk=False) == all_of(10), "each of them once"
+
+
 # ---- the script ----
 
-REFUSED, DEADLY, HANGING, SLOW = 40, 20, 30, 90
+REFUSED, DEADLY, HANGING, SLOW, HELD = 40, 20, 30, 90, 102
 
 
 NOTHING = tl.constexpr(0)
@@ -387,7 +398,7 @@ class Script:
     def __init__(self, folder: Path) -> None:
         self.log, self.process = folder / "log", os.getpid()
         self.x = torch.zeros(64)
-        self.launchers = folder / "launchers"
+        self.launchers, self.go = folder / "launchers", folder / "go"
         driver.set_active(Card(self.launchers))  # type: ignore[arg-type]
         knobs.compilation.listener = self.note
         for kernel in (_add, _times):
@@ -404,6 +415,8 @@ class Script:
                 dies()
             if NUMBER == HANGING or (NUMBER == SLOW and kernel is _times):
                 time.sleep(1000)
+            while NUMBER == HELD and kernel is _add and not self.go.exists():
+                time.sleep(0.01)
 
     def launch(self, case: int) -> Iterator[Callable[[], Any]]:
         """Twice each, for sizes that make no difference to the compiler."""
@@ -434,6 +447,7 @@ class Script:
         precompile.PATIENCE = PATIENT
         made["begun"], made["all"] = self.begin_early(8)
         made["waited"], made["own"] = self.wait_for_one(9)
+        made["postponed"] = self.postpone(10)
         made["keys"] = self.keys_in_a_fork()
         made["refused"] = self.compile(4, workers=NUM_FORKS)
         made["error"] = self.refusal()
@@ -484,12 +498,33 @@ class Script:
         precompile.PATIENCE = PATIENT
         return ended, own
 
+    def postpone(self, case: int) -> dict[str, Any]:
+        """What is made, and whether kernels of both sorts are on their way, before and after a fork is let go."""
+        self.log.write_text("")
+        states, made = [], []
+        with precompile.compiling_ahead(workers=NUM_FORKS):
+            launches = list(self.launch(case))
+            with precompile.postponing():
+                for launch in launches[8:]:  # the last number
+                    launch()
+            for launch in launches:
+                launch()
+        for _ in range(2):
+            precompile.finish_compiling(postponed=False)
+            end = time.monotonic() + PATIENT
+            while self.go.exists() and precompile.has_postponed() and time.monotonic() < end:
+                time.sleep(0.01)
+            states.append((precompile.is_compiling(), precompile.has_postponed()))
+            made.append([json.loads(line) for line in self.log.read_text().splitlines()])
+            self.go.touch()
+        return {"states": states, "before": made[0], "after": made[1]}
+
     def keys_in_a_fork(self) -> list[str]:
         """Returns a kernel's key here, in a fork that got it with its task, and as that fork would make it itself."""
-        stand_in, functions = precompile._stand_in(self.x), (_times.function, _same)
-        task = precompile._Launch(_times.function, (stand_in, stand_in, 5), {"NUMBER": 1}).pickled()
+        stand_in, functions = collected_launch.stand_in(self.x), (_times.function, _same)
+        task = collected_launch.CollectedLaunch(_times.function, (stand_in, stand_in, 5), {"NUMBER": 1}).pickled()
         found = []
-        for run in (lambda: None, lambda: precompile._compile_pickled(task), lambda: None):
+        for run in (lambda: None, lambda: collected_launch.compile_pickled(task), lambda: None):
             run()
             found.append(_times.function.cache_key)
             for function in functions:

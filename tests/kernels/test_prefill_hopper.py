@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
-from outrider.kernels.triton import attention, precompile  # noqa: E402
+from outrider.kernels.triton import attention, collected_launch  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache  # noqa: E402
 from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
@@ -92,16 +92,16 @@ def test_takes_what_it_can_and_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) 
 def test_descriptors_compile_ahead_by_their_form_alone() -> None:
     first, second = (TensorDescriptor(torch.zeros(n, 16, 64, dtype=torch.bfloat16), [n, 16, 64], [1024, 64, 1],
                                       [1, 16, 64], PAGES) for n in (3, 5))
-    assert precompile._specialization(first) == precompile._specialization(second)
+    assert collected_launch.specialization(first) == collected_launch.specialization(second)
     smaller = dataclasses.replace(first, block_shape=[1, 8, 64])
-    assert precompile._specialization(first) != precompile._specialization(smaller)
-    stand_in = precompile._stand_in(first)
+    assert collected_launch.specialization(first) != collected_launch.specialization(smaller)
+    stand_in = collected_launch.stand_in(first)
     assert not isinstance(stand_in.base, torch.Tensor) and stand_in.shape == first.shape
 
 
 if __name__ == "__main__":
     made = [compile_kernel(head_dim, CONFIGS[head_dim], **options) for head_dim, options in COMPILED]
-    sizes = [precompile._source_size(own.function) for own in (hopper._prefill_kernel, attention._decode_kernel)]
+    sizes = [collected_launch.source_size(own.function) for own in (hopper._prefill_kernel, attention._decode_kernel)]
     found = [{"size": sizes[0], "decode_size": sizes[1], "shared": kernel.metadata.shared,
               "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
               "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],

@@ -68,10 +68,24 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
     return ahead
 
 
+def postponing(device: torch.device) -> AbstractContextManager[None]:
+    """Within this context, itself within `precompiling`, kernels are met that can wait: they are compiled after all
+    others, and `finish_compiling` does not wait for them."""
+    if device.type != "cuda" or not has_triton():
+        return nullcontext()
+    postponed: AbstractContextManager[None] = import_module("outrider.kernels.triton").postponing()
+    return postponed
+
+
+def has_postponed(device: torch.device) -> bool:
+    """Whether kernels that were postponed are not there yet. A launch of one of them waits for it."""
+    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").has_postponed())
+
+
 def finish_compiling(device: torch.device) -> None:
-    """Wait until all kernels that `precompiling` has met are compiled and loaded."""
+    """Wait until all kernels that `precompiling` has met and that are not postponed are compiled and loaded."""
     if device.type == "cuda" and has_triton():
-        import_module("outrider.kernels.triton").finish_compiling()
+        import_module("outrider.kernels.triton").finish_compiling(postponed=False)
 
 
 def is_compiling(device: torch.device) -> bool:

@@ -16,7 +16,13 @@ from outrider.kernels.triton.join import join_embedding, take_rows
 from outrider.kernels.triton.matvec import matvec
 from outrider.kernels.triton.ngram import find_ngram
 from outrider.kernels.triton.norm import add_rms_norm, norm_add_norm, rms_norm
-from outrider.kernels.triton.precompile import compiling_ahead, finish_compiling, is_compiling
+from outrider.kernels.triton.precompile import (
+    compiling_ahead,
+    finish_compiling,
+    has_postponed,
+    is_compiling,
+    postponing,
+)
 from outrider.kernels.triton.prefill import (
     PrefillChoice,
     QueryTiles,
@@ -50,6 +56,7 @@ __all__ = [
     "exact_tiles_config",
     "find_ngram",
     "finish_compiling",
+    "has_postponed",
     "gated_linear",
     "gated_norm",
     "device_query_tiles",
@@ -60,6 +67,7 @@ __all__ = [
     "norm_add_norm",
     "pays_split_list",
     "join_embedding",
+    "postponing",
     "prefill_attention",
     "prepare_counters",
     "prepare_step",

@@ -2,21 +2,19 @@
 
 Triton's front end holds the GIL, and threads alone keep fewer than two cores busy. So forks compile into Triton's cache
 on disk (a fresh process would import for seconds), and this process loads from there. They begin while launches are
-still being collected, and go on when all are known: a launch waits for its own kernel alone. Forking is safe here since
-compiling asks no device: the driver that forks see has been asked in advance. What forks do not compile, threads of
-this process do.
+still being collected, and go on when all are known: a launch waits for its own kernel alone. What need not be there at
+first is compiled last (`postponing`), and start-up does not wait for it. Forking is safe here since compiling asks no
+device: the driver that forks see has been asked in advance. What forks do not compile, threads of this process do.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module
+from contextvars import ContextVar
 from threading import RLock
 from typing import Any
 
@@ -26,23 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.kernels.compiler_start import start_compiler
 from outrider.kernels.fork_pool import ForkPool
 from outrider.kernels.triton.asked_driver import asking_no_device
-from outrider.kernels.triton.launch import TritonKernel, argument_class, awaiting, collecting
+from outrider.kernels.triton.collected_launch import CollectedLaunch, compile_pickled, expected_size, launch_key
+from outrider.kernels.triton.launch import awaiting, collecting
 from triton import knobs
-from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction, build, driver
 from triton.runtime.cache import FileCacheManager
 
 MAX_WORKERS = int(os.environ.get("OUTRIDER_COMPILE_THREADS", 16))
-SECONDS = {"_settle_kernel": 2.0, "_output_kernel": 2.0, "_inputs_kernel": 1.8, "_add_kernel": 1.8,  # as measured
-           "_decode_kernel": 1.8, "_packed_kernel": 2.4, "_mamba2_kernel": 1.8, "_score_filtered_kernel": 1.7,
-           "_pick_filtered_kernel": 1.5, "_edit_kernel": 1.1, "_score_kernel": 1.1, "_latent_attention_kernel": 3.0,
-           "_few_rows_kernel": 0.5}
 MIN_KERNELS = 4  # with fewer to compile, forking does not pay
 PATIENCE = 60.0  # seconds without a kernel from any fork
 
 _ATEN = torch.ops.aten
 _unfinished: list[_Compilation] = []  # at most one
+_postpones = ContextVar("postpones", default=False)
 
 
 @contextmanager
@@ -81,19 +74,40 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
         compilation.finish()
 
 
+@contextmanager
+def postponing() -> Iterator[None]:
+    """Within this context, itself within `compiling_ahead`, kernels are collected that are compiled after all others.
+    The caller does without them until `has_postponed` says that none is left."""
+    token = _postpones.set(True)
+    try:
+        yield
+    finally:
+        _postpones.reset(token)
+
+
 def is_compiling() -> bool:
-    """Whether forks still compile; the caller may do other work meanwhile."""
+    """Whether forks still compile what was not postponed; the caller may do other work meanwhile."""
     return any(compilation.is_busy() for compilation in _unfinished)
 
 
-def finish_compiling() -> None:
-    """Wait until every kernel of `compiling_ahead` is compiled and loaded."""
-    while _unfinished:
-        compilation = _unfinished.pop()
+def has_postponed() -> bool:
+    """Whether kernels are still being compiled that were postponed. Those that are compiled are loaded here."""
+    for compilation in _unfinished[:]:
+        compilation.is_busy()
+        if not compilation.has_given:
+            finish_compiling()
+    return bool(_unfinished)
+
+
+def finish_compiling(*, postponed: bool = True) -> None:
+    """Wait until every kernel of `compiling_ahead` is compiled and loaded. postponed: those of `postponing` too."""
+    for compilation in _unfinished[:]:
         try:
-            compilation.finish()
+            compilation.finish(postponed=postponed)
         finally:
-            awaiting(None)
+            if not compilation.has_forks:
+                _unfinished.remove(compilation)
+                awaiting(None)
 
 
 class _ZerosForEmpty(TorchDispatchMode):
@@ -112,74 +126,6 @@ class _ZerosForEmpty(TorchDispatchMode):
 _ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A launch, by the properties that the compiler looks at. Launches that share all of these are one."""
-
-    function: Any
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> _Launch:
-        return cls(function, tuple(map(_stand_in, args)), {name: _stand_in(value) for name, value in options.items()})
-
-    def load(self) -> Any:
-        """The kernel, which is compiled if it is not on disk."""
-        return self.function.warmup(*self.args, grid=(1,), **self.options)
-
-    def compile(self) -> None:
-        """Compiles or loads the kernel, and its launcher, which Triton 3.6 compiles too."""
-        kernel = self.load()
-        with suppress(Exception):  # it is raised again by the launch
-            driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-    def pickled(self) -> bytes | None:
-        """For a fork; None if it could not find the kernel or the arguments there."""
-        name = (self.function.fn.__module__, self.function.__name__)
-        with suppress(Exception):
-            if _find(*name) is self.function:
-                return pickle.dumps((name, self.function.cache_key, self.args, self.options))
-        return None
-
-
-@dataclass(frozen=True)
-class _Pointer:
-    """A tensor's properties that the compiler looks at. The tensor itself would keep its memory until all kernels are
-    compiled."""
-
-    dtype: torch.dtype
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _find(module: str, name: str) -> Any:
-    found = getattr(import_module(module), name)
-    return found.function if isinstance(found, TritonKernel) else found
-
-
-def _compile_pickled(task: bytes) -> None:
-    """Runs in a fork. A function's key depends on which others Triton has met before, so the parent's key is used,
-    under which the parent will look for the kernel."""
-    name, key, args, options = pickle.loads(task)
-    function = _find(*name)
-    function.hash = key
-    if knobs.build.impl is None:
-        knobs.build.impl = _build_launcher
-    _Launch(function, args, options).compile()
-
-
-def _build_launcher(name: str, src: str, srcdir: str, library_dirs: list[str], include_dirs: list[str],
-                    libraries: list[str]) -> str:
-    """Builds in a third of the time what Triton would build with -O3: a launcher takes its arguments apart once."""
-    with knobs.build.scope():
-        knobs.build.impl = None
-        path: str = build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
-    return path
-
-
 class _Compilation:
     """Kernels on their way: collected, given to forks, loaded here. What no fork compiles is compiled here."""
 
@@ -187,13 +133,15 @@ class _Compilation:
         self._workers = workers
         self._uses_disk = not knobs.compilation.always_compile
         self._seen: set[Any] = set()  # keys of launches
-        self._new: dict[Any, _Launch] = {}  # not looked at yet, by key
+        self._new: dict[Any, CollectedLaunch] = {}  # not looked at yet, by key
+        self._last: dict[Any, CollectedLaunch] = {}  # the same, postponed
         self._kernels: dict[Any, str | None] = {}  # of launches, by key; None: it was on disk
-        self._missing: dict[str, list[_Launch]] = {}  # those that forks may get, by kernel
+        self._missing: dict[str, list[CollectedLaunch]] = {}  # those that forks may get, by kernel
         self._numbers: dict[str | None, int] = {}  # of tasks that forks got, by kernel
-        self._given: dict[int, list[_Launch]] = {}  # to forks, by number of the task
-        self._compiled: list[list[_Launch]] = []  # by forks, and not loaded yet
-        self._here: list[list[_Launch]] = []  # to be compiled by this process
+        self._given: dict[int, list[CollectedLaunch]] = {}  # to forks, by number of the task
+        self._first_postponed: float = math.inf  # the first such number
+        self._compiled: list[list[CollectedLaunch]] = []  # by forks, and not loaded yet
+        self._here: list[list[CollectedLaunch]] = []  # to be compiled by this process
         self._forks: ForkPool | None = None
         self._lock = RLock()
 
@@ -202,19 +150,23 @@ class _Compilation:
         return self._forks is not None
 
     @property
+    def has_given(self) -> bool:
+        return bool(self._given)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._missing or self._here or self._given or self._compiled)
 
     def add(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        key = _key(function, args, options)
+        key = launch_key(function, args, options)
         if key not in self._seen:
             self._seen.add(key)
-            self._new[key] = _Launch.of(function, args, options)
+            (self._last if _postpones.get() else self._new)[key] = CollectedLaunch.of(function, args, options)
 
     def begin(self) -> None:
         """Load what is on disk, and begin to compile the rest. The longest first, of those that are known: none of them
         should begin when all others end."""
-        new, self._new = sorted(self._new.items(), key=lambda item: _expected_size(item[1]), reverse=True), {}
+        new, self._new = sorted(self._new.items(), key=lambda item: expected_size(item[1]), reverse=True), {}
         if not self._uses_disk:
             self._here += [[launch] for _, launch in new]
             return
@@ -229,6 +181,12 @@ class _Compilation:
 
     def end(self) -> None:
         """All launches are known."""
+        self._new, self._last = self._last, {}
+        if self._forks is not None:
+            self._first_postponed = self._forks.num_given
+        elif not self._missing:
+            self._first_postponed = 0
+        self.begin()
         if self._forks is not None:
             self._forks.end()
 
@@ -237,7 +195,7 @@ class _Compilation:
         if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
             try:
                 with asking_no_device():
-                    self._forks = ForkPool(_compile_pickled, self._workers)
+                    self._forks = ForkPool(compile_pickled, self._workers)
             except OSError:
                 self._workers = 1
         forks = self._forks
@@ -255,10 +213,10 @@ class _Compilation:
     def wait_for(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Wait until no fork compiles this launch's kernel any more: not those of other sizes, which captures may need
         last of all. The launch then loads the kernel."""
-        key = _key(function, args, options)
+        key = launch_key(function, args, options)
         with self._lock:
             if key not in self._kernels:  # perhaps another launch's kernel serves this one
-                self._kernels[key] = _missing_on_disk(_Launch.of(function, args, options))
+                self._kernels[key] = _missing_on_disk(CollectedLaunch.of(function, args, options))
             number = self._numbers.get(self._kernels[key])
             while self._forks is not None and number in self._given:
                 self._receive(self._forks)
@@ -267,7 +225,10 @@ class _Compilation:
         with self._lock:
             if self._forks is not None:
                 self._take(self._forks.wait(0))
-            return self._forks is not None and bool(self._given)
+            return self._forks is not None and self._is_awaited(postponed=False)
+
+    def _is_awaited(self, *, postponed: bool) -> bool:
+        return bool(self._given) and (postponed or min(self._given) < self._first_postponed)
 
     def _receive(self, forks: ForkPool) -> None:
         """Wait for forks, and load what they have compiled meanwhile."""
@@ -281,17 +242,17 @@ class _Compilation:
     def _take(self, numbers: list[int]) -> None:
         self._compiled += [self._given.pop(number) for number in numbers]
 
-    def finish(self) -> None:
+    def finish(self, *, postponed: bool = True) -> None:
         with self._lock, asking_no_device(), ThreadPoolExecutor(max(1, self._workers)) as pool:
             self._here += self._missing.values()
+            self._missing = {}
             while True:
                 for same in (*self._here, *self._compiled):
                     pool.submit(_compile_all, same)
                 self._here, self._compiled = [], []
-                if self._forks is None:
+                if self._forks is None or (self._given and not self._is_awaited(postponed=postponed)):
                     break
-                if self._forks is not None:
-                    self._receive(self._forks)
+                self._receive(self._forks)
 
     def close(self) -> None:
         """End all forks. What they have not compiled is left to this process."""
@@ -302,44 +263,7 @@ class _Compilation:
         self._given = {}
 
 
-def _key(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Launches with the same key have the same kernel."""
-    named = sorted((name, _specialization(value)) for name, value in options.items())
-    return (id(function), *_classes(function, args), *named)
-
-
-def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields the class of each argument. Arguments that the compiler tells apart have different ones."""
-    for param, value in zip(function.params, args, strict=False):
-        try:
-            yield str(value) if param.is_constexpr else argument_class(value)
-        except TypeError:
-            yield _specialization(value)
-
-
-def _expected_size(launch: _Launch) -> tuple[float, int]:
-    """How many seconds it takes to compile, about: as measured, or as most do. What is written in Gluon takes long."""
-    usual = 3.0 if isinstance(launch.function, GluonJITFunction) else 0.5
-    return SECONDS.get(launch.function.__name__, usual), _source_size(launch.function)
-
-
-@cache
-def _source_size(function: Any) -> int:
-    """Characters of a kernel and of all functions that it calls."""
-    seen: dict[int, int] = {}
-
-    def visit(own: Any) -> None:
-        seen[id(own)] = len(own.src)
-        for name in own.fn.__code__.co_names:
-            called = own.fn.__globals__.get(name)
-            if isinstance(called, JITFunction) and id(called) not in seen:
-                visit(called)
-
-    visit(function)
-    return sum(seen.values())
-
-
-def _compile_all(launches: list[_Launch]) -> None:
+def _compile_all(launches: list[CollectedLaunch]) -> None:
     for launch in launches:
         with suppress(Exception):  # it is raised again by the launch
             launch.compile()
@@ -349,7 +273,7 @@ class _Missing(Exception):
     """A kernel is not on disk; the argument is the kernel's name there."""
 
 
-def _missing_on_disk(launch: _Launch) -> str | None:
+def _missing_on_disk(launch: CollectedLaunch) -> str | None:
     """None if the launch's kernel is on disk, and now loaded; else what tells the kernel from others. A kernel that the
     compiler refuses is like none other: it is refused again when it is launched."""
 
@@ -377,24 +301,3 @@ def _missing_on_disk(launch: _Launch) -> str | None:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-
-
-def _specialization(value: Any) -> Any:
-    """The most that the compiler may look at in an argument."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
-        return _specialization(value.base), tuple(value.block_shape), str(value.layout)
-    if isinstance(value, (tuple, list)):
-        return str(tuple(map(_specialization, value)))
-    return str(value)
-
-
-def _stand_in(value: Any) -> Any:
-    """Returns an argument that the compiler takes for this one, and that holds no tensor."""
-    if isinstance(value, TensorDescriptor):
-        return replace(value, base=_stand_in(value.base))
-    if isinstance(value, tuple):
-        parts = map(_stand_in, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return _Pointer(value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from outrider.core import Limits, StepForm, Uncaptured
+from outrider.kernels import ops
 from outrider.kernels.packet import empty_packet
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
@@ -76,7 +77,9 @@ class StepGraphs:
         self.keys = GraphKeys(limits, step.drafting, takes_prompts=step.recurrent.needs_no_counts,
                               takes_checkpoints=step.recurrent.takes_checkpoints,
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len,
-                              takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention)
+                              takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention,
+                              is_sharing_ready=self._is_sharing_ready)
+        self._compiles_sharing = True  # perhaps
         self._captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
         self.losses = Losses()
         self._loaded: set[GraphKey] = set()  # keys whose kernels have been launched
@@ -228,7 +231,7 @@ class StepGraphs:
         drafter's slots, products of steps with prompts, and what captures need."""
         for count in FILLED_ROWS if is_waiting() else ():
             self._step.load_filling(count)
-        for key in chain(self.keys.prompts_by_size(), self.keys.sharing(), self.keys.likely()):
+        for key in chain(self.keys.prompts_by_size(), self.keys.likely()):
             if not is_waiting():
                 break
             if key not in self._loaded:
@@ -250,11 +253,23 @@ class StepGraphs:
         first = islice(self.keys.decoding(), 1)
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()
-        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts(),
-                       self.keys.sharing())
-        for key in dict.fromkeys(chain(first, sampled, rest, others)):
+        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts())
+        self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
+
+    def run_sharing(self) -> None:
+        """Run steps that read shared pages once, for their kernels. Until these are there, steps read such pages for
+        each request, as other pages."""
+        self._run_all(self.keys.sharing())
+
+    def _run_all(self, keys: Iterable[GraphKey]) -> None:
+        for key in keys:
             self.run_empty(key)
         self._loaded.clear()  # perhaps nothing was launched
+
+    def _is_sharing_ready(self) -> bool:
+        if self._compiles_sharing:
+            self._compiles_sharing = ops.has_postponed(self._step.state.device)
+        return not self._compiles_sharing
 
     def _try_capture(self, key: GraphKey, *, at_once: bool) -> WholeCapture | SplitCapture | None:
         """Capture the key's step. Returns None if there is no memory for it; the key is refused from then on.

@@ -9,7 +9,7 @@ which proposes d again.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -62,11 +62,12 @@ class GraphKey:
 class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
                  takes_parameters: bool = False, takes_shared: bool = False, takes_checkpoints: bool = False,
-                 whole_len: int = EVERY_LENGTH) -> None:
+                 whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
-        requests. takes_checkpoints: whether requests write states of recurrent layers to pages. whole_len: the most
-        tokens of contexts behind which steps do less; decode steps have graphs of their own there."""
+        requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether requests write
+        states of recurrent layers to pages. whole_len: the most tokens of contexts behind which steps do less; decode
+        steps have graphs of their own there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -76,6 +77,7 @@ class GraphKeys:
         self._takes_prompts = takes_prompts
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared
+        self._is_sharing_ready = is_sharing_ready
         self.takes_checkpoints = takes_checkpoints
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
@@ -103,6 +105,7 @@ class GraphKeys:
             return self._with_prompts(batch, bool(rows), sampler)
         drafts = max(batch.num_drafts)
         shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
+        shares = shares and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted

@@ -89,6 +89,9 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
         step.load_filling(1)
         most = run_largest(step, limits)
         _count_nothing(step, limits)
+        if graphs is not None:
+            with ops.postponing(step.state.device):
+                graphs.run_sharing()
     return most
 
 
