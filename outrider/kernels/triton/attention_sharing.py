@@ -16,7 +16,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.common import cdiv, next_power_of_two, require, require_tensor
+from outrider.kernels.triton.common import cdiv, padded_requests, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 LEAST_SHARED = 256  # tokens; a shorter common beginning is not worth the merging
@@ -188,7 +188,7 @@ def find_shared(page_table: torch.Tensor, lengths: torch.Tensor, live: torch.Ten
             f"is {max_length}, but page_table has {page_table.shape[1]} columns of {page_size} tokens")
     order, shared = torch.empty(2, num_requests, dtype=torch.int32, device=device).unbind(0)
     num_levels = max(1, (max_length // least).bit_length())
-    pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
+    pad = padded_requests(num_requests)
     _find_shared_kernel[(cdiv(num_requests, 16),)](
         page_table, lengths, live, order, shared, page_table.stride(0), num_requests, num_levels, least,
         PAGE=page_size, PAD=pad, ROWS=16, COLUMNS=128, num_warps=8,

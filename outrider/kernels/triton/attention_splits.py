@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.attention_sharing import SharedPages, count_pack_splits, find_packs, find_runs
-from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, require, require_tensor
+from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, padded_requests, require, require_tensor
 from outrider.kernels.triton.launch import kernel
 
 COARSE_SPLIT = 256  # keys of a split where there are many
@@ -328,7 +328,7 @@ def list_splits(
         num_items += packs.plan.num_items if packs is not None else 0
     items = torch.empty(num_items, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
-    pad = max(256, next_power_of_two(num_requests))  # one kernel for most batches
+    pad = padded_requests(num_requests)
     made = (packs.first_keys, packs.num_pack_splits, packs.pack_firsts) if packs is not None else (lengths,) * 3
     order, links = (lengths, lengths) if shared is None or packs is None else shared
     pack_bounds = (0, 0, 0)

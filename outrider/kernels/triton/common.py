@@ -83,6 +83,11 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
+def padded_requests(num_requests: int) -> int:
+    """The width of a vector of all requests: one for all usual numbers of them, so that one kernel serves these."""
+    return max(512, next_power_of_two(num_requests))
+
+
 def cdiv(n: int, size: int) -> int:
     """How many pieces of `size` cover n, for the host: `triton.cdiv` takes longer than a launch's checks."""
     return -(-n // size)

@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
-from outrider.kernels.triton.common import cdiv, next_power_of_two, pdl_options, release_dependents, wait_for_inputs
+from outrider.kernels.triton.common import (
+    cdiv,
+    next_power_of_two,
+    padded_requests,
+    pdl_options,
+    release_dependents,
+    wait_for_inputs,
+)
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import load_counts, save_rows
 
@@ -279,7 +286,7 @@ def scan_long_runs(
     added = torch.empty(max_chunks, heads, dim, n, dtype=torch.float32, device=device)
     kept = torch.empty(max_chunks, heads, dtype=torch.float32, device=device)
     d_tile, n_tile = max(16, next_power_of_two(dim)), max(16, next_power_of_two(n))
-    options = {"CHUNK": runs.chunk, "MORE_THAN": runs.more_than, "PAD": max(256, next_power_of_two(requests)),
+    options = {"CHUNK": runs.chunk, "MORE_THAN": runs.more_than, "PAD": padded_requests(requests),
                "PDL": pdl, **pdl_options(pdl)}
     shape = {"HEADS": heads, "DIM": dim, "N": n, "GROUPS": num_groups, "D_TILE": d_tile, "N_TILE": n_tile,
              "WINDOW": window, "CONV_DIM": convolved.shape[1]}  # fmt: skip

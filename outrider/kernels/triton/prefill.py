@@ -31,6 +31,7 @@ from outrider.kernels.triton.attention_core import (
 from outrider.kernels.triton.common import (
     cdiv,
     next_power_of_two,
+    padded_requests,
     pdl_options,
     release_dependents,
     require,
@@ -206,7 +207,7 @@ class CountedTiles:
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(tile_requests, tile_indices, SEARCH) of the kernels, which read no indices."""
         require_tensor(name, "tiles.starts", self.starts, (num_requests + 1,), device, (torch.int32,))
-        return self.starts, self.starts, search_width(num_requests)
+        return self.starts, self.starts, padded_requests(num_requests)
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,6 @@ def query_tiles(
     return QueryTiles(order, counter, queries=queries, config=config, count=len(tiles))
 
 
-def search_width(num_requests: int) -> int:
-    """Requests that a program looks through: one width for all usual numbers, so that one kernel serves them."""
-    return max(256, next_power_of_two(num_requests))
-
-
 def device_query_tiles(
     query_starts: torch.Tensor, num_tokens: int, decode_kernel_max_query: int, num_heads: int, num_kv_heads: int,
     head_dim: int, *, config: PrefillChoice | None = None,
@@ -253,7 +249,7 @@ def device_query_tiles(
     num_requests = query_starts.shape[0] - 1
     starts, counter = torch.empty_like(query_starts), torch.empty_like(query_starts[:1])
     _count_tiles_kernel[(1,)](query_starts, starts, counter, num_requests, decode_kernel_max_query, QUERIES=queries,
-                              PAD=search_width(num_requests), num_warps=4)
+                              PAD=padded_requests(num_requests), num_warps=4)
     # A request's last tile may hold one query; the shortest request that has any holds decode_kernel_max_query + 1.
     most = cdiv(num_tokens, queries) + min(num_requests, num_tokens // (decode_kernel_max_query + 1))
     return QueryTiles(CountedTiles(starts), counter, queries=queries, config=config, count=most)
