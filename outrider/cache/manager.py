@@ -16,7 +16,7 @@ from outrider.cache.known_states import KnownStates
 from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
 from outrider.cache.promises import Promises
-from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageWrite, Settled
+from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled
 from outrider.core.spans import NO_SPANS, PromptSpans
 
 LEAST_SHARED = 256  # tokens of a common beginning whose pages are worth reading once for several requests
@@ -55,14 +55,6 @@ class CacheStats:
     hit_tokens: int = 0
 
 
-@dataclass(slots=True)
-class Granted:
-    """Changes of pages that the device must learn before the next step."""
-
-    page_writes: list[PageWrite] = field(default_factory=list)
-    clear_pages: list[int] = field(default_factory=list)
-
-
 class CacheManager:
     def __init__(self, layout: CacheLayout, num_pages: int, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
@@ -82,7 +74,7 @@ class CacheManager:
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
         self._num_sharers = 0
-        self._granted = Granted()
+        self._changes = PageChanges()
         # Pages freed first are evicted first, and a drafter's pages are the least missed.
         self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
         self._smallest_page = min(g.page_tokens for g in self.groups)
@@ -177,11 +169,11 @@ class CacheManager:
         columns = self._requests[request_id].columns
         return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
-    def take_granted(self) -> Granted:
-        """Returns page-table writes and pages to clear since the last call, for the next step."""
-        granted, self._granted = self._granted, Granted()
+    def take_changes(self) -> PageChanges:
+        """Returns the changes of pages since the last call, for the next step."""
+        changes, self._changes = self._changes, PageChanges()
         self.states.end_restoring()
-        return granted
+        return changes
 
     def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
         """Returns pages for the checkpoints that a step may write, in the order of its requests. Called last before
@@ -248,13 +240,13 @@ class CacheManager:
         state that is not among the written checkpoints: they must start again."""
         return self.promises.settle(step, failed, written)
 
-    def forget_unsettled(self, clear_pages: Sequence[int]) -> None:
+    def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
         """Called after a failed step, when no request has a row any more. The step and those after it may have written
-        anything, so only pages published before it stay. `clear_pages`: pages that these steps were to clear."""
+        anything, so only pages published before it stay. `changes`: those that these steps were to make."""
         self.promises.erase_all()
         self.checkpoints.drop_open()
-        self.pool.mark_unclean([*clear_pages, *self._granted.clear_pages])
-        self._granted = Granted()
+        self.pool.mark_unclean([page for lost in (*changes, self._changes) for page in lost.cleared])
+        self._changes = PageChanges()
 
     def forget_all(self) -> None:
         """Called when no request has a row and no step is in flight: the content of all pages is about to be lost."""
@@ -362,7 +354,7 @@ class CacheManager:
         pages.first.append(first)
         pages.published.append(count)
         if columns:
-            self._granted.page_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
+            self._changes.table_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
 
     def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
         columns = pages.columns[group.index]
@@ -371,8 +363,8 @@ class CacheManager:
             page, changed = self.pool.allocate(group.index)
             fresh.append(page)
             if changed:
-                self._granted.clear_pages.append(page)
-        self._granted.page_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
+                self._changes.cleared.append(page)
+        self._changes.table_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
         columns.extend(fresh)
 
     def _publish(self, request_id: int, pages: RequestPages, group: Group, settled: int,
@@ -396,5 +388,5 @@ class CacheManager:
         for column in reversed(range(first, needed)):  # the pool gives them out again in their order
             self.pool.free(columns[column])
             columns[column] = NULL_PAGE
-        self._granted.page_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
+        self._changes.table_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
         pages.first[group.index] = needed

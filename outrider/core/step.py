@@ -75,6 +75,15 @@ class PageWrite:
     pages: list[int]
 
 
+@dataclass(slots=True)
+class PageChanges:
+    """Changes of pages that the device makes before a step. The cache manager fills it, and the device pool and the
+    page tables of the rows read it; everything between carries it whole."""
+
+    table_writes: list[PageWrite] = field(default_factory=list)
+    cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
     """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if it gets that far."""
@@ -144,8 +153,7 @@ class ScheduledBatch:
     samples: list[bool]  # whether the step computes the last known token, so that a token can be sampled after it
     bounds: list[int]  # computed tokens after this step, at most
     admissions: list[Admission] = field(default_factory=list)
-    page_writes: list[PageWrite] = field(default_factory=list)
-    clear_pages: list[int] = field(default_factory=list)  # pages that change group: zero before use
+    pages: PageChanges = field(default_factory=PageChanges)
     host_drafts: list[HostDraft] = field(default_factory=list)
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of this batch
     folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused

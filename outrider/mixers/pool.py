@@ -10,7 +10,8 @@ import torch
 
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import MODEL_DTYPE, Part
-from outrider.kernels.buffers import lazy_zeros
+from outrider.core import PageChanges
+from outrider.kernels.buffers import lazy_zeros, to_device
 
 
 class DevicePool:
@@ -53,9 +54,11 @@ class DevicePool:
         """Give a page, perhaps another than the copied one, the bytes of `copy_page`."""
         self.data[page].view(torch.uint8).copy_(copied)
 
-    def clear(self, pages: torch.Tensor) -> None:
-        """Zero pages, in wide integers: filling takes its time for each element, whatever its size."""
-        self._wide.index_fill_(0, pages, 0)
+    def apply(self, changes: PageChanges) -> None:
+        """Make the changes of pages' bytes that precede a step. Pages are zeroed as wide integers: filling takes its
+        time for each element, whatever its size."""
+        if changes.cleared:
+            self._wide.index_fill_(0, to_device(changes.cleared, torch.int64, self.data.device), 0)
 
     def poison(self, pages: torch.Tensor) -> None:
         """Fill pages with ones in every bit, which is NaN in every float type. Tests poison pages that no request

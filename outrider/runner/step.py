@@ -126,8 +126,7 @@ class DeviceStep:
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
-        if scheduled.clear_pages:
-            self.pool.clear(to_device(scheduled.clear_pages, torch.int64, self.state.device))
+        self.pool.apply(scheduled.pages)
         self.state.admit(scheduled.admissions)
         if self.adapters is not None:
             self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
@@ -139,7 +138,7 @@ class DeviceStep:
         self.state.take_host_drafts(scheduled.host_drafts)
         if scheduled.form is StepForm.SPLIT:
             self.grammars.begin(scheduled)
-        self.state.write_pages(scheduled.page_writes)  # last for the rows: see RowState.admit
+        self.state.write_pages(scheduled.pages.table_writes)  # last for the rows: see RowState.admit
         self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.num_wanted == 0)
 
     @torch.inference_mode()

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from outrider.cache.checkpoints import StateProgress
-from outrider.cache.manager import Granted
-from outrider.core import Admission, CheckpointWrite, HostDraft, ScheduledBatch, StepForm
+from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, ScheduledBatch, StepForm
 from outrider.core.spans import MarkedSpan
 from outrider.sched.request import Request
 
@@ -75,7 +74,7 @@ class BatchBuilder:
             progress[request.id] = StateProgress(request.folded, max(request.folded, sure), least, before + known)
         return progress
 
-    def build(self, admissions: Iterable[Admission], granted: Granted, host_drafts: list[HostDraft],
+    def build(self, admissions: Iterable[Admission], pages: PageChanges, host_drafts: list[HostDraft],
               checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
               form: StepForm = StepForm.WHOLE, *, shares_pages: bool = False) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
@@ -91,8 +90,7 @@ class BatchBuilder:
             samples=samples,
             bounds=[r.bound.at_most for r in requests],
             admissions=list(admissions),
-            page_writes=granted.page_writes,
-            clear_pages=granted.clear_pages,
+            pages=pages,
             host_drafts=host_drafts,
             checkpoints=checkpoints,
             folds=folds,

@@ -149,7 +149,7 @@ class Scheduler:
         points = {request_id: bound for request_id, epoch, bound in failed
                   if request_id in self._requests and self._requests[request_id].epoch == epoch}
         self.preempt_all()
-        self.cache.forget_unsettled([page for batch in batches for page in batch.clear_pages])
+        self.cache.forget_unsettled([batch.pages for batch in batches])
         for request_id in self._suspects.fail(points):
             self.end(request_id, Finish.ERROR, error)
         self._try_suspects(is_new=True)
@@ -333,10 +333,10 @@ class Scheduler:
         step = self.stats.num_steps
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
-        granted = self.cache.take_granted()
+        pages = self.cache.take_changes()
         form = batch.form if self._num_with_form else StepForm.WHOLE
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
-        scheduled = batch.build(self._admissions, granted, host_drafts, checkpoints, folds, num_wanted, form,
+        scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, num_wanted, form,
                                 shares_pages=self.cache.shares_pages)
         self._admissions = []
         self._in_flight[scheduled.step] = scheduled

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 
-from outrider.core import NULL_PAGE
+from outrider.cache.manager import CacheManager
+from outrider.core import NULL_PAGE, PageChanges
 from outrider.core.params import SamplingParams
+from outrider.mixers.pool import DevicePool
 from tests.engine.harness import CONFIGS, Ask, Rig, prompt_of, tiny_model, tokens_of
 
 # Lengths around page boundaries, so that pages are owned with nothing, little and all but one slot in use.
@@ -29,7 +33,7 @@ def test_poisoned_pages_never_reach_an_output(family: str, dtype: torch.dtype) -
 
 def assert_recycled(rig: Rig) -> None:
     """Pages went from owner to owner, and their unused slots still held NaN at the end."""
-    writes = [write for batch in rig.batches for write in batch.page_writes]
+    writes = [write for batch in rig.batches for write in batch.pages.table_writes]
     granted = [page for write in writes for page in write.pages if page != NULL_PAGE]
     assert max(granted.count(page) for page in set(granted)) > 1
     assert rig.step.pool.data.isnan().any()
@@ -50,7 +54,28 @@ def test_a_page_that_changes_group_is_cleared() -> None:
     short, long = (Ask(prompt_of(length, length), SamplingParams(seed=1, max_tokens=7)) for length in (3, 50))
     with Rig(tiny_model("gemma3"), **settings) as rig:
         rig.run([short] * 3)  # a page for each of them, in each of the two groups
-        assert not [page for batch in rig.batches for page in batch.clear_pages]
+        assert not [page for batch in rig.batches for page in batch.pages.cleared]
         rig.run([long])  # needs four of the group without a window
-        cleared = [page for batch in rig.batches for page in batch.clear_pages]
+        cleared = [page for batch in rig.batches for page in batch.pages.cleared]
         assert cleared and NULL_PAGE not in cleared
+
+
+def test_the_pool_gets_the_changes_of_pages_as_the_cache_manager_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of another kind is a field of them, and nothing between the two has to know it."""
+    made: list[PageChanges] = []
+    applied: list[PageChanges] = []
+    take, apply = CacheManager.take_changes, DevicePool.apply
+
+    def take_and_note(cache: CacheManager) -> PageChanges:
+        made.append(take(cache))
+        return made[-1]
+
+    def note_and_apply(pool: DevicePool, changes: PageChanges) -> None:
+        applied.append(changes)
+        apply(pool, changes)
+
+    monkeypatch.setattr(CacheManager, "take_changes", take_and_note)
+    monkeypatch.setattr(DevicePool, "apply", note_and_apply)
+    with Rig(tiny_model("gemma3"), num_pages=7, max_model_len=64) as rig:
+        rig.run(ASKS[:3])
+        assert made and len(made) == len(applied) and all(map(operator.is_, made, applied))

@@ -203,13 +203,13 @@ class HashMixerRunner:
         assert max(batch.bounds) <= self.limits.max_len, "a bound beyond the longest request"
 
     def _apply_host_writes(self, batch: ScheduledBatch) -> None:
-        for page in batch.clear_pages:
+        for page in batch.pages.cleared:
             self.seen.num_cleared_pages += 1
             self._fill(page, CLEARED)
             self._group_of[page] = -1
         for admission in batch.admissions:
             self._admit(admission)
-        for write in batch.page_writes:
+        for write in batch.pages.table_writes:
             table = self._tables[write.group][write.row]
             assert write.start + len(write.pages) <= len(table), "a write beyond the page table"
             table[write.start : write.start + len(write.pages)] = write.pages

@@ -99,7 +99,7 @@ def test_a_sliding_hit_holds_only_the_window() -> None:
     hit = cache.admit(1, 2, cache.find_start(1, TOKENS[:25]))
     assert hit == 24
     assert pages_held(cache, 1) == [2]  # positions 19 to 23
-    write = cache.take_granted().page_writes[-1]
+    write = cache.take_changes().table_writes[-1]
     assert write.pages[:4] == [NULL_PAGE] * 4 and NULL_PAGE not in write.pages[4:]
     assert write.row == 2 and len(write.pages) == 6
 
@@ -122,7 +122,7 @@ def test_pages_come_by_bound_and_go_by_settled() -> None:
     assert pages_held(cache, 0) == [4]  # a query at 8 sees 3
     cache.settle(0, Settled(9), TOKENS)
     assert pages_held(cache, 0) == [3]
-    writes = cache.take_granted().page_writes
+    writes = cache.take_changes().table_writes
     assert [(w.start, w.pages) for w in writes[1:]] == [(0, [NULL_PAGE])]
 
 

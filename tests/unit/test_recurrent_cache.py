@@ -58,7 +58,7 @@ def compute(cache: CacheManager, request_id: int, tokens: Sequence[int], length:
 
 def report(cache: CacheManager, step: int, writes: Sequence[CheckpointWrite], tokens: Sequence[int]) -> None:
     cache.settle_checkpoints(step, [write.id for write in writes], lambda _: tokens)
-    cache.take_granted()
+    cache.take_changes()
     cache.check_integrity()
 
 
@@ -73,7 +73,7 @@ def hit_of(cache: CacheManager, tokens: Sequence[int]) -> int:
     hit = admit(cache, 99, tokens)
     cache.free(99)
     cache.forget(99)
-    cache.take_granted()
+    cache.take_changes()
     cache.check_integrity()
     return hit
 
@@ -240,7 +240,7 @@ def test_a_hit_names_the_pages_of_its_state_and_holds_them_until_the_batch_is_ma
     assert cache.restored(1) == next(w.pages for w in writes if w.boundary == 32)
     held = cache.states.held()
     assert set(cache.restored(1)) <= set(held)
-    cache.take_granted()
+    cache.take_changes()
     assert not cache.states.held(), "from the next batch on the pages may go"
     assert not set(held) & set(cache.checkpoints.held())
 
