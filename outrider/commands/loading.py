@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
 from outrider.core.status_line import status_line
+from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
-from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM

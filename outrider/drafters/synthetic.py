@@ -21,15 +21,10 @@ class SyntheticAcceptance:
     """Accepts draft j with probability rates[j] if the drafts before it were accepted. Further drafts have the last
     rate."""
 
-    def __init__(self, rates: Sequence[float]) -> None:
-        if not rates or not all(0 <= rate <= 1 for rate in rates):
-            raise ValueError(f"synthetic rates must be in [0, 1], got {list(rates)}")
-        self.rates = tuple(rates)
-        self._thresholds: torch.Tensor | None = None  # rate times 2^32 by position, made outside of any capture
-
-    def bind(self, max_drafts: int, device: torch.device) -> None:
-        rates = [self.rates[min(j, len(self.rates) - 1)] for j in range(max_drafts)]
-        self._thresholds = torch.tensor([round(rate * 2**32) for rate in rates], dtype=torch.int64, device=device)
+    def __init__(self, rates: Sequence[float], max_drafts: int, device: torch.device) -> None:
+        # The rate times 2^32 by position, made outside of any capture.
+        thresholds = [round(rates[min(j, len(rates) - 1)] * 2**32) for j in range(max_drafts)]
+        self._thresholds = torch.tensor(thresholds, dtype=torch.int64, device=device)
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
@@ -37,7 +32,6 @@ class SyntheticAcceptance:
         not. `seed` is by row."""
         if drafts.shape[1] == 0:
             return sampled
-        assert self._thresholds is not None, "bind first"
         places = (logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position)
         verdicts = DraftVerdicts(*places, drafts)
         return accept_at_rates(sampled, verdicts, seed, self._thresholds, vocab=vocab, row_step=ROW_STEP)

@@ -31,7 +31,8 @@ from outrider.runner.commands import (
 )
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.local import LocalRunner
-from outrider.runner.parts import StepParts, draft_build, prepare_all
+from outrider.runner.parts import StepParts
+from outrider.runner.preparation import draft_build, prepare_all
 from outrider.runner.step import DeviceStep
 from outrider.runner.storages import FreedMemory, collect_replaced, find_storages, release_copies
 from outrider.runner.target import fill_target

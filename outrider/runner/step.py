@@ -15,7 +15,6 @@ from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, S
 from outrider.core.checked_request import NO_REQUEST
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
-from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
@@ -83,9 +82,8 @@ class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None = None,
-                 drafting: DrafterGuards | None = None, synthetic: SyntheticAcceptance | None = None,
-                 logprobs_mode: LogprobsMode = "raw", exact: bool = False) -> None:
+                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None, drafting: DrafterGuards,
+                 logprobs_mode: LogprobsMode, exact: bool) -> None:
         self.model = model
         self.pool = pool
         self.state = state
@@ -93,9 +91,8 @@ class DeviceStep:
         self.grammars = grammars
         self.backend = backend
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
-        self.drafting = drafting or DrafterGuards(drafter)
+        self.drafting = drafting
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
-        self.synthetic = synthetic
         self.adapters: LoadedAdapters | None = None  # of requests that name one
         self.groups = pool.layout.groups
         self.max_len = max_len
@@ -114,6 +111,11 @@ class DeviceStep:
         """Whether kernels sample, with any parameters, by what rows hold."""
         logits = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return sample_chunk.serves(torch.empty(0, dtype=logits, device=self.state.device))
+
+    @property
+    def fills_drafts(self) -> bool:
+        """Whether requests with fewer drafts than were asked for get drafts of token 0."""
+        return False
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -240,10 +242,7 @@ class DeviceStep:
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
-        tokens = sampled.tokens
-        if self.synthetic is not None:
-            tokens = self.synthetic.apply(tokens, logit_rows, inputs.drafts, state.sampling.seed, logits.shape[1])
-        committed = self.commit(inputs, tokens, sampled.bad)
+        committed = self.commit(inputs, sampled.tokens, sampled.bad)
         if plan.needs.any_penalties:
             accepted = committed.accepted
             state.sampling.counts.add_runs(inputs.batch.padded.rows, accepted.run, accepted.run_len)
@@ -268,8 +267,6 @@ class DeviceStep:
         proposals = self.drafting.propose(step)
         if proposals is None:  # the commit has cleared the rows' drafts
             return
-        # Synthetic acceptance alone decides how long runs are, so requests for which a lookup found too few drafts get
-        # drafts of token 0. A drafter with layers always has enough.
-        fills = self.synthetic is not None and not self.drafting.has_layers
-        ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size, fills=fills,
-                         drafts=state.drafts, num_drafts=state.num_drafts, counts=committed.counts)
+        ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size,
+                         fills=self.fills_drafts, drafts=state.drafts, num_drafts=state.num_drafts,
+                         counts=committed.counts)

@@ -39,7 +39,8 @@ from outrider.runner.interface import (
 )
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
-from outrider.runner.parts import StepParts, gather_parts, prepare_all
+from outrider.runner.parts import StepParts
+from outrider.runner.preparation import gather_parts, prepare_all
 from outrider.runner.residence import Residence
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.engine.start import engine_around
+from outrider.engine.assembly import engine_around
 from outrider.runner.worker import Worker
 from tests.engine.harness import GrowingOutputs, prompt_of, tiny_model
 

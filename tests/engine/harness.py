@@ -24,9 +24,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.drafters.base import Drafter
+from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.start import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.models.base import Model
 from outrider.models.registry import build_model

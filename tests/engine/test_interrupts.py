@@ -21,7 +21,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
 from outrider.drafters.ngram import NgramDrafter
-from outrider.engine.start import engine_around
+from outrider.engine.assembly import engine_around
 from outrider.engine.text import Tokenizer
 from outrider.runner.worker import Worker
 from tests.engine.harness import CONFIGS as PLAIN

@@ -15,7 +15,7 @@ from outrider.cache.groups import plan_groups
 from outrider.cache.kinds import CHECKPOINT_INTERVAL
 from outrider.config import EngineConfig
 from outrider.core import Axis
-from outrider.engine.start import engine_around
+from outrider.engine.assembly import engine_around
 from outrider.models.registry import build_model
 from outrider.runner.memory import plan_memory
 from outrider.runner.worker import Worker

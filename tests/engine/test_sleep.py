@@ -21,8 +21,9 @@ from outrider import LLM
 from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
+from outrider.engine.assembly import engine_around
 from outrider.engine.engine import EngineError
-from outrider.engine.start import engine_around, start_engine
+from outrider.engine.start import start_engine
 from outrider.kernels import native
 from outrider.layers import Linear, find_modules
 from outrider.runner import storages

@@ -23,8 +23,8 @@ from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
-from outrider.engine.start import engine_around
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve

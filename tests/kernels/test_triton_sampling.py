@@ -245,8 +245,7 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
     drafts = torch.randint(0, 4, (requests, most), generator=generator).to(device)
     sampled = torch.randint(0, 4, (len(of),), generator=generator).to(device)
     seed = torch.randint(-(2**62), 2**62, (7,), generator=generator).to(device)
-    synthetic = SyntheticAcceptance(rates)
-    synthetic.bind(5, device)
+    synthetic = SyntheticAcceptance(rates, 5, device)
     found = []
     for kind in ("reference", "triton"):
         with ops.using(kind, acceptance.accept_at_rates):

@@ -1,0 +1,51 @@
+"""An engine around a worker that has started: the cache manager, the scheduler and the choice of drafts. No torch."""
+
+from __future__ import annotations
+
+from outrider.cache.manager import CacheManager
+from outrider.config import EngineConfig
+from outrider.core import FaultRecord
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.text import Tokenizer
+from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
+from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.prompt_time import PromptTime
+from outrider.sched.scheduler import Scheduler
+
+
+def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
+                  grammars: GrammarCompiler | None = None) -> Engine:
+    """An engine for a worker that has started. It belongs to the engine from now on. Without `grammars`, which the
+    worker must have too, structured output is refused."""
+    info, speculative = worker.info, config.speculative
+    has_suffixes = speculative is not None and "suffix" in speculative.methods
+    host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
+
+    def make_scheduler(generation: int) -> Scheduler:
+        cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
+                             enable_prefix_caching=config.enable_prefix_caching)
+        return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
+                         host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
+                         prompt_time=_prompt_time(info))
+
+    return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
+                  max_logprobs=config.max_logprobs, submits_early=config.overlap is not False,
+                  takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model)
+
+
+def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
+    match info.drafting:
+        case FixedDrafting(num_drafts):
+            return FixedDrafts(num_drafts)
+        case MeasuredDrafting(max_drafts, costs, always_propose):
+            return auto_drafts(max_drafts, costs, always_propose=always_propose)
+    return None
+
+
+def _prompt_time(info: WorkerInfo) -> PromptTime | None:
+    match info.prompt_steps:
+        case BoundedSteps(max_seconds, costs):
+            return PromptTime(max_seconds, costs)
+    return None

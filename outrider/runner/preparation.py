@@ -1,0 +1,56 @@
+"""From a config and a model to the parts of its steps: limits, drafter, attention backend, layout of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.drafters.base import Drafter
+from outrider.drafters.guard import DrafterGuards
+from outrider.drafters.registry import DraftBuild, make_drafter
+from outrider.layers.fuse import prepare
+from outrider.models.base import Model
+from outrider.runner.cache_plan import choose_backend, plan_cache
+from outrider.runner.device import gpu_bytes
+from outrider.runner.exact import refuse_inexact
+from outrider.runner.interface import Grammars
+from outrider.runner.parts import StepParts
+
+
+def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
+                 grammars: Grammars | None) -> StepParts:
+    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
+    structured output."""
+    speculative = config.speculative
+    max_drafts = 0 if drafter is None else drafter.max_drafts
+    if speculative is not None:
+        max_drafts = max(max_drafts, speculative.num_speculative_tokens)
+    limits = config.limits(gpu_bytes=gpu_bytes(model.device), max_positions=model.max_positions,
+                           vocab_size=model.vocab_size, max_drafts=max_drafts)
+    limits = replace(limits, hidden_size=model.hidden_size)
+    if speculative is not None and drafter is None:
+        drafter = make_drafter(speculative, draft_build(config, model, limits))
+    if config.exact:
+        refuse_inexact(config, model)
+    backend = choose_backend(config, model, max_drafts)
+    layout = plan_cache(config, model, drafter, whole_parts=backend.needs_whole_parts)
+    weight_bytes = sum(slot.nbytes for slot in model.weights().values())
+    weight_bytes += 0 if drafter is None else drafter.weight_bytes()
+    packed_bytes = prepare_all(model, drafter, config)
+    rates = None if speculative is None else speculative.synthetic_rates
+    return StepParts(model, drafter, DrafterGuards(drafter), rates, limits, layout, backend,
+                     "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
+                     config.enable_prefix_caching, config.exact, grammars)
+
+
+def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:
+    return DraftBuild(model, model.dtype, model.device, limits.max_len, config.load_format, config.seed, config.model,
+                      config.keep_quantized)
+
+
+def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:
+    """Prepare the model and its drafter. The drafter comes first, and never exact, since drafts cannot change the text:
+    layers that both use are as the model needs them."""
+    modules = [] if drafter is None else drafter.modules()
+    return prepare(modules, config.packed_weights) + prepare([model], config.packed_weights, config.exact)

@@ -1,0 +1,30 @@
+"""SyntheticStep, for benchmarks: a step that accepts drafts at chosen rates and is like all others otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.drafters.synthetic import SyntheticAcceptance
+from outrider.kernels.step import CommittedStep
+from outrider.runner.batch import Inputs
+from outrider.runner.step import DeviceStep
+
+
+class SyntheticStep(DeviceStep):
+    def __init__(self, rates: Sequence[float], *parts: Any, **settings: Any) -> None:
+        super().__init__(*parts, **settings)
+        self._acceptance = SyntheticAcceptance(rates, self.state.drafts.shape[1], self.state.device)
+
+    @property
+    def fills_drafts(self) -> bool:
+        """The rates alone decide how long runs are, so requests for which a lookup found too few drafts get drafts of
+        token 0. A drafter with layers always has enough."""
+        return not self.drafting.has_layers
+
+    def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
+        tokens = self._acceptance.apply(tokens, inputs.logit_rows, inputs.drafts, self.state.sampling.seed,
+                                        self.model.vocab_size)
+        return super().commit(inputs, tokens, bad)
