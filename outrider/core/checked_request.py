@@ -24,10 +24,16 @@ NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, seed=0, detokenize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """Embeddings in place of a prompt's token ids, as the model's own embedding would return them."""
+    """Embeddings in place of a prompt's token ids at some positions, as the model's own embedding would return them."""
 
-    values: NDArray[np.floating]  # [tokens, hidden size], float32 or float64
-    digest: str  # of the values' bytes
+    values: NDArray[np.floating]  # [embeddings, hidden size], float32 or float64
+    positions: NDArray[np.int64]  # [embeddings], rising
+    digest: str  # of the bytes of both
+
+    def within(self, start: int, end: int) -> slice:
+        """The embeddings at positions [start, end)."""
+        first, last = self.positions.searchsorted((start, end)).tolist()
+        return slice(first, last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,17 @@ class TokensPrompt(TypedDict):
 
 class EmbedsPrompt(TypedDict):
     prompt_embeds: Any  # a numpy array or a torch tensor [tokens, hidden size], as the model's embedding would return
+    prompt_embeds_positions: NotRequired[list[int]]  # positions of the embeddings; the other tokens are ids
     prompt_token_ids: NotRequired[list[int]]  # for what reads ids: penalties, bad words, prompt logprobs, lookups
+    prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     bidirectional_spans: NotRequired[list[list[int]]]
 
 
+PROMPT_KEYS: dict[str, Any] = {  # keys of a prompt in the form of a dict, with the types of their values
+    "prompt": str | None, "prompt_token_ids": list | tuple | None, "cache_salt": str | None,
+    "bidirectional_spans": list | tuple | None, "prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None,
+}  # fmt: skip
+NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # a prompt has one of them
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # as it comes, before it is checked

@@ -111,8 +111,8 @@ class SingleTokenView:
 
 def first_stand_ins(admitted: Sequence[Admission], device: torch.device) -> StandIns | None:
     """Embeddings in place of ids at the first token that each of these rows is to compute."""
-    found = [(index, own.request.embeds.values[own.computed]) for index, own in enumerate(admitted)
-             if own.request.embeds is not None and own.computed < own.prompt_len]
+    found = [(index, value) for index, own in enumerate(admitted) if own.request.embeds is not None
+             for value in own.request.embeds.values[own.request.embeds.within(own.computed, own.computed + 1)]]
     if not found:
         return None
     token_rows, values = zip(*found, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import RequestParams
 
 
-def read_embeds(given: Any, hidden_size: int) -> PromptEmbeds:
+def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:
     """A copy of an array or a tensor [tokens, hidden size] of finite floats. Raises ValueError for anything else."""
     if hasattr(given, "is_floating_point"):  # a torch tensor: numpy knows neither its device nor bfloat16
         is_narrow = given.is_floating_point() and given.element_size() <= 2
@@ -27,7 +28,24 @@ def read_embeds(given: Any, hidden_size: int) -> PromptEmbeds:
     values: NDArray[np.floating] = given.astype(np.float64 if given.dtype == np.float64 else np.float32, order="C")
     if not np.isfinite(values).all():
         raise ValueError("prompt_embeds hold NaN or infinity")
-    return PromptEmbeds(values, hashlib.blake2b(values.data, digest_size=16).hexdigest())
+    return values
+
+
+def place_embeds(values: NDArray[np.floating], given: Sequence[Any] | None, num_tokens: int) -> PromptEmbeds:
+    """given: positions in a prompt of so many tokens; None: the embeddings are those of all tokens."""
+    if given is None and len(values) != num_tokens:
+        raise ValueError(f"prompt_embeds has {len(values)} tokens and prompt_token_ids has {num_tokens}")
+    places = range(num_tokens) if given is None else given
+    are_integers = bool(places) and all(type(position) is int for position in places)
+    if not are_integers or sorted({*places} & {*range(num_tokens)}) != [*places]:
+        raise ValueError(f"prompt_embeds_positions must be rising positions in the prompt's {num_tokens} tokens, got "
+                         f"{shown(given)}")
+    if len(places) != len(values):
+        raise ValueError(f"prompt_embeds has {len(values)} embeddings and prompt_embeds_positions has {len(places)}")
+    positions = np.array(places, dtype=np.int64)
+    digest = hashlib.blake2b(values.data, digest_size=16)
+    digest.update(positions.data)
+    return PromptEmbeds(values, positions, digest.hexdigest())
 
 
 def refuse_id_readers(params: RequestParams) -> None:

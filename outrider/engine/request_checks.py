@@ -15,15 +15,13 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.pooling_params import PoolingParams, RequestParams
-from outrider.core.prompts import Prompt
+from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.prompt_embeds import read_embeds, refuse_id_readers
+from outrider.engine.prompt_embeds import place_embeds, read_embeds, refuse_id_readers
 from outrider.engine.text import Tokenizer
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "bidirectional_spans", "prompt_embeds")
-NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # one of them
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
 
@@ -60,25 +58,25 @@ class RequestChecks:
 
     def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
         given = _as_dict(prompt)
-        text, token_ids, salt, spans, embeds = map(given.get, PROMPT_KEYS)
-        check_value("prompt_token_ids", list | tuple | None, token_ids)
-        check_value("prompt", str | None, text)
-        check_value("bidirectional_spans", list | tuple | None, spans)
+        for key, declared in PROMPT_KEYS.items():
+            check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
-        check_value("cache_salt", str | None, salt)
-        own = None if embeds is None else read_embeds(embeds, self.limits.hidden_size)
-        if own is not None and token_ids is None:
+        text, token_ids, salt, spans, embeds, positions = map(given.get, PROMPT_KEYS)
+        values = None if embeds is None else read_embeds(embeds, self.limits.hidden_size)
+        if positions is not None and (values is None or text is token_ids is None):
+            raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
+                             "'prompt_token_ids': give these too")
+        if token_ids is None and values is not None and positions is None:
             refuse_id_readers(params)
-            token_ids = [0] * len(own.values)
+            token_ids = [0] * len(values)
         elif token_ids is None:
             assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
             token_ids = self.need_tokenizer().encode(text)
         token_ids = tuple(token_ids)
         self._check_tokens(token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
-        if own is not None and len(own.values) != len(token_ids):
-            raise ValueError(f"prompt_embeds has {len(own.values)} tokens and prompt_token_ids has {len(token_ids)}")
         return CheckedRequest(token_ids, params, text, priority, salt,
-                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS, own)
+                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
+                              None if values is None else place_embeds(values, positions, len(token_ids)))
 
     def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
+from outrider.core.checked_request import PromptEmbeds
 from outrider.kernels import ops
 from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -150,12 +151,10 @@ def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.devi
     return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
 
 
-def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, NDArray[np.floating]],
-                   device: torch.device, *, ahead: int = 0) -> StandIns | None:
+def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, PromptEmbeds],
+                   device: torch.device, *, ahead: int) -> StandIns | None:
     """embeds: those of prompts that the step computes a part of, by row. ahead: how many positions further than the
     step's the token rows are."""
-    if not embeds:
-        return None
     first_row = [0, *accumulate(shape.queries.lens)]
     token_rows: list[int] = []
     values: list[NDArray[np.floating]] = []
@@ -163,8 +162,9 @@ def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[in
         if row in embeds:
             known = scheduled.num_known[request]  # a step with a part of a prompt has no drafts of it
             start = scheduled.bounds[request] - known + ahead
-            values.append(embeds[row][start : start + known])
-            token_rows += range(first_row[request], first_row[request] + len(values[-1]))
+            own = embeds[row].within(start, start + known)
+            values.append(embeds[row].values[own])
+            token_rows += (embeds[row].positions[own] + (first_row[request] - start)).tolist()
     if not token_rows:
         return None
     return StandIns(to_device(token_rows, torch.int64, device), send(torch.from_numpy(np.concatenate(values)), device))

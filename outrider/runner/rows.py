@@ -6,8 +6,6 @@ admission and page tables as pages are granted, and reads nothing back but a ste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from outrider.cache.groups import Group
@@ -22,13 +20,10 @@ from outrider.core import (
     PageWrite,
     ScheduledBatch,
 )
+from outrider.core.checked_request import PromptEmbeds
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, send, to_device
 from outrider.sample.rows import SamplingRows
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class RowParams:
@@ -41,7 +36,7 @@ class RowParams:
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
         self._with_adapter: set[int] = set()  # rows whose request has an adapter
-        self._embeds: dict[int, NDArray[np.floating]] = {}  # by row whose prompt has any left to compute
+        self._embeds: dict[int, PromptEmbeds] = {}  # by row whose prompt has any left to compute
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -59,8 +54,9 @@ class RowParams:
             has_adapter = admission.request.adapter is not None
             (self._with_adapter.add if has_adapter else self._with_adapter.discard)(row)
             self._embeds.pop(row, None)
-            if admission.request.embeds is not None:
-                self._embeds[row] = admission.request.embeds.values
+            embeds = admission.request.embeds
+            if embeds is not None and embeds.positions[-1] >= admission.computed:
+                self._embeds[row] = embeds
             self._hidden.pop(row, None)
             if not admission.request.generates:
                 self._hidden[row] = (admission.request.hidden, admission.max_len)
@@ -86,20 +82,21 @@ class RowParams:
         """Whether the request of any of these rows has an adapter."""
         return not self._with_adapter.isdisjoint(rows)
 
-    def embeds_of(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
-        """Embeddings of the prompts that the step computes a part of, by row. Until a prompt is computed its bounds are
-        exact."""
+    def embeds_of(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
+        """Embeddings of prompts, by row, if the step computes some of them or the token before one, which a drafter
+        reads with it. Until a prompt is computed its bounds are exact."""
         if not self._embeds:
             return {}
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
-        return {row: self._embeds[row] for row, bound, known, drafts in parts
-                if row in self._embeds and bound - known - drafts < len(self._embeds[row])}
+        found = {row: self._embeds[row].within(bound - known - drafts, bound + 1) for row, bound, known, drafts in parts
+                 if row in self._embeds}
+        return {row: self._embeds[row] for row, own in found.items() if own.start < own.stop}
 
-    def take_embeds(self, batch: ScheduledBatch) -> dict[int, NDArray[np.floating]]:
-        """As `embeds_of`, when the step runs: prompts that it computes to their ends need their embeddings no more."""
+    def take_embeds(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
+        """As `embeds_of`, when the step runs: embeddings of which it computes the last are not kept."""
         taken = self.embeds_of(batch)
         for row, bound in zip(batch.rows, batch.bounds, strict=True) if taken else ():
-            if row in taken and bound >= len(taken[row]):
+            if row in taken and bound > taken[row].positions[-1]:
                 del self._embeds[row]
         return taken
 

@@ -123,6 +123,7 @@ class Ask:
     priority: int = 0
     spans: tuple[tuple[int, int], ...] = ()
     embeds: Any = None  # in place of the prompt's ids, which stand beside them if there are any
+    embeds_at: Sequence[int] | None = None  # positions of the embeddings; None: they are those of all tokens
 
 
 def add_request(engine: Engine, request_id: str, prompt: Prompt, params: RequestParams, priority: int = 0) -> None:
@@ -137,8 +138,9 @@ class GrowingOutputs:
         self._outputs: dict[str, RequestOutput] = {}
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams, priority: int = 0,
-            spans: Sequence[tuple[int, int]] = (), embeds: Any = None) -> None:
-        given = {"prompt_token_ids": prompt or None, "bidirectional_spans": spans, "prompt_embeds": embeds}
+            spans: Sequence[tuple[int, int]] = (), embeds: Any = None, embeds_at: Sequence[int] | None = None) -> None:
+        given = {"prompt_token_ids": prompt or None, "bidirectional_spans": spans, "prompt_embeds": embeds,
+                 "prompt_embeds_positions": embeds_at}
         add_request(self._engine, request_id, given, params, priority)
         self._outputs[request_id] = RequestOutput.empty(request_id, None, prompt, params)
 
@@ -208,7 +210,7 @@ class Rig:
         outputs: dict[str, RequestOutput] = {}
         for index, ask in enumerate(asks):
             self.outputs.add(str(index), ask.prompt, ask.params, priority=ask.priority, spans=ask.spans,
-                             embeds=ask.embeds)
+                             embeds=ask.embeds, embeds_at=ask.embeds_at)
         for _ in range(limit):
             if not self.engine.has_work:
                 break

@@ -68,6 +68,31 @@ def test_tokens_are_those_of_the_ids(family: str) -> None:
         assert not rig.step.state.params._embeds, "nothing is kept of prompts that are computed"
 
 
+def with_some_embeds(asks: list[Ask], model: Model) -> list[Ask]:
+    """Every request with embeddings at some positions, among them both ends, and with a wrong id at each of these."""
+    found = []
+    for ask in asks:
+        at = sorted({0, len(ask.prompt) - 1, *range(5, len(ask.prompt), 7), *range(17, min(24, len(ask.prompt)))})
+        ids = [255 if index in at else token for index, token in enumerate(ask.prompt)]
+        found.append(replace(ask, prompt=ids, embeds=embeds_of(model, [ask.prompt[index] for index in at]),
+                             embeds_at=at))
+    return found
+
+
+def test_embeddings_at_some_positions_stand_among_ids() -> None:
+    model = tiny_model("llama")
+    with Rig(model) as rig:
+        expected = tokens_of(rig.run(ASKS))
+    with Rig(model, max_num_batched_tokens=19, depth=2) as rig:
+        asks = with_some_embeds(ASKS, model)
+        assert tokens_of(rig.run(asks)) == expected
+        again = rig.run(asks, after_step=rig.preempt)
+        assert tokens_of(again) == expected and again[0].metrics.num_cached_tokens >= 32
+        assert not rig.step.state.params._embeds, "nothing is kept of embeddings that are computed"
+        moved = replace(asks[2], prompt=[1, *asks[2].prompt], embeds_at=[1])
+        assert rig.run([moved])[0].outputs[0].token_ids != expected[2][0]
+
+
 def run_drafting(model: Model, asks: list[Ask], speculative: dict[str, Any]) -> tuple[list[Any], set[Any]]:
     """Tokens and proposals: of fresh prompts, then after hits and preemptions."""
     with DraftRig(model, speculative_config=speculative, max_num_batched_tokens=19) as rig:
@@ -85,6 +110,8 @@ def test_drafts_are_those_of_the_ids(kind: str, tmp_path: Path) -> None:
     tokens, drafts = run_drafting(model, ASKS[:3], speculative)
     found, own_drafts = run_drafting(model, with_embeds(ASKS[:3], model, keeps_ids=kind == "draft_model"), speculative)
     assert found == tokens and (kind == "eagle" or own_drafts == drafts)
+    if kind == "mtp":
+        assert run_drafting(model, with_some_embeds(ASKS[:3], model), speculative) == (tokens, drafts)
 
 
 @pytest.mark.long
@@ -140,6 +167,20 @@ def test_other_embeddings_and_ids_share_no_page() -> None:
 def test_what_are_no_embeddings_is_refused(embeds: Any, message: str) -> None:
     with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match=message):
         rig.engine.checks.check({"prompt_embeds": embeds}, greedy(2))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"prompt_token_ids": [5, 6, 7], "prompt_embeds_positions": [0]}, "positions are those of prompt_embeds among"),
+    ({"prompt_embeds": np.zeros((1, HIDDEN)), "prompt_embeds_positions": [0]}, "among the tokens of 'prompt' or"),
+    *(({"prompt_token_ids": [5, 6, 7], "prompt_embeds": np.zeros((2, HIDDEN)), "prompt_embeds_positions": positions},
+       message) for positions, message in (
+        ([0, 3], "rising positions in the prompt's 3 tokens"), ([1, 0], "rising"), ([1, 1], "rising"),
+        ([0, 1.0], "rising"), ([-1, 0], "rising"), ([], "rising"), ([1], "2 embeddings and .*positions has 1"),
+        ("01", "prompt_embeds_positions must be a list"))),
+])  # fmt: skip
+def test_positions_that_embeddings_cannot_have_are_refused(given: dict[str, Any], message: str) -> None:
+    with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match=message):
+        rig.engine.checks.check(given, greedy(2))
 
 
 def test_what_reads_ids_needs_them() -> None:

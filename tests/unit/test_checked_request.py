@@ -106,7 +106,7 @@ def test_a_worker_elsewhere_gets_a_request_whole() -> None:
 
 
 def test_embeddings_reach_a_worker_and_tell_pages_apart() -> None:
-    embeds = PromptEmbeds(np.ones((2, 4), dtype=np.float32), "abc")
+    embeds = PromptEmbeds(np.ones((2, 4), dtype=np.float32), np.arange(2), "abc")
     request = made_request([0, 0], cache_salt="s", embeds=embeds)
     sent = pickle.loads(pickle.dumps(request))
     assert np.array_equal(sent.embeds.values, embeds.values) and sent.embeds.digest == "abc"

@@ -48,7 +48,8 @@ def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingPara
     """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
     for asked in (SamplingParams(temperature=0), pooling or SamplingParams(temperature=0, **params)):
-        embeds = PromptEmbeds(np.zeros((num_embeds, 4), dtype=np.float32), "") if num_embeds else None
+        values = np.zeros((num_embeds, 4), dtype=np.float32)
+        embeds = PromptEmbeds(values, np.arange(num_embeds), "") if num_embeds else None
         request = CheckedRequest((1,) * prompt_len, asked, embeds=embeds)
         made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
