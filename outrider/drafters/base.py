@@ -40,6 +40,11 @@ class DraftBuild:
         """Drafters' layers are numbered after the target's and each other's."""
         return self.target.num_layers + self.num_drafter_layers
 
+    @property
+    def is_outline(self) -> bool:
+        """Whether the drafter is made on torch's meta device, without weights, to see whether it fits the target."""
+        return self.device.type == "meta"
+
 
 class HiddenReads(enum.IntEnum):
     """Which of a step's final hidden states a drafter reads. The others need not be computed."""

@@ -26,11 +26,11 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
 
 
 def head_drafter(method: str, head: DraftHead, num_drafts: int) -> AutoregressiveDrafter:
-    warn_beyond(method, head.made_for, num_drafts)
+    warn_beyond(method, head, num_drafts)
     return AutoregressiveDrafter(method, head, num_drafts, head.taps)
 
 
-def warn_beyond(method: str, made_for: int | None, num_drafts: int) -> None:
-    if made_for is not None and num_drafts > made_for:
+def warn_beyond(method: str, head: DraftHead, num_drafts: int) -> None:
+    if head.made_for is not None and num_drafts > head.made_for and head.device.type != "meta":
         log.warning("num_speculative_tokens is %d and the %s head was made for %d: later drafts may seldom be accepted",
-                    num_drafts, method, made_for)
+                    num_drafts, method, head.made_for)

@@ -9,12 +9,14 @@ from outrider.drafters.base import DraftBuild
 from outrider.drafters.chained import ChainedDrafter
 from outrider.drafters.eagle import head_drafter, warn_beyond
 from outrider.models.head import load_head
-from outrider.models.mtp import MTPHead, build_mtp_modules
+from outrider.models.mtp import MTPHead, build_mtp_modules, no_module
 from outrider.models.sources import ModelSource, resolve
 
 
 def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
     modules = build_mtp_modules(build.target, first_layer=build.first_layer, dtype=build.dtype, device=build.device)
+    if build.is_outline:
+        _check_names(modules[0], config, build)
     for module in modules:
         load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed,
                   keep_quantized=build.keep_quantized)
@@ -25,8 +27,17 @@ def modules_drafter(modules: list[MTPHead], num_drafts: int) -> AutoregressiveDr
     """The drafter of loaded modules. One module drafts from its own output; several make one draft each."""
     if len(modules) == 1:
         return head_drafter("mtp", modules[0], num_drafts)
-    warn_beyond("mtp", modules[0].made_for, num_drafts)
+    warn_beyond("mtp", modules[0], num_drafts)
     return ChainedDrafter("mtp", modules, num_drafts)
+
+
+def _check_names(module: MTPHead, config: SpeculativeConfig, build: DraftBuild) -> None:
+    """Refuse files without the module before any weight is read."""
+    files, prefix = config.model or build.target_source, module.description.names.prefix
+    if build.load_format != "dummy" and files is not None:
+        source = resolve(files)
+        if not any(name.startswith(prefix) for name in source.tensor_names()):
+            raise no_module(f"{source.path}: no tensor begins with {prefix!r}")
 
 
 def _module_files(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:

@@ -28,7 +28,8 @@ __all__ = ["DraftBuild", "make_drafter"]
 
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
-    """The drafter of a config; None if all drafting happens on the host."""
+    """The drafter of a config; None if all drafting happens on the host. On the meta device: its outline, without
+    drafters from outside. Raises ValueError for a drafter that does not fit."""
     config = with_method(config, build)
     drafters: list[Drafter] = []
     for method in config.methods:
@@ -64,7 +65,7 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
         case "mtp":
             return mtp_drafter(config, build)
         case _:
-            return _custom(method, config, build)
+            return None if build.is_outline else _custom(method, config, build)
 
 
 def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:

@@ -44,7 +44,9 @@ def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | 
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
                watch: Watch | None = None) -> None:
     """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` (a progress bar)
-    gets the tensors and their number, and hands the tensors on."""
+    gets the tensors and their number, and hands the tensors on. An outline on the meta device has nothing to fill."""
+    if model.device.type == "meta":
+        return
     if load_format == "dummy":
         return load_dummy(model, seed)
     tensors = source.read()

@@ -13,7 +13,7 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.drafters.base import DraftBuild
-from outrider.drafters.check import check_drafter
+from outrider.drafters.registry import make_drafter
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.cache_plan import cache_type_of
@@ -33,8 +33,8 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
     for claim in outline.cache_layers():  # refuses a cache type that the layer cannot store
         claim.stored_as(cache_type_of(config, outline.dtype))
     if speculative is not None:
-        check_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
-                                              config.seed, config.model))
+        make_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
+                                             config.seed, config.model))
     tables = sum(rotary.table.shape[1] * rotary.table.element_size()
                  for rotary in (outline.rotaries if isinstance(outline, Decoder) else ()))
     bytes_of_position = TABLE_COPIES * tables + 4 * limits.max_requests / config.page_size

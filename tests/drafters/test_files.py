@@ -12,8 +12,8 @@ import torch
 
 from outrider import LLM
 from outrider.config import SpeculativeConfig
+from outrider.drafters import registry
 from outrider.drafters.base import DraftBuild
-from outrider.drafters.check import check_drafter
 from outrider.drafters.files import method_of, with_method
 from outrider.models.registry import build_model
 from outrider.models.sources import ModelSource, resolve
@@ -74,14 +74,14 @@ def outline(config: dict[str, Any], source: str = "config.json") -> DraftBuild:
 def test_a_checkpoint_without_a_module_says_so(changes: dict[str, Any]) -> None:
     config = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 1})
     with pytest.raises(ValueError, match="^/m/config.json: .*no multi-token-prediction module. Choose another method"):
-        check_drafter(config, outline(NEMOTRON | changes, "/m/config.json"))
+        registry.make_drafter(config, outline(NEMOTRON | changes, "/m/config.json"))
 
 
 def test_files_without_a_tensor_of_the_module_say_so(tmp_path: Path) -> None:
     folder = str(save_folder(tmp_path, CONFIGS["llama"]))
     config = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 1})
     with pytest.raises(ValueError, match="no tensor begins with 'mtp.': the checkpoint has no multi-token-prediction"):
-        check_drafter(config, replace(outline(CONFIGS["llama"]), target_source=folder))
+        registry.make_drafter(config, replace(outline(CONFIGS["llama"]), target_source=folder))
 
 
 def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
