@@ -97,6 +97,7 @@ SERVER_HELP = {
     "max_num_queued_reqs": "samples that may wait before requests are refused with 429",
     "max_body_bytes": "largest body of a request",
     "max_prompts": "most prompts in one request",
+    "max_stored_responses": "most responses of /v1/responses that are kept for each key; 0 keeps none",
     "request_timeout": "seconds a request may take",
     "shutdown_timeout": "seconds that running requests get after SIGTERM",
     "stall_timeout": "seconds without a step until /health fails",

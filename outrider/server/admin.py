@@ -6,14 +6,15 @@ browser would send a page's request without asking the server first.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Query, Request
 
-from outrider.core.fields import did_you_mean, shown
+from outrider.core.fields import shown
+from outrider.server.body_errors import check_query
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.service import Service
 from outrider.server.work import api_error
@@ -39,7 +40,7 @@ def admin_routes(service: Service) -> APIRouter:
     async def sleep(request: Request, level: Annotated[str, Query()] = "1",
                     mode: Annotated[str, Query()] = "keep") -> dict[str, Any]:
         """Give the memory of weights and cache back. Requests wait until /wake_up."""
-        _check_names(request, ("level", "mode"))
+        check_query(request.query_params, ("level", "mode"))
         if mode != "keep":
             raise ApiError(400, f"mode must be keep, got {shown(mode)}: requests wait for /wake_up", param="mode")
         if level not in ("1", "2"):
@@ -50,7 +51,7 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/wake_up")
     async def wake_up(request: Request, tags: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
         """Bring everything back, or the parts that `tags` names."""
-        _check_names(request, ("tags",))
+        check_query(request.query_params, ("tags",))
         return asdict(await _carried_out(service.host.llm.wake_up(tags or None)))
 
     @routes.get("/is_sleeping")
@@ -62,7 +63,7 @@ def admin_routes(service: Service) -> APIRouter:
                                  reset_running_requests: Annotated[str, Query()] = "false") -> dict[str, bool]:
         """Forget cached pages. `success`: whether all are forgotten; those of running requests stay, unless
         `reset_running_requests` preempts these."""
-        _check_names(request, ("reset_running_requests",))
+        check_query(request.query_params, ("reset_running_requests",))
         preempts = TRUTHS.get(reset_running_requests.lower())
         if preempts is None:
             raise ApiError(400, f"reset_running_requests must be true or false, got {shown(reset_running_requests)}",
@@ -79,9 +80,3 @@ async def _carried_out(action: Awaitable[Answer]) -> Answer:
         raise bad_value(error, ("level", "tags")) from None
     except Exception as error:
         raise api_error(error) from error
-
-
-def _check_names(request: Request, known: Sequence[str]) -> None:
-    for name in request.query_params:
-        if name not in known:
-            raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}", param=name[:100])

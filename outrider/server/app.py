@@ -36,7 +36,7 @@ from outrider.server.protocol import (
     TokenizeRequest,
 )
 from outrider.server.reference_page import reference_page
-from outrider.server.responses import ResponsesRequest, create_response
+from outrider.server.responses import response_routes
 from outrider.server.scoring import RerankRequest, ScoreRequest, create_rerank, create_score
 from outrider.server.service import Service
 from outrider.server.work import api_error
@@ -68,6 +68,7 @@ def build_app(service: Service) -> FastAPI:
     config = service.config
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(_openai_routes(service))
+    app.include_router(response_routes(service))
     app.include_router(_pooled_routes(service))
     app.include_router(_invocation_route(service))
     app.include_router(_text_routes(service))
@@ -104,10 +105,6 @@ def _openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def create_chat(body: ChatRequest, request: Request) -> Response:
         return await chat_completions(service, body, request.scope[TENANT])
-
-    @routes.post("/v1/responses")
-    async def create(body: ResponsesRequest, request: Request) -> Response:
-        return await create_response(service, body, request.scope[TENANT])
 
     @routes.post("/v1/messages")
     async def create_anthropic(body: MessagesRequest, request: Request) -> Response:

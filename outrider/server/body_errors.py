@@ -1,11 +1,11 @@
-"""What is wrong with a body, in one sentence that names the field."""
+"""What is wrong with a body or a query, in one sentence that names the field."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outrider.core.fields import did_you_mean
+from outrider.core.fields import did_you_mean, shown
 from outrider.server.errors import ApiError
 
 Problem = Mapping[str, Any]  # as pydantic tells it
@@ -36,6 +36,13 @@ def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> A
     place = max(inside, key=len)
     said = dict.fromkeys(problem["msg"] for problem in problems if _place(problem, body) == place)
     return ApiError(400, f"{'.'.join(place) or 'the body'}: {', or '.join(list(said)[:3])}"[:500], param=param)
+
+
+def check_query(given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse parameters of a query that a route does not have."""
+    for name in given:
+        if name not in known:
+            raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}", param=name[:100])
 
 
 def _place(problem: Problem, body: Any) -> list[str]:

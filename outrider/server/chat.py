@@ -189,12 +189,19 @@ class _Chat:
         return choice
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict[str, Any]:
-        most, by_id = self._body.top_logprobs or 0, bool(self._body.return_tokens_as_token_ids)
-        content = []
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            top = [_logprob(other, entry, by_id) for other in top_token_ids(entry, most)]
-            content.append(_logprob(token_id, entry, by_id) | {"top_logprobs": top})
+        content = logprobs_to_json(token_ids, entries, self._body.top_logprobs or 0,
+                                   by_id=bool(self._body.return_tokens_as_token_ids))
         return {"content": content, "refusal": None}
+
+
+def logprobs_to_json(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], most: int, *,
+                     by_id: bool = False) -> list[dict[str, Any]]:
+    """most: how many of the likeliest tokens are named beside each token."""
+    content = []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        top = [_logprob(other, entry, by_id) for other in top_token_ids(entry, most)]
+        content.append(_logprob(token_id, entry, by_id) | {"top_logprobs": top})
+    return content
 
 
 def _logprob(token_id: int, entry: dict[int, Logprob], by_id: bool) -> dict[str, Any]:

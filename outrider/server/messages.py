@@ -242,7 +242,7 @@ class _Message:
 
     async def _changes(self) -> AsyncGenerator[list[tuple[str, Json]], None]:
         async with aclosing(self._conversation.events(self._id)) as parts:
-            async for events in parts:
+            async for events, _ in parts:
                 yield [change for event in events for change in self._blocks.take(event)]
         yield list(self._blocks.close())
 

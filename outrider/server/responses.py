@@ -1,207 +1,143 @@
-"""/v1/responses: OpenAI's newer API over the same chat. Nothing is stored, so a conversation is sent whole each time.
-
-The items of the answer are built by one class, whether they are streamed or returned at the end.
-"""
+"""/v1/responses: OpenAI's newer API over the same chat. Responses are stored, so that a conversation can go on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from itertools import count
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import TypeAdapter
 
+from outrider.core.fields import shown
+from outrider.server.bodies import BodyRoute
+from outrider.server.body_errors import check_query
 from outrider.server.errors import ApiError
-from outrider.server.parsers import Call, Content, Event, Reasoning
-from outrider.server.protocol import (
-    Body,
-    ChatMessage,
-    ChatRequest,
-    Function,
-    FunctionCall,
-    Generated,
-    ResponseFormat,
-    Said,
-    StreamOptions,
-    TextPart,
-    Tool,
-    ToolCall,
-    type_tag,
-)
+from outrider.server.guard import TENANT
+from outrider.server.protocol import ChatRequest, ResponseFormat
+from outrider.server.response_bodies import InputMessage, Item, ResponsesPrompt, ResponsesRequest, chat_messages
+from outrider.server.response_items import ResponseItems
+from outrider.server.response_store import StoredItem, StoredResponse
 from outrider.server.service import Service, new_id
 from outrider.server.translated_chat import TranslatedChat
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
-
-
-class InputText(Body):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    logprobs: list[Any] | None = None
-
-
-class InputItem(Body):
-    """Fields that items have because an answer had them: nothing depends on them."""
-
-    id: str | None = None
-    status: str | None = None
-
-
-class InputMessage(Said, InputItem):
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-
-
-class InputCall(FunctionCall, InputItem):
-    type: Literal["function_call"]
-    call_id: str
-
-
-class InputCallOutput(InputItem):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str
-
-
-class ReasoningText(Body):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class InputReasoning(InputItem):
-    type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
-    summary: list[Any] | None = None
-    encrypted_content: None = None
-
-
-Item: TypeAlias = Annotated[
-    Annotated[InputMessage, Tag("<message>")] | Annotated[InputCall, Tag("<function_call>")]
-    | Annotated[InputCallOutput, Tag("<function_call_output>")] | Annotated[InputReasoning, Tag("<reasoning>")],
-    Discriminator(type_tag, custom_error_type="type",
-                  custom_error_message="the type must be message, function_call, function_call_output or reasoning")]
-
-
-class ResponseTool(Function):
-    type: Literal["function"]
-
-
-class TextFormat(Body):
-    """As a chat's response_format, with the schema's fields beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    definition: Json | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    def to_chat(self) -> Json:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.definition}}
-
-
-class ResponseText(Body):
-    format: TextFormat | None = None
-
-
-class ReasoningOptions(Body):
-    effort: str | None = None
-    summary: str | None = Field(default=None, description="accepted and not used: reasoning comes as it was written")
-    generate_summary: str | None = Field(default=None, description="the old name of summary")
-
-
-LOGPROBS = "message.output_text.logprobs"
-
-
-class ResponsesRequest(Generated):
-    input: str | list[Item]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
-    text: ResponseText | None = None
-    reasoning: ReasoningOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="accepted and not used: a conversation that is too long is refused")
-    background: Literal[False] | None = None
-    chat_template_kwargs: Json | None = None
-    metadata: Json | None = Field(default=None, description="is in the answer, too")
-    include: list[str] | None = Field(default=None, description="accepted and not used, except for log-probabilities, "
-                                                                "which are refused")
-    top_logprobs: int | None = Field(default=None, description="accepted and not used: for log-probabilities that "
-                                                               "include asks for")
-    stream_options: StreamOptions | None = Field(default=None, description="accepted and not used")
-    max_tool_calls: int | None = Field(default=None, description="accepted and not used: for tools that a server runs")
-
-    @property
-    def text_format(self) -> TextFormat:
-        asked = None if self.text is None else self.text.format
-        return TextFormat(type="text") if asked is None else asked
-
-
 SHARED = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
-          "speculative", "priority", "cache_salt", "chat_template_kwargs")
+          "speculative", "priority", "cache_salt", "chat_template_kwargs", "reasoning_effort")
+CONVERSATION = TypeAdapter(list[Item])
+MAX_ITEMS = 100  # in one answer of input_items
+INCLUDE = ("include", "include[]")  # accepted: whatever a response has is in it
+
+
+def response_routes(service: Service) -> APIRouter:
+    routes = APIRouter(route_class=BodyRoute)
+
+    @routes.post("/v1/responses")
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        return await create_response(service, body, request.scope[TENANT])
+
+    @routes.post("/v1/responses/input_tokens")
+    async def input_tokens(body: ResponsesPrompt, request: Request) -> Json:
+        """Count the tokens that the body's prompt has."""
+        return {"object": "response.input_tokens",
+                "input_tokens": await count_tokens(service, body, request.scope[TENANT])}
+
+    @routes.get("/v1/responses/{response_id}")
+    async def retrieve(response_id: str, request: Request) -> Response:
+        check_query(request.query_params, INCLUDE)
+        return _written(service.responses.find(request.scope[TENANT], response_id).json)
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str, request: Request) -> Json:
+        service.responses.delete(request.scope[TENANT], response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str, request: Request) -> Json:
+        service.responses.find(request.scope[TENANT], response_id)
+        raise ApiError(400, "Cannot cancel a synchronous response: it has ended. To end one that runs, disconnect")
+
+    @routes.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str, request: Request, limit: Annotated[str, Query()] = "20",
+                          order: Annotated[str, Query()] = "desc",
+                          after: Annotated[str | None, Query()] = None) -> Response:
+        """All items that the model was given, those of earlier responses included."""
+        check_query(request.query_params, ("limit", "order", "after", *INCLUDE))
+        if not limit.isdecimal() or not 1 <= int(limit) <= MAX_ITEMS:
+            raise ApiError(400, f"limit must be 1 to {MAX_ITEMS}, got {shown(limit)}", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order must be asc or desc, got {shown(order)}", param="order")
+        items = service.responses.find(request.scope[TENANT], response_id).input
+        return _item_page(items if order == "asc" else items[::-1], int(limit), after)
+
+    return routes
+
+
+def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> Response:
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item.id == after]
+        if not places:
+            raise ApiError(400, f"after must be the id of an item, got {shown(after)}", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    head = {"object": "list", "first_id": page[0].id if page else None, "last_id": page[-1].id if page else None,
+            "has_more": len(items) > limit}
+    return _written(compact(head)[:-1].encode() + b',"data":' + _joined(page) + b"}")
+
+
+def _joined(items: Iterable[StoredItem]) -> bytes:
+    return b"[" + b",".join(item.json for item in items) + b"]"
+
+
+def _written(answer: bytes) -> Response:
+    return Response(answer, media_type="application/json")
 
 
 async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
-    if LOGPROBS in (body.include or []):
-        raise ApiError(400, f"include: {LOGPROBS} is not supported: /v1/chat/completions has log-probabilities",
-                       param="include")
-    tools = [Tool(type="function", function=Function(name=t.name, description=t.description, parameters=t.parameters))
-             for t in body.tools or []]
-    chat = ChatRequest(messages=chat_messages(body), tools=tools or None, max_tokens=body.max_output_tokens,
+    earlier = _earlier_items(service, body, tenant)
+    chat = ChatRequest(messages=_messages(body, earlier), tools=body.chat_tools or None,
+                       max_tokens=body.max_output_tokens, logprobs=body.wants_logprobs,
+                       top_logprobs=body.top_logprobs if body.wants_logprobs else None,
                        response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
-                       reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
                        **{name: getattr(body, name) for name in SHARED})
     conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
     await conversation.prepare(tenant)
-    run = _Response(conversation, body)
+    run = _Response(service, conversation, body, tenant, earlier)
     timeout = service.deadline(body)
     return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
 
 
-def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
-    """Items become messages; calls and reasoning belong to the assistant's message that follows or holds them."""
-    messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
-    for item in body.input:
-        match item:
-            case InputMessage():
-                content = item.content if isinstance(item.content, str) else [
-                    TextPart(type="text", text=part.text) for part in item.content]
-                last = messages[-1] if messages else None
-                if item.role == "assistant" and last and last.role == "assistant" and last.content is None:
-                    last.content = content
-                else:
-                    messages.append(ChatMessage(role=item.role, content=content))
-            case InputReasoning():
-                text = "".join(part.text for part in item.content or [])
-                messages.append(ChatMessage(role="assistant", reasoning=text))
-            case InputCall():
-                if not messages or messages[-1].role != "assistant":
-                    messages.append(ChatMessage(role="assistant"))
-                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
-            case InputCallOutput():
-                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
-    if not messages:
-        raise ApiError(400, "input is an empty list", param="input")
-    return messages
+async def count_tokens(service: Service, body: ResponsesPrompt, tenant: str | None) -> int:
+    service.check_model(body.model)
+    messages = _messages(body, _earlier_items(service, body, tenant))
+    tools = None if body.tool_choice == "none" else body.chat_tools or None
+    return len(await service.encode_chat(messages, tools, body.chat_template_kwargs, None,
+                                         reasoning_effort=body.reasoning_effort))
+
+
+def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) -> tuple[StoredItem, ...]:
+    if body.previous_response_id is None:
+        return ()
+    previous = service.responses.find(tenant, body.previous_response_id, "previous_response_id")
+    return previous.input + previous.output
+
+
+def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[Any]:
+    return chat_messages(body.instructions, [*CONVERSATION.validate_json(_joined(earlier)), *body.input_items])
 
 
 class _Response:
-    """One request to the route, from its prepared conversation to its answer."""
+    """One request to the route, from its prepared conversation to its answer. `earlier`: items of the response that
+    this one continues."""
 
-    def __init__(self, conversation: TranslatedChat, body: ResponsesRequest) -> None:
+    def __init__(self, service: Service, conversation: TranslatedChat, body: ResponsesRequest, tenant: str | None,
+                 earlier: tuple[StoredItem, ...]) -> None:
+        self._store, self._tenant, self._earlier = service.responses, tenant, earlier
         self._conversation, self._body = conversation, body
+        self._is_stored = self._store.is_on and body.store is not False
         self._id = new_id("resp")
         self._created = int(time.time())
         self._items = ResponseItems()
@@ -210,7 +146,7 @@ class _Response:
         async with aclosing(self._changes()) as parts:
             async for _ in parts:
                 pass
-        return self._response(self._status)
+        return self._finish()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         begun = False
@@ -223,12 +159,14 @@ class _Response:
                                         ("response.in_progress", {"response": state})])
                 if changes:
                     yield self._framed(changes)
-        yield self._framed([(f"response.{self._status}", {"response": self._response(self._status)})])
+        yield self._framed([(f"response.{self._status}", {"response": self._finish()})])
 
     async def _changes(self) -> AsyncGenerator[list[tuple[str, Json]], None]:
         async with aclosing(self._conversation.events(self._id)) as parts:
-            async for events in parts:
-                yield [change for event in events for change in self._items.take(event)]
+            async for events, logprobs in parts:
+                last = len(events) - 1
+                yield [change for i, event in enumerate(events)
+                       for change in self._items.take(event, logprobs if i == last else [])]
         yield list(self._items.close(self._status))
 
     def _framed(self, changes: Iterable[tuple[str, Json]]) -> bytes:
@@ -239,6 +177,16 @@ class _Response:
     def _status(self) -> str:
         return "incomplete" if self._conversation.finish_reason == "length" else "completed"
 
+    def _finish(self) -> Json:
+        """The whole response. It is stored before its client knows that it has ended, and may continue it."""
+        response = self._response(self._status)
+        if self._is_stored:
+            given = [_input_item(item) for item in self._body.input_items]
+            self._store.add(self._tenant, StoredResponse(
+                self._id, compact(response).encode(), (*self._earlier, *map(_stored, given)),
+                tuple(map(_stored, response["output"]))))
+        return response
+
     def _response(self, status: str) -> Json:
         body = self._body
         usage = self._conversation.usage.to_json() if status != "in_progress" else None
@@ -248,7 +196,9 @@ class _Response:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {}, "model": self._conversation.model, "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None, "store": False, "temperature": body.temperature, "top_p": body.top_p,
+            "previous_response_id": body.previous_response_id, "store": self._is_stored,
+            "temperature": body.temperature, "top_p": body.top_p, "top_logprobs": body.top_logprobs,
+            "background": False,
             "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto", "truncation": body.truncation or "disabled",
             "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
@@ -259,76 +209,15 @@ class _Response:
         }  # fmt: skip
 
 
-class ResponseItems:
-    """Items of the output, and the changes that a stream tells of them. One item is open at a time."""
-
-    def __init__(self) -> None:
-        self.items: list[Json] = []
-        self._numbers = count()
-        self._open: Json | None = None
-        self._text = ""
-
-    def number(self) -> int:
-        return next(self._numbers)
-
-    def take(self, event: Event) -> Iterable[tuple[str, Json]]:
-        match event:
-            case Content(text):
-                yield from self._begin("message", "msg")
-                self._text += text
-                yield "response.output_text.delta", self._place(0) | {"delta": text, "logprobs": []}
-            case Reasoning(text):
-                yield from self._begin("reasoning", "rs")
-                self._text += text
-                yield "response.reasoning_text.delta", self._place(0) | {"delta": text}
-            case Call(name, arguments):
-                yield from self.close()
-                yield from self._call(name, arguments)
-
-    def close(self, status: str = "completed") -> Iterable[tuple[str, Json]]:
-        item, self._open = self._open, None
-        if item is None:
-            return
-        place, text, self._text = self._place(0), self._text, ""
-        item["status"] = status
-        if item["type"] == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": text}]
-            yield "response.reasoning_text.done", place | {"text": text}
-        else:
-            item["content"] = [_part(text)]
-            yield "response.output_text.done", place | {"text": text, "logprobs": []}
-            yield "response.content_part.done", place | {"part": _part(text)}
-        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
-
-    def _begin(self, kind: str, prefix: str) -> Iterable[tuple[str, Json]]:
-        if self._open is not None and self._open["type"] == kind:
-            return
-        yield from self.close()
-        item: Json = {"type": kind, "id": new_id(prefix), "status": "in_progress", "content": []}
-        more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-        item |= more
-        yield from self._added(item)
-        self._open = item
-        if kind == "message":
-            yield "response.content_part.added", self._place(0) | {"part": _part("")}
-
-    def _call(self, name: str, arguments: str) -> Iterable[tuple[str, Json]]:
-        item: Json = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": name,
-                      "arguments": "", "status": "in_progress"}
-        yield from self._added(item)
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        yield "response.function_call_arguments.delta", place | {"delta": arguments}
-        yield "response.function_call_arguments.done", place | {"arguments": arguments, "name": name}
-        item |= {"arguments": arguments, "status": "completed"}
-        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
-
-    def _added(self, item: Json) -> Iterable[tuple[str, Json]]:
-        self.items.append(item)
-        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
-
-    def _place(self, content_index: int) -> Json:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": content_index}
+def _input_item(item: Item) -> Json:
+    """An item as input_items shows it: with an id, and with parts instead of a text."""
+    prefix = {"message": "msg", "reasoning": "rs"}.get(item.type, "fc")
+    given = {"id": new_id(prefix), "status": "completed"} | item.model_dump(exclude_none=True)
+    if isinstance(item, InputMessage) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        given["content"] = [{"type": kind, "text": item.content}]
+    return given
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _stored(item: Json) -> StoredItem:
+    return StoredItem(item["id"], compact(item).encode())

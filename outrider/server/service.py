@@ -21,6 +21,7 @@ from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, generate
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ChatMessage, Prompted, SamplingFields, Scheduled, Tool
+from outrider.server.response_store import ResponseStore
 from outrider.server.settings import ServerConfig
 from outrider.server.templating import template_messages, template_tools
 from outrider.server.tracing import Tracing
@@ -39,6 +40,7 @@ class Service:
         self.model_names = tuple(model_names)
         self.admission = QueueBound(config.max_num_queued_reqs)
         self.metrics = ServerMetrics(self.model_names[0], tracing)
+        self.responses = ResponseStore(config.max_stored_responses)
         self._chat_template = chat_template
         self._created = int(time.time())
 

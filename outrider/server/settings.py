@@ -25,6 +25,7 @@ class ServerConfig:
     max_num_queued_reqs: Annotated[int, Range(0, INT32)] = 1024  # samples that may wait beside those that run
     max_body_bytes: Annotated[int, Range(1, INT64)] = 16 << 20
     max_prompts: Count = 256  # in one request to /v1/completions
+    max_stored_responses: Annotated[int, Range(0, INT32)] = 1000  # of /v1/responses, for each key; 0: none is stored
     request_timeout: Annotated[float, Range(0.001, 1e9)] | None = None  # seconds a request may take
     shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
     stall_timeout: Annotated[float, Range(0.1, 1e9)] = 120.0  # seconds without a step until /health fails

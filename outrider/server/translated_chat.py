@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any, NamedTuple
 
-from outrider.server.chat import prepare_chat
+from outrider.server.chat import logprobs_to_json, prepare_chat
 from outrider.server.errors import ApiError
-from outrider.server.generation import ChangeReader, Usage
+from outrider.server.generation import Change, ChangeReader, Usage, named
 from outrider.server.parsers import Content, Event
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
+
+
+class ChatPart(NamedTuple):
+    events: list[Event]
+    logprobs: list[dict[str, Any]]  # of the tokens of the last event, if it is content and the body asks for them
 
 
 class TranslatedChat:
@@ -20,6 +26,7 @@ class TranslatedChat:
         self.model = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has been made of
 
     async def prepare(self, tenant: str | None) -> None:
         """Raises what is wrong with the request."""
@@ -30,14 +37,31 @@ class TranslatedChat:
         self._requests = requests
         self.usage = Usage(requests)
 
-    async def events(self, request_id: str) -> AsyncGenerator[list[Event], None]:
+    async def events(self, request_id: str) -> AsyncGenerator[ChatPart, None]:
         reader = ChangeReader()
         async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:
                 self.usage.update(i, increments)
                 for change in reader.read(increments):
                     self.finish_reason, self.stop_reason = change.finish_reason, change.stop_reason
+                    events: list[Event] = [Content(change.text)] if change.text else []
                     if self._choices:
-                        yield self._choices[0].events(change.text, change.finish_reason is not None)
-                    elif change.text:
-                        yield [Content(change.text)]
+                        events = self._choices[0].events(change.text, change.finish_reason is not None)
+                    yield ChatPart(events, self._content_logprobs(events, change))
+
+    def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
+        """A parser does not say which tokens an event is made of. Those of content are the last ones whose texts are
+        as long as the content; those before them are of markers, reasoning and calls."""
+        if change.logprobs is None:
+            return []
+        self._waiting += logprobs_to_json(change.token_ids, named(change.logprobs), self._body.top_logprobs or 0)
+        if not events:
+            return []
+        waiting, self._waiting = self._waiting, []
+        if not isinstance(events[-1], Content):
+            return []
+        first, num_characters = len(waiting), len(events[-1].text)
+        while first and num_characters > 0:
+            first -= 1
+            num_characters -= len(waiting[first]["token"])
+        return waiting[first:] if self._choices else waiting

@@ -180,6 +180,8 @@ def test_fields_that_change_nothing_are_accepted_and_listed(served: Served, path
     plain, more = answer(served, path, body), copy.deepcopy(body)
     for place in list(objects(more)):
         place |= {name: {"colour": "red"} for name in UNUSED}
+    if path == "/v1/responses":
+        more["store"] = True  # responses are stored, and say whether they are
     assert answer(served, path, more) == plain
     assert all(f"`{name}`" in DOCS.read_text() for name in UNUSED)
 

@@ -49,5 +49,6 @@ def test_no_request_of_the_schema_is_the_servers_fault(served: Served, label: st
 def test_every_route_is_in_the_schema() -> None:
     paths = {label.split()[1] for label in OPERATIONS}
     assert paths >= {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+                     "/v1/responses/input_tokens", "/v1/responses/{response_id}/input_items",
                      "/v1/score", "/v1/rerank", "/v2/rerank", "/pooling", "/invocations",
                      "/tokenize", "/detokenize", "/health", "/ready", "/metrics", "/v1/models", "/load", "/version"}

@@ -1,0 +1,188 @@
+"""Bodies of /v1/responses: the items of a conversation, the fields of a request, and the chat messages they become."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Tag
+
+from outrider.server.errors import ApiError
+from outrider.server.protocol import (
+    Body,
+    ChatMessage,
+    Function,
+    FunctionCall,
+    Generated,
+    Said,
+    StreamOptions,
+    TextPart,
+    Tool,
+    ToolCall,
+    type_tag,
+)
+
+Json = dict[str, Any]
+
+
+class InputText(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    logprobs: list[Any] | None = None
+
+
+class InputItem(Body):
+    """Fields that items have because an answer had them: nothing depends on them."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(Said, InputItem):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+
+
+class InputCall(FunctionCall, InputItem):
+    type: Literal["function_call"]
+    call_id: str
+
+
+class InputCallOutput(InputItem):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(InputItem):
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: None = None
+
+
+Item: TypeAlias = Annotated[
+    Annotated[InputMessage, Tag("<message>")] | Annotated[InputCall, Tag("<function_call>")]
+    | Annotated[InputCallOutput, Tag("<function_call_output>")] | Annotated[InputReasoning, Tag("<reasoning>")],
+    Discriminator(type_tag, custom_error_type="type",
+                  custom_error_message="the type must be message, function_call, function_call_output or reasoning")]
+
+
+class ResponseTool(Function):
+    type: Literal["function"]
+
+
+class TextFormat(Body):
+    """As a chat's response_format, with the schema's fields beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    definition: Json | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def to_chat(self) -> Json:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.definition}}
+
+
+class ResponseText(Body):
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: str | None = Field(default=None, description="accepted and not used: reasoning comes as it was written")
+    generate_summary: str | None = Field(default=None, description="the old name of summary")
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesPrompt(Body):
+    """The fields that the prompt is made of, and those that say what may follow it, which are not counted."""
+
+    model: str | None = None
+    input: str | list[Item] | None = None
+    previous_response_id: str | None = Field(default=None, description="a stored response whose conversation goes on")
+    instructions: str | None = Field(default=None, description="the system message; that of an earlier response does "
+                                                               "not stay")
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="accepted and not used: a conversation that is too long is refused")
+    chat_template_kwargs: Json | None = None
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def input_items(self) -> list[Item]:
+        """A text is a user's message."""
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return self.input or []
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        return [Tool(type="function", function=Function(name=tool.name, description=tool.description,
+                                                        parameters=tool.parameters)) for tool in self.tools or []]
+
+
+class ResponsesRequest(ResponsesPrompt, Generated):
+    max_output_tokens: int | None = None
+    store: bool | None = Field(default=None, description="false: the response cannot be retrieved or continued")
+    metadata: Json | None = Field(default=None, description="is in the answer, too")
+    include: list[str] | None = Field(default=None, description=f"{LOGPROBS}: log-probabilities of the text's tokens; "
+                                                                "others are accepted and not used")
+    top_logprobs: int | None = Field(default=None, description="for log-probabilities that include asks for: so many "
+                                                               "of the likeliest tokens, too")
+    stream_options: StreamOptions | None = Field(default=None, description="accepted and not used")
+    max_tool_calls: int | None = Field(default=None, description="accepted and not used: for tools that a server runs")
+
+    @property
+    def text_format(self) -> TextFormat:
+        asked = None if self.text is None else self.text.format
+        return TextFormat(type="text") if asked is None else asked
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or [])
+
+
+def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
+    """Items become messages; calls and reasoning belong to the assistant's message that follows or holds them."""
+    messages = [ChatMessage(role="system", content=instructions)] if instructions else []
+    for item in items:
+        match item:
+            case InputMessage():
+                content = item.content if isinstance(item.content, str) else [
+                    TextPart(type="text", text=part.text) for part in item.content]
+                last = messages[-1] if messages else None
+                if item.role == "assistant" and last and last.role == "assistant" and last.content is None:
+                    last.content = content
+                else:
+                    messages.append(ChatMessage(role=item.role, content=content))
+            case InputReasoning():
+                text = "".join(part.text for part in item.content or [])
+                messages.append(ChatMessage(role="assistant", reasoning=text))
+            case InputCall():
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(ChatMessage(role="assistant"))
+                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+            case InputCallOutput():
+                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+    if not messages:
+        raise ApiError(400, "input is missing or empty", param="input")
+    return messages

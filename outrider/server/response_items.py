@@ -1,0 +1,91 @@
+"""ResponseItems: the output of /v1/responses, built by one class, whether it is streamed or returned at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.service import new_id
+
+Json = dict[str, Any]
+
+
+class ResponseItems:
+    """Items of the output, and the changes that a stream tells of them. One item is open at a time."""
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._numbers = count()
+        self._open: Json | None = None
+        self._text = ""
+        self._logprobs: list[Json] = []  # of the open message
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def take(self, event: Event, logprobs: list[Json]) -> Iterable[tuple[str, Json]]:
+        """logprobs: of the event's tokens, if it is content and they are asked for."""
+        match event:
+            case Content(text):
+                yield from self._begin("message", "msg")
+                self._text += text
+                self._logprobs += logprobs
+                yield "response.output_text.delta", self._place(0) | {"delta": text, "logprobs": logprobs}
+            case Reasoning(text):
+                yield from self._begin("reasoning", "rs")
+                self._text += text
+                yield "response.reasoning_text.delta", self._place(0) | {"delta": text}
+            case Call(name, arguments):
+                yield from self.close()
+                yield from self._call(name, arguments)
+
+    def close(self, status: str = "completed") -> Iterable[tuple[str, Json]]:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        place, text, self._text = self._place(0), self._text, ""
+        item["status"] = status
+        if item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield "response.reasoning_text.done", place | {"text": text}
+        else:
+            logprobs, self._logprobs = self._logprobs, []
+            item["content"] = [_part(text, logprobs)]
+            yield "response.output_text.done", place | {"text": text, "logprobs": logprobs}
+            yield "response.content_part.done", place | {"part": _part(text, logprobs)}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _begin(self, kind: str, prefix: str) -> Iterable[tuple[str, Json]]:
+        if self._open is not None and self._open["type"] == kind:
+            return
+        yield from self.close()
+        item: Json = {"type": kind, "id": new_id(prefix), "status": "in_progress", "content": []}
+        more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item |= more
+        yield from self._added(item)
+        self._open = item
+        if kind == "message":
+            yield "response.content_part.added", self._place(0) | {"part": _part("", [])}
+
+    def _call(self, name: str, arguments: str) -> Iterable[tuple[str, Json]]:
+        item: Json = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": name,
+                      "arguments": "", "status": "in_progress"}
+        yield from self._added(item)
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        yield "response.function_call_arguments.delta", place | {"delta": arguments}
+        yield "response.function_call_arguments.done", place | {"arguments": arguments, "name": name}
+        item |= {"arguments": arguments, "status": "completed"}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _added(self, item: Json) -> Iterable[tuple[str, Json]]:
+        self.items.append(item)
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _place(self, content_index: int) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": content_index}
+
+
+def _part(text: str, logprobs: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -1,0 +1,76 @@
+"""ResponseStore: responses that clients retrieve, continue or delete later. In memory only, and bounded.
+
+Every API key has responses of its own, and bounds of its own: no client sees what another one stored, or pushes it out.
+The oldest responses go first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from outrider.core.fields import shown
+from outrider.server.errors import ApiError
+
+MAX_BYTES = 64 << 20  # JSON of the responses of one key. Items that several responses share count for each of them
+MAX_SECONDS = 24 * 3600.0
+
+
+class StoredItem(NamedTuple):
+    id: str
+    json: bytes
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    id: str
+    json: bytes  # the response, as its client got it
+    input: tuple[StoredItem, ...]  # all that the model was given, items of earlier responses included
+    output: tuple[StoredItem, ...]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return len(self.json) + sum(len(item.json) for item in (*self.input, *self.output))
+
+
+class ResponseStore:
+    """Belongs to one event loop. `max_responses`: for each key; 0 if nothing is to be stored."""
+
+    def __init__(self, max_responses: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_on = max_responses > 0
+        self._max_responses, self._clock = max_responses, clock
+        # By tenant, then by id, the oldest first, with the time when a response was stored.
+        self._responses: dict[str | None, dict[str, tuple[float, StoredResponse]]] = {}
+
+    def add(self, tenant: str | None, response: StoredResponse) -> None:
+        """A response that is larger than all responses of a key may be is not stored."""
+        self._forget_old()
+        if response.num_bytes > MAX_BYTES:
+            return
+        own = self._responses.setdefault(tenant, {})
+        own[response.id] = self._clock(), response
+        while len(own) > self._max_responses or sum(kept.num_bytes for _, kept in own.values()) > MAX_BYTES:
+            del own[next(iter(own))]
+
+    def find(self, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
+        """`param`: the field that names the response, for the error of one that is not there."""
+        self._forget_old()
+        found = self._responses.get(tenant, {}).get(response_id)
+        if found is None:
+            raise ApiError(404, f"Response with id {shown(response_id)} not found: {param} must be that of a response "
+                                "that this key stored within the last day, and that was neither deleted nor displaced "
+                                "by newer ones", param=param)
+        return found[1]
+
+    def delete(self, tenant: str | None, response_id: str) -> None:
+        self.find(tenant, response_id)
+        del self._responses[tenant][response_id]
+
+    def _forget_old(self) -> None:
+        limit = self._clock() - MAX_SECONDS
+        for own in self._responses.values():
+            while own and own[first := next(iter(own))][0] < limit:
+                del own[first]
