@@ -32,8 +32,8 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
-LOADING = ("commands.generate", "commands.chat", "commands.verify", "benchmarks.throughput", "benchmarks.speculation",
-           "benchmarks.exact_mode")
+LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "benchmarks.throughput",
+           "benchmarks.speculation", "benchmarks.exact_mode")
 
 EXAMPLES = """examples:
   outrider demo
@@ -67,6 +67,11 @@ SERVE_EXAMPLES = """examples:
   outrider serve --config server.yaml
 
 The server speaks OpenAI's API: docs/serving.md lists its routes.
+"""
+BATCH_EXAMPLES = """example:
+  outrider run-batch smollm2 -i requests.jsonl -o answers.jsonl
+
+A line of the input is one request: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
 BENCH_SERVE_EXAMPLES = """examples:
   outrider bench serve --max-concurrency 16
@@ -102,6 +107,7 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
+    _add_run_batch(commands)
     _add_bench(commands)
     _add_verify(commands)
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
@@ -160,6 +166,21 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     add_model(parser, default=None)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; those of the command line win")
     add_server_flags(parser)
+    add_engine_flags(parser)
+
+
+# Settings of the server that change the answers to a batch, or bound them.
+BATCH_SETTINGS = ("served_model_name", "chat_template", "max_body_bytes", "max_prompts", "request_timeout", "pooling",
+                  "tool_call_parser", "reasoning_parser")
+
+
+def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "run-batch", "answer a file of requests, in OpenAI's batch format", BATCH_EXAMPLES,
+                  module="commands.run_batch", usage="[MODEL] -i FILE -o FILE [flags]")
+    add_model(parser)
+    parser.add_argument("--input-file", "-i", required=True, metavar="FILE", help="one request a line, as JSON")
+    parser.add_argument("--output-file", "-o", required=True, metavar="FILE", help="one answer a line, in their order")
+    add_server_flags(parser, BATCH_SETTINGS)
     add_engine_flags(parser)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
+from outrider.commands.server_help import SERVER_HELP
 from outrider.compat.engine_args import config_for
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
@@ -85,30 +86,6 @@ SAMPLING_HELP = {
     "prompt_logprobs": "the same for the prompt",
     "speculative": "false: no drafts; a number: at most so many",
     "structured_outputs": "the form of the text, a JSON object with json, regex, choice, grammar or json_object",
-}
-SERVER_HELP = {
-    "host": "address to listen at; 0.0.0.0 for all",
-    "port": "port to listen at; 0 for a free one",
-    "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
-    "admin": "serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, to every client that has a key",
-    "served_model_name": "name of the model in requests and answers (repeat for several)",
-    "chat_template": "a file with a chat template, or the name of one of the model's",
-    "allowed_origins": "web page origin that may call the server (repeat for several)",
-    "max_num_queued_reqs": "samples that may wait before requests are refused with 429",
-    "max_body_bytes": "largest body of a request",
-    "max_prompts": "most prompts in one request",
-    "max_stored_responses": "most responses of /v1/responses that are kept for each key; 0 keeps none",
-    "request_timeout": "seconds a request may take",
-    "shutdown_timeout": "seconds that running requests get after SIGTERM",
-    "stall_timeout": "seconds without a step until /health fails",
-    "max_restarts": "how often a failed engine is started again within ten minutes",
-    "pooling": "which hidden states an embedding is, unless its request says",
-    "tool_call_parser": "how the model writes tool calls",
-    "reasoning_parser": "how the model marks its reasoning",
-    "enable_log_requests": "log one line for every request that ended",
-    "log_format": "lines of text, or one JSON object a line",
-    "otlp_traces_endpoint": "send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces",
-    "uvicorn_log_level": "what the HTTP server logs",
 }
 CHOICES: dict[str, Sequence[str]] = {
     "dtype": [*DTYPES, *VALUES["dtype"]],
@@ -243,10 +220,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()
     parser.set_defaults(sampling_defaults=defaults)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
+def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    """names: of the settings that become flags; None: all."""
     group = parser.add_argument_group("server")
     for field in dataclasses.fields(ServerConfig):
-        _add_flag(group, field, SERVER_HELP.get(field.name, ""))
+        if names is None or field.name in names:
+            _add_flag(group, field, SERVER_HELP.get(field.name, ""))
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
