@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from outrider.async_llm import AsyncLLM
+from outrider.commands.listening import listening, tls_options
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.core.fields import did_you_mean
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     names = config.served_model_name or (model_name(engine.model),)
     template = chat_template(config)
     check_files(engine, config, template)
+    tls = tls_options(config)
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
 
@@ -68,18 +69,17 @@ def run(args: argparse.Namespace) -> int:
     server = WebServer(uvicorn.Config(
         build_app(service), http=BoundedHttp, log_level=config.uvicorn_log_level, lifespan="on", server_header=False,
         log_config=None, timeout_graceful_shutdown=int(config.shutdown_timeout),
-        access_log=config.uvicorn_log_level != "warning"), tell)
+        access_log=config.uvicorn_log_level != "warning", **tls), tell)
 
     def stop() -> None:
         server.should_exit = True
 
     host.on_failed = stop
     sys.setswitchinterval(SWITCH_SECONDS)
-    with listener(config) as own:
+    with listening(config) as (own, address):
         # Before uvicorn has handlers of its own, and once more for each signal that it caught, when it has stopped.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop())
-        address = "http://{}:{}".format(*own.getsockname()[:2])
         tell(f"{names[0]} at {address} (it answers 503 until the model is loaded)")
         try:
             server.run(sockets=[own])
@@ -106,22 +106,6 @@ def kill_worker(llm: AsyncLLM) -> None:
 
 def has_worker(llm: AsyncLLM) -> bool:
     return not isinstance(llm.engine.runner, WorkerProcess) or llm.engine.runner.is_alive
-
-
-def listener(config: ServerConfig) -> socket.socket:
-    """Bound before the model is loaded: a port that is taken is known at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    own = socket.socket(family, socket.SOCK_STREAM)
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        own.bind((config.host, config.port))
-        own.listen()  # until then another server could bind the port too
-    except (OSError, UnicodeError) as error:  # the second: a host that cannot be a name
-        own.close()
-        reason = getattr(error, "strerror", None) or "it is no name of a host"
-        raise ValueError(f"cannot listen at {config.host}:{config.port}: {reason}; choose another with --port or "
-                         "--host") from None
-    return own
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

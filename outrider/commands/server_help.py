@@ -5,6 +5,11 @@ from __future__ import annotations
 SERVER_HELP = {
     "host": "address to listen at; 0.0.0.0 for all",
     "port": "port to listen at; 0 for a free one",
+    "uds": "listen at a unix socket with this path, instead of a host and a port",
+    "root_path": "prefix under which a proxy serves the routes, as /llm",
+    "ssl_certfile": "serve HTTPS, with the certificate (and those that signed it) in this PEM file",
+    "ssl_keyfile": "the certificate's key, if it is in a file of its own; without a passphrase",
+    "ssl_ca_certs": "serve only clients with a certificate that one in this PEM file signed",
     "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
     "admin": "serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, to every client that has a key",
     "served_model_name": "name of the model in requests and answers (repeat for several)",

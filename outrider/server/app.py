@@ -26,7 +26,7 @@ from outrider.server.dashboard import dashboard
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
-from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard
+from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.protocol import (
@@ -66,7 +66,8 @@ def build_app(service: Service) -> FastAPI:
             task.cancel()
 
     config = service.config
-    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  servers=[{"url": config.root_path}] if config.root_path else None)
     app.include_router(_openai_routes(service))
     app.include_router(response_routes(service))
     app.include_router(_pooled_routes(service))
@@ -84,6 +85,8 @@ def build_app(service: Service) -> FastAPI:
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
+    if config.root_path:
+        app.add_middleware(RootPath, prefix=config.root_path)
     return app
 
 

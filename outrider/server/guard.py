@@ -111,6 +111,18 @@ class Guard:
         return ApiError(413, f"the request's body exceeds {self._max_body_bytes} bytes")
 
 
+class RootPath:
+    """Serves all routes also under the prefix that a proxy has for them, whether the proxy removes it or not."""
+
+    def __init__(self, app: App, *, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path", "").startswith(f"{self._prefix}/"):
+            scope["path"] = scope["path"].removeprefix(self._prefix)
+        await self._app(scope, receive, send)
+
+
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:
     def send_with(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every event
         if message["type"] == "http.response.start":

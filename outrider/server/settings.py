@@ -17,6 +17,11 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 class ServerConfig:
     host: Text = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: a free one, which is printed
+    uds: Text | None = None  # path of a unix socket to listen at instead
+    root_path: str = ""  # prefix of the routes at a proxy
+    ssl_certfile: Text | None = None  # none: plain HTTP
+    ssl_keyfile: Text | None = None  # none: in ssl_certfile
+    ssl_ca_certs: Text | None = None  # none: clients need no certificate
     api_key: tuple[Text, ...] = ()  # none: every request is served
     admin: bool = False  # serve the routes that change the server for all clients
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
@@ -50,6 +55,11 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(f"allowed_origins must be * or as https://example.org, got {shown(origin)}")
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            raise ValueError(f"root_path must be as /llm, without a slash at its end, got {shown(self.root_path)}")
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if self.ssl_certfile is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} goes with ssl_certfile, which is missing")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://\S+", endpoint):
             raise ValueError(f"otlp_traces_endpoint must be as http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}")
