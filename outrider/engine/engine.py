@@ -84,6 +84,7 @@ class Engine:
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
         self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
+        self.sleep_level = 0  # 0 while awake
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
         self._process_id = os.getpid()
 

@@ -63,6 +63,7 @@ class Maintenance:
             self._pause()
             raise
         self._are_dropped |= level == 2
+        self._pause()
         return report
 
     def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
@@ -130,3 +131,4 @@ class Maintenance:
     def _pause(self) -> None:
         asked = PAUSED if self._is_paused else None
         self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else asked)
+        self._engine.sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0

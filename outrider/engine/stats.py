@@ -29,6 +29,7 @@ class EngineStats:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
+    num_computed_prompt_tokens: int = 0  # those that prefix hits did not provide, of requests that resumed too
     num_hit_tokens: int = 0  # prompt tokens that prefix hits provided, of requests that resumed too
     num_runs: int = 0
     num_drafts: int = 0
@@ -51,6 +52,7 @@ class EngineStats:
     def observe_batch(self, batch: ScheduledBatch) -> None:
         for admission in batch.admissions:
             self.num_hit_tokens += admission.computed
+            self.num_computed_prompt_tokens += max(0, admission.prompt_len - admission.computed)
         num_tokens = batch.num_tokens
         self.num_step_tokens += num_tokens
         _count(self.steps_by_tokens, bisect_left(STEP_TOKENS, num_tokens))

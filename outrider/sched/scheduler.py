@@ -70,6 +70,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_held_back(self) -> int:
+        """Waiting requests that may not run yet, whatever room there is: others are on trial after a fault."""
+        return len(self._waiting) - self._waiting.num_ready
+
+    @property
     def generation(self) -> int:
         return self._generation
 

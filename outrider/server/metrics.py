@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
-from outrider.engine.stats import STEP_TOKENS
+from outrider.engine.stats import STEP_TOKENS, EngineStats
 from outrider.server.logs import REQUEST_ID, log_request
 from outrider.server.tracing import Tracing
 
@@ -24,6 +24,8 @@ BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0
                   5.0, 10.0, 20.0, 40.0, 80.0)
 WHOLE_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
                  960.0, 1920.0)
+SAMPLES = (1, 2, 5, 10, 20)
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
@@ -66,6 +68,9 @@ class ServerMetrics:
         self.output_tokens = Histogram("request_generation_tokens", "Output tokens of a request.", TOKENS)
         self.longest = Histogram("request_max_num_generation_tokens", "Output tokens of the longest sample.", TOKENS)
         self.max_tokens = Histogram("request_params_max_tokens", "max_tokens of a request.", TOKENS)
+        self.num_samples = Histogram("request_params_n", "Samples of a request.", SAMPLES)
+        self.computed = Histogram("request_prefill_kv_computed_tokens",
+                                  "Prompt tokens of a request that the prefix cache did not provide.", TOKENS)
         self.ends: Counter[str] = Counter()
         self.num_preemptions = 0
 
@@ -76,7 +81,7 @@ class ServerMetrics:
         lines: list[str] = []
         for histogram in (self.first_token, self.between, self.per_token, self.whole, self.queue, self.prefill,
                           self.decode, self.inference, self.prompt_tokens, self.output_tokens, self.longest,
-                          self.max_tokens):
+                          self.max_tokens, self.num_samples, self.computed):
             lines += histogram.lines(self._labels)
         lines += self._counter("request_success", "Requests that ended, by reason.",
                                {f'finished_reason="{reason}"': count for reason, count in self.ends.items()})
@@ -84,28 +89,44 @@ class ServerMetrics:
         lines += self._counter("requests_refused", "Requests refused because the queue was full.", {"": num_refused})
         lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
         if engine is not None:
-            lines += self._engine_lines(engine)
+            lines += [*self._state_lines(engine), *self._step_lines(engine.stats)]
         return "\n".join(lines) + "\n"
 
-    def _engine_lines(self, engine: Engine) -> Iterable[str]:
-        stats, scheduler = engine.stats, engine.scheduler
+    def _state_lines(self, engine: Engine) -> Iterable[str]:
+        scheduler, cache = engine.scheduler, engine.scheduler.cache
         yield from self._gauge("num_requests_running", "Samples that run.", scheduler.num_running)
         yield from self._gauge("num_requests_waiting", "Samples that wait.", scheduler.num_waiting)
-        yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", scheduler.cache.usage())
-        yield from _head("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.", "gauge")
-        for index, share in enumerate(scheduler.cache.usage_by_group()):
-            yield f'vllm:kv_cache_group_usage_perc{{{self._labels},group="{index}"}} {share}'
+        num_held_back = scheduler.num_held_back
+        yield from self._gauges("num_requests_waiting_by_reason", "Samples that wait, for room or for others' trials.",
+                                {'reason="capacity"': scheduler.num_waiting - num_held_back,
+                                 'reason="deferred"': num_held_back})
+        yield from self._gauges("engine_sleep_state", "1 for the state that the engine is in.",
+                                {f'sleep_state="{state}"': int(level == engine.sleep_level)
+                                 for level, state in enumerate(SLEEP_STATES)})
+        settings = {"block_size": min(group.page_tokens for group in cache.groups),
+                    "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}
+        yield from self._gauges("cache_config_info", "Settings of the cache: tokens of the smallest page, pages.",
+                                {",".join(f'{name}="{value}"' for name, value in settings.items()): 1})
+        yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", cache.usage())
+        yield from self._gauges("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.",
+                                {f'group="{i}"': share for i, share in enumerate(cache.usage_by_group())})
+
+    def _step_lines(self, stats: EngineStats) -> Iterable[str]:
         for name, help_text, value in (
             ("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens),
             ("generation_tokens", "Output tokens.", stats.num_generation_tokens),
             ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.", stats.num_prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens that the prefix cache provided.", stats.num_hit_tokens),
+            ("prompt_tokens_cached", "Prompt tokens that the prefix cache provided.", stats.num_hit_tokens),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("spec_decode_num_drafts", "Drafts: of one request in one step.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Tokens of drafts.", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", stats.num_accepted_tokens),
         ):
             yield from self._counter(name, help_text, {"": value})
+        yield from self._counter("prompt_tokens_by_source", "Prompt tokens of scheduled requests, by their source.",
+                                 {'source="local_compute"': stats.num_computed_prompt_tokens,
+                                  'source="local_cache_hit"': stats.num_hit_tokens})
         steps = Histogram("iteration_tokens_total", "Tokens of a step, of prompts and drafts too.", STEP_TOKENS)
         for index, count in enumerate(list(stats.steps_by_tokens)):
             steps.counts[index] = count
@@ -120,10 +141,9 @@ class ServerMetrics:
         yield from self._counter("spec_decode_drafter_faults", "Times a drafter raised or returned something wrong.",
                                  {f'drafter="{_escaped(drafter)}",kind="{kind.value}"': count
                                   for (drafter, kind), count in list(stats.drafter_faults.items())} or {"": 0})
-        yield from _head("spec_decode_drafter_off", "1 for a drafter that was switched off, with the reason.", "gauge")
-        for drafter, reason in list(stats.drafters_off):
-            labels = f'drafter="{_escaped(drafter)}",reason="{_escaped(reason)}"'
-            yield f"vllm:spec_decode_drafter_off{{{self._labels},{labels}}} 1"
+        yield from self._gauges("spec_decode_drafter_off", "1 for a drafter that was switched off, with the reason.",
+                                {f'drafter="{_escaped(drafter)}",reason="{_escaped(reason)}"': 1
+                                 for drafter, reason in list(stats.drafters_off)})
 
     def _counter(self, name: str, help_text: str, values: dict[str, int]) -> Iterable[str]:
         yield from _head(f"{name}_total", help_text, "counter")
@@ -131,8 +151,12 @@ class ServerMetrics:
             yield f"vllm:{name}_total{{{self._labels}{',' if label else ''}{label}}} {value}"
 
     def _gauge(self, name: str, help_text: str, value: float) -> Iterable[str]:
+        return self._gauges(name, help_text, {"": value})
+
+    def _gauges(self, name: str, help_text: str, values: Mapping[str, float]) -> Iterable[str]:
         yield from _head(name, help_text, "gauge")
-        yield f"vllm:{name}{{{self._labels}}} {value}"
+        for label, value in values.items():
+            yield f"vllm:{name}{{{self._labels}{',' if label else ''}{label}}} {value}"
 
 
 class RequestTimer:
@@ -184,6 +208,8 @@ class RequestTimer:
             metrics.per_token.observe(decode_seconds / (longest - 1))
         metrics.prompt_tokens.observe(self._prompt_len)
         metrics.output_tokens.observe(sum(self._num_tokens))
+        metrics.num_samples.observe(len(self._num_tokens))
+        metrics.computed.observe(self._prompt_len - counted.num_cached_tokens)
         if self._max_tokens is not None:
             metrics.max_tokens.observe(self._max_tokens)
         metrics.num_preemptions += counted.num_preemptions

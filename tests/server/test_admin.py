@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,12 @@ def is_sleeping(served: Served) -> bool:
     return served.http.get("/is_sleeping").json()["is_sleeping"]
 
 
+def sleep_state(served: Served) -> str:
+    """The one that /metrics shows."""
+    (found,) = re.findall(r'vllm:engine_sleep_state\{.*sleep_state="(\w+)"\} 1\n', served.http.get("/metrics").text)
+    return str(found)
+
+
 def test_requests_wait_while_the_server_sleeps(served: Served) -> None:
     """However long that takes: a server that sleeps is healthy, and its worker is not taken for a stalled one."""
     body = {"prompt": "a b c", "max_tokens": 6, "temperature": 0}
@@ -32,6 +39,7 @@ def test_requests_wait_while_the_server_sleeps(served: Served) -> None:
     report = served.http.post("/sleep?level=1")
     assert report.status_code == 200 and report.json()["total_bytes"] > 0 and is_sleeping(served)
     assert "the engine sleeps" in served.http.get("/health").json()["reason"]
+    assert sleep_state(served) == "weights_offloaded"
     ready = served.http.get("/ready")
     assert ready.status_code == 503 and "the engine sleeps" in ready.json()["error"]["message"]
     with ThreadPoolExecutor(1) as pool:
@@ -42,6 +50,7 @@ def test_requests_wait_while_the_server_sleeps(served: Served) -> None:
         assert served.http.post("/wake_up?tags=weights").status_code == 200 and is_sleeping(served)
         assert served.http.post("/wake_up", params={"tags": ["kv_cache", "weights"]}).json()["seconds"] >= 0
         assert answer.result().json()["choices"] == expected
+    assert sleep_state(served) == "awake"
     assert not is_sleeping(served) and served.host.num_restarts == 0
     assert served.http.get("/health").content == b"" and served.http.get("/ready").status_code == 200
 

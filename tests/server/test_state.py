@@ -52,9 +52,16 @@ def test_metrics_count_requests_tokens_and_drafts(served: Served) -> None:
     assert sum(v for k, v in after.items() if k.startswith("vllm:spec_decode_chosen_drafts")) > 0
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
                  "request_queue_time_seconds", "request_prefill_time_seconds", "request_inference_time_seconds",
-                 "request_max_num_generation_tokens"):
+                 "request_max_num_generation_tokens", "request_params_n", "request_prefill_kv_computed_tokens"):
         assert after[f"vllm:{name}_count"] == after[f'vllm:{name}_bucketle="+Inf"'] == 2
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    assert [after[f'vllm:num_requests_waiting_by_reasonreason="{why}"'] for why in ("capacity", "deferred")] == [0, 0]
+    computed, hit = (after[f'vllm:prompt_tokens_by_source_totalsource="local_{source}"']
+                     for source in ("compute", "cache_hit"))
+    assert computed + hit == after["vllm:prompt_tokens_total"] and hit == after["vllm:prompt_tokens_cached_total"]
+    assert computed == after["vllm:request_prefill_kv_computed_tokens_sum"] and after["vllm:request_params_n_sum"] == 2
+    settings = 'block_size="16",num_gpu_blocks="255",enable_prefix_caching="True"'
+    assert after[f"vllm:cache_config_info{settings}"] == 1
     num_steps = after["vllm:iteration_tokens_total_count"]
     assert num_steps == after['vllm:iteration_tokens_total_bucketle="+Inf"'] >= after["vllm:engine_steps_total"] > 0
     # Each prompt but its hits, each token but the last ones, and drafts.
