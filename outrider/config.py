@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
 from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
+from outrider.core.logits_processors import load_processors
 from outrider.core.params import Seed
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -69,6 +70,7 @@ class EngineConfig:
     hf_overrides: dict[str, Any] | None = None  # values of config.json that are replaced or added
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     profiler_dir: Text | None = None  # the folder that stop_profile writes to
+    logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:
         check_fields("", self)
@@ -77,6 +79,7 @@ class EngineConfig:
                              f"{self.checkpoint_interval}: states are kept where pages end")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
+        load_processors(self.logits_processors)
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
 

@@ -17,7 +17,7 @@ from outrider.commands.help import HelpAction, help_text
 from outrider.commands.server_help import SERVER_HELP
 from outrider.compat.engine_args import config_for
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
-from outrider.config import BACKENDS, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
+from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
@@ -45,10 +45,11 @@ ENGINE_HELP = {
     "overlap": "schedule the next step while the last one runs",
     "seed": "seed of sampling, and of random weights",
     "load_format": "dummy: random weights",
-    "attention_backend": "which attention to run",
+    "attention_backend": "which attention to run: auto, torch, native, triton or flex; vLLM's names mean the nearest",
     "hf_overrides": "values of config.json to replace or add, a JSON object",
     "profiler_dir": "the folder that profiles are written to",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
+    "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
     "max_logprobs": "most log-probabilities a request may ask for",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
@@ -84,13 +85,13 @@ SAMPLING_HELP = {
     "allowed_token_ids": "say only these, as 1,2",
     "logprobs": "log-probabilities of this many tokens (with --json)",
     "prompt_logprobs": "the same for the prompt",
+    "extra_args": "values for the engine's logits processors, a JSON object",
     "speculative": "false: no drafts; a number: at most so many",
     "structured_outputs": "the form of the text, a JSON object with json, regex, choice, grammar or json_object",
 }
 CHOICES: dict[str, Sequence[str]] = {
     "dtype": [*DTYPES, *VALUES["dtype"]],
     "load_format": [*LOAD_FORMATS, *VALUES["load_format"]],
-    "attention_backend": BACKENDS,
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "log_format": LOG_FORMATS,
     "uvicorn_log_level": LOG_LEVELS,
@@ -269,7 +270,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     kind = PLAIN_TYPES[field.name]
     if kind in (bool, bool | None):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-    elif kind in (str | list[str] | None, list[str] | None, tuple[str, ...]):
+    elif kind in (str | list[str] | None, list[str] | None, tuple[str, ...], tuple[Any, ...]):
         group.add_argument(flag, action="append", metavar="TEXT", **common)
     elif field.name in CHOICES:
         group.add_argument(flag, choices=CHOICES[field.name], **common)
@@ -365,8 +366,7 @@ def _real(text: str) -> float:
 
 
 CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    int: ("N", _whole),
-    int | None: ("N", _whole),
+    **dict.fromkeys((int, int | None), ("N", _whole)),
     float: ("X", _real),
     float | None: ("X", _real),
     str: ("NAME", str),

@@ -96,7 +96,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_transfer_config": Refused("one engine keeps its own cache"),
     "limit_mm_per_prompt": Refused(NO_IMAGES, (None, {})),
-    "logits_processors": Refused("use logit_bias, bad_words or allowed_token_ids of SamplingParams"),
     "max_cpu_loras": Refused(NO_ADAPTERS),
     "max_lora_rank": Refused(NO_ADAPTERS),
     "max_loras": Refused(NO_ADAPTERS),
@@ -175,7 +174,7 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "revision": Refused("give the folder of that revision as model"),
 }
 # Own settings that scripts for vLLM may give as None.
-NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype")
+NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype", "logits_processors")
 
 # Values that are called something else here, by the setting they belong to.
 VALUES: dict[str, dict[str, str]] = {

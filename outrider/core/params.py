@@ -39,9 +39,9 @@ REFUSED_FIELDS = {
     "use_beam_search": "use LLM.beam_search",
     "length_penalty": "use LLM.beam_search",
     "early_stopping": "use LLM.beam_search",
-    "logits_processors": "use logit_bias, bad_words or allowed_token_ids",
+    "logits_processors": "give the engine logits_processors=[Class], and its parameters as extra_args; or use "
+                         "logit_bias, bad_words or allowed_token_ids",
     "truncate_prompt_tokens": "truncate the prompt yourself",
-    "extra_args": "there are no extra arguments",
     "flat_logprobs": "logprobs are lists of dicts",
     "repetition_detection": "use repetition_penalty or stop",
     "thinking_token_budget": "use max_tokens",
@@ -92,6 +92,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None  # the form that the text must have
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # streams: see RequestOutputKind
+    extra_args: dict[str, Any] | None = None  # values for the engine's logits processors
     guided_decoding: InitVar[StructuredOutputsParams | None] = None  # vLLM's older name of structured_outputs
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
@@ -200,6 +201,7 @@ def check_params(given: object) -> SamplingParams:
     own = replace(need_sampling_params(given))
     for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         setattr(own, name, copy.copy(getattr(own, name)))
+    own.extra_args = copy.deepcopy(own.extra_args)
     if own.structured_outputs is not None:
         own.structured_outputs = own.structured_outputs.to_plain()
     return own

@@ -118,6 +118,7 @@ class Uncaptured(enum.Enum):
     PROMPT_LOGPROBS = "log-probabilities of a prompt"
     HIDDEN_STATES = "hidden states of a prompt"
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
+    LOGITS_PROCESSORS = "logits processors of the operator"
     PROMPTS = "prompts whose lengths the host must know"
     PROMPT_EMBEDS = "embeddings in place of token ids"
     ADAPTERS = "requests with an adapter"

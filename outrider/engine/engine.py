@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from outrider.core import FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
@@ -59,10 +61,10 @@ class Engine:
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
                  grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
-                 model_name: str = "this model") -> None:
+                 model_name: str = "this model", processors: Sequence[Any] = ()) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
-        host drafters."""
+        host drafters. processors: the setting logits_processors."""
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler(0)
         self.runner = runner
@@ -72,7 +74,8 @@ class Engine:
         self.trace: StepTrace | None = None  # set before the first step, to trace some steps
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
-        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name)
+        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name,
+                                    load_processors(processors))
         self._host_faults = host_faults
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1

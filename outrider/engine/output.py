@@ -6,6 +6,7 @@ Everything here takes runs, never single tokens; what comes out does not depend 
 from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
+from outrider.core.logits_processors import ProcessorFailure
 from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import SamplingParams
 from outrider.core.structured import OwnFailure
@@ -62,7 +63,7 @@ class SampleOutput:
         """The device does not say why there was nothing to choose. Where parameters forbid tokens, they are the likely
         cause: logits that are not finite fail other requests too."""
         can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
-        if error is None or isinstance(error, OwnFailure) or not can_be_theirs:
+        if error is None or isinstance(error, (OwnFailure, ProcessorFailure)) or not can_be_theirs:
             return error
         forbid = [name for name in FORBID_ALL + FORBID_SOME if getattr(self._params, name)]
         return OwnFailure(f"no token is allowed: {', '.join(forbid)} of this request leave none to choose (or the "

@@ -12,7 +12,9 @@ from typing import Any
 
 from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.drafter_faults import words_of
 from outrider.core.fields import check_value, did_you_mean, shown
+from outrider.core.logits_processors import LogitsProcessor
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
@@ -36,6 +38,7 @@ class RequestChecks:
     takes_spans: bool  # prompts may mark spans
     grammars: GrammarCompiler | None
     model_name: str  # for messages
+    processors: Sequence[type[LogitsProcessor]] = ()
 
     def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
         (request,) = self.check_all([prompt], [params], [priority])
@@ -96,7 +99,18 @@ class RequestChecks:
             if self.grammars is None:
                 raise ValueError("structured_outputs need a tokenizer, and this engine has none")
             self.grammars.check(params.structured_outputs)
+        self._check_processors(params)
         return params
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        if params.extra_args is not None and not self.processors:
+            raise ValueError("extra_args are values for logits processors, and this engine has none: start it with "
+                             "logits_processors")
+        for processor in self.processors:
+            try:
+                processor.validate_params(params)
+            except Exception as error:  # the operator's code may raise anything
+                raise ValueError(f"extra_args: {processor.__name__} refuses them: {words_of(error)}") from error
 
     def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:
         if not token_ids:

@@ -17,6 +17,8 @@ def refuse_inexact(config: EngineConfig, model: Model) -> None:
     """Raise ValueError if a token's logits could depend on more than its request."""
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
+    if config.logits_processors:
+        raise ValueError("exact=True: the arithmetic of logits_processors is not known to be exact")
     if not codec_of(cache_type_of(config, model.dtype)).is_exact:
         raise ValueError(f"exact=True: kv_cache_dtype={config.kv_cache_dtype!r} has no exact form: use "
                          "kv_cache_dtype='auto'")

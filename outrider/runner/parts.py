@@ -17,6 +17,7 @@ from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
+from outrider.runner.processors import EngineProcessor, ProcessorRows
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.runner.synthetic_step import SyntheticStep
@@ -40,6 +41,7 @@ class StepParts:
     enable_prefix_caching: bool
     exact: bool
     grammars: Grammars | None
+    processors: list[EngineProcessor]
 
     @property
     def _takes_checkpoints(self) -> bool:
@@ -58,8 +60,11 @@ class StepParts:
         state = RowState(limits, self.layout.groups, device)
         rates = self.synthetic_rates
         step_type: Callable[..., DeviceStep] = DeviceStep if rates is None else partial(SyntheticStep, rates)
-        return step_type(model, pool, state, self.backend, limits.max_len,
+        step = step_type(model, pool, state, self.backend, limits.max_len,
                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact,
                                                  takes_checkpoints=self._takes_checkpoints),
                          grammars=GrammarRows(state, limits, self.grammars), drafter=drafter, drafting=self.drafting,
                          logprobs_mode=self.logprobs_mode, exact=self.exact)
+        if self.processors:
+            step.planner.processors = ProcessorRows(self.processors, state, limits)
+        return step

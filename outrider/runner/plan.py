@@ -5,15 +5,16 @@ The plan of a captured step follows from its key (`GraphKeys.plan`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outrider.core import SamplingParams, ScheduledBatch
+from outrider.core import Admission, SamplingParams, ScheduledBatch
 from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
 from outrider.runner.batch import EagerShape, find_stand_ins, token_spans
+from outrider.runner.processors import ProcessorRows
 from outrider.runner.rows import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
@@ -63,6 +64,11 @@ class StepPlan:
     additions: RowAdditions = IDS_ALONE
 
     @property
+    def failures(self) -> Mapping[int, str]:
+        """Failures of logits processors, by the scheduled request's index. Complete when the step has sampled."""
+        return {} if self.extras.processors is None else self.extras.processors.failures
+
+    @property
     def has_spans(self) -> bool:
         return self.spans is not NO_SPANS
 
@@ -75,20 +81,32 @@ class StepPlanner:
         # What the last step asked of the sampler, which most steps ask again.
         self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
         self._needs, self._extras = StepNeeds(), StepExtras()
+        self.processors: ProcessorRows | None = None  # the operator's logits processors; no step is captured with them
+
+    def admit(self, admissions: list[Admission]) -> None:
+        if self.processors is not None:
+            self.processors.admit(admissions)
+
+    def reset(self) -> None:
+        if self.processors is not None:
+            self.processors.reset()
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         state, counts = self._state, list(shape.logit_counts)
+        processors = None if self.processors is None else self.processors.of_step(scheduled, counts)
         asked = state.params.of_rows(scheduled.rows)
         are_placed = state.sampling.lists.are_placed(scheduled.rows)
         if self._asked != (asked, counts, are_placed):
-            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed)
+            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed,
+                                                any_processors=processors is not None)
             self._extras = StepExtras()
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
                 self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
             self._asked = asked, counts, are_placed
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)
-        return StepPlan(self._needs, self._extras, any_sampled, scheduled.num_wanted,
+        extras = self._extras if processors is None else replace(self._extras, processors=processors)
+        return StepPlan(self._needs, extras, any_sampled, scheduled.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         token_spans(scheduled, shape, state.device) if scheduled.spans else NO_SPANS,
                         self._additions(scheduled, shape))

@@ -16,6 +16,7 @@ from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
 from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
+from outrider.runner.processors import make_processors
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
@@ -41,7 +42,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     rates = None if speculative is None else speculative.synthetic_rates
     return StepParts(model, drafter, DrafterGuards(drafter), rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching, config.exact, grammars)
+                     config.enable_prefix_caching, config.exact, grammars,
+                     make_processors(config, limits, model.device))
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -35,6 +35,9 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, *_), run, logprobs, prompt
         in parts
     ]  # fmt: skip
+    if result.failures:
+        requests = [part._replace(error=result.failures.get(index, NAN_LOGITS)) if part.finish is Finish.ERROR else part
+                    for index, part in enumerate(requests)]
     if result.hidden is not None:
         requests = with_hidden(requests, result.hidden)
     done = StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)

@@ -6,8 +6,8 @@ result stays on the device until `results.read_result` is asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,6 +67,7 @@ class DeviceResult:
     params: list[SamplingParams] | None = None  # those of the scheduled requests, if log-probabilities are reported
     hidden: HiddenRows | None = None
     drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
+    failures: Mapping[int, str] = field(default_factory=dict)  # of logits processors, by the scheduled request's index
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class DeviceStep:
         self._reports_row_by_row = exact and state.device.type == "cpu"  # log-probabilities of prompts, by a library
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
-        self._planner = StepPlanner(state, recurrent, model.vocab_size, lambda: self.has_sampler_kernels)
+        self.planner = StepPlanner(state, recurrent, model.vocab_size, lambda: self.has_sampler_kernels)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -123,6 +124,7 @@ class DeviceStep:
         self.state.reset()
         self.recurrent.reset()
         self.grammars.reset()
+        self.planner.reset()
         self.drafting.reset()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
@@ -134,6 +136,7 @@ class DeviceStep:
             self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
         self.recurrent.admit(scheduled.admissions)
         self.grammars.admit(scheduled.admissions)
+        self.planner.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
         self.drafting.tell_device()
         self.drafting.admit(scheduled.admissions)
@@ -165,7 +168,7 @@ class DeviceStep:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
             return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded)
-        plan = self._planner.plan(scheduled, packed.shape)
+        plan = self.planner.plan(scheduled, packed.shape)
         half = self.forward_half(packed.shape, packed.ints, plan)
         self.clock.lap("forward")
         if scheduled.form is StepForm.SPLIT:
@@ -178,7 +181,8 @@ class DeviceStep:
         result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden)
+        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden,
+                       failures=plan.failures)
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 

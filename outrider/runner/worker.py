@@ -146,7 +146,7 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
     limits: kernels are being compiled then)"""
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
-        use_graphs = not config.enforce_eager and can_capture(parts.layout, parts.backend)
+        use_graphs = not config.enforce_eager and not parts.processors and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                               use_graphs=use_graphs)

@@ -7,8 +7,9 @@ allowed tokens, bad words) as flat index tensors over the step's logit rows. Nei
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,7 @@ class StepNeeds:
     any_repetition: bool = False
     any_output_counts: bool = False  # presence or frequency penalties
     any_grammar: bool = False
+    any_processors: bool = False  # the engine has logits processors
     any_min_p: bool = False
     any_top_p: bool = False
     max_top_k: int = 0  # 0: no request has a top-k
@@ -37,7 +39,7 @@ class StepNeeds:
 
     @classmethod
     def from_params(cls, params: list[SamplingParams], logit_counts: list[int], *,
-                    are_lists_placed: bool = True) -> StepNeeds:
+                    are_lists_placed: bool = True, any_processors: bool = False) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
         logprobs = [p.logprobs for p in asked if p.logprobs is not None]
@@ -56,6 +58,7 @@ class StepNeeds:
             any_top_p_alone=any(p.top_p < 1 and p.top_k <= 0 for p in sampled),
             max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
             are_lists_placed=are_lists_placed,
+            any_processors=any_processors,
         )
 
     @classmethod
@@ -73,7 +76,7 @@ class StepNeeds:
     def any_edits(self) -> bool:
         """Something changes single logits."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
-        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar
+        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar or self.any_processors
 
     @property
     def any_top_k(self) -> bool:
@@ -118,6 +121,21 @@ class BadWords:
     num_before: torch.Tensor  # [E] int64
 
 
+class LogitRowProcessors(Protocol):
+    """An operator's code, which changes the logit rows [L, V] of one step in place."""
+
+    failed_rows: list[int]  # logit rows from which no token may be chosen
+
+    @property
+    def failures(self) -> Mapping[int, str]:
+        """Messages, by the request's index in the batch."""
+
+    def edit(self, logits: torch.Tensor) -> None: ...
+
+    def shape(self, scaled: torch.Tensor) -> None:
+        """Called after `edit`, with logits that are divided by their temperatures."""
+
+
 @dataclass(frozen=True)
 class StepExtras:
     """The rare lists of one step, None where no request has one. `*_rows` are the entries' logit rows, for the host."""
@@ -128,6 +146,7 @@ class StepExtras:
     bias_rows: tuple[int, ...] = ()
     allowed_rows: tuple[int, ...] = ()
     bad_word_rows: tuple[int, ...] = ()
+    processors: LogitRowProcessors | None = None
 
     @classmethod
     def from_params(
@@ -141,12 +160,13 @@ class StepExtras:
 
     def check(self, needs: StepNeeds) -> None:
         """Needs and extras must come from the same batch, or a list would be silently ignored."""
-        asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words)
-        given = (self.bias is not None, self.allowed is not None, self.bad_words is not None)
-        assert asked == given, f"logit bias, allowed tokens, bad words: asked {asked}, given {given}"
+        asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.any_processors)
+        given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.processors))
+        assert asked == given, f"logit bias, allowed tokens, bad words, processors: asked {asked}, given {given}"
 
     def between(self, start: int, stop: int) -> StepExtras:
         """The entries of logit rows start to stop, counted from start."""
+        assert self.processors is None, "processors see all logit rows of a step together"
         bias, allowed, bad_words = self.bias, self.allowed, self.bad_words
         if bias is not None:
             at = _span(self.bias_rows, start, stop)

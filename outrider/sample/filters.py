@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.sampling_keys import SamplingKeys
-from outrider.sample.extras import StepNeeds
+from outrider.sample.extras import LogitRowProcessors, StepNeeds
 from outrider.sample.rows import SamplingRows
 
 _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
@@ -22,16 +22,23 @@ _POWER = (0.0002161380834877491, 0.0012467376654967666, 0.009675532579421997, 0.
 def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:
     """A new [L, V]: (logits - greatest) / temperature. Subtracting first keeps a tiny temperature from making the
     greatest logits infinite, hence equal. Greedy logit rows are only shifted, which keeps their order and ties."""
-    greatest = logits.amax(dim=1, keepdim=True)
-    greatest = torch.where(greatest.isfinite(), greatest, 0)
     temperature = rows.temperature[row].to(logits.dtype)[:, None]
-    return (logits - greatest).div_(torch.where(temperature > 0, temperature, 1))
+    return _below_greatest(logits).div_(torch.where(temperature > 0, temperature, 1))
 
 
-def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds) -> None:
-    """min-p, then top-k, then top-p over what they left, in place."""
+def _below_greatest(logits: torch.Tensor) -> torch.Tensor:
+    greatest = logits.amax(dim=1, keepdim=True)
+    return logits - torch.where(greatest.isfinite(), greatest, 0)
+
+
+def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds,
+                processors: LogitRowProcessors | None = None) -> None:
+    """min-p, then the processors, top-k, and top-p over what they left, in place."""
     if needs.any_min_p:
         scaled.masked_fill_(scaled < rows.min_p_floor[row].to(scaled.dtype)[:, None], -torch.inf)
+    if processors is not None:
+        processors.shape(scaled)
+        scaled.copy_(_below_greatest(scaled))
     if needs.any_top_k or needs.any_top_p:
         greatest = _greatest(scaled, needs)
         if needs.any_top_k:

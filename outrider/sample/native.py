@@ -27,7 +27,8 @@ _FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens"
 def takes_sample(logits: torch.Tensor, asked: Asked) -> bool:
     at, history = asked.logit_rows, asked.history
     return (
-        is_matrix(logits) and is_index(at.row) and is_index(at.position) and is_index(at.draft_index)
+        not asked.needs.any_processors
+        and is_matrix(logits) and is_index(at.row) and is_index(at.position) and is_index(at.draft_index)
         and is_index(history.known) and history.tokens.dtype is history.drafts.dtype is torch.int64
         and history.tokens.is_cpu and history.tokens.stride(1) == 1
         and (history.drafts.shape[1] == 0 or history.drafts.stride(1) == 1)

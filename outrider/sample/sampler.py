@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from outrider.kernels.buffers import to_device
 from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, triton_kernel
 from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
@@ -81,14 +82,16 @@ def sample(
     if needs.is_draw and (draw := draw_tokens.choose(*drawn)) is not draw_tokens.reference:
         return Sampled(*draw(*drawn), None)  # in one go: there is no scratch
     asked = Asked(logit_rows, rows, history, needs, extras, logprobs)
-    if row_by_row and (needs.any_sampled or needs.max_logprobs is not None):
+    if needs.any_processors:
+        chunk_elements = logits.numel()
+    elif row_by_row and (needs.any_sampled or needs.max_logprobs is not None):
         chunk_elements = 1
     if chunk_elements is None:
         chunk_elements = KERNEL_CHUNK_ELEMENTS if sample_chunk.has_kernel(logits, asked) else CHUNK_ELEMENTS
     height = max(1, chunk_elements // vocab)
-    height -= height % _ALIGNED if height > _ALIGNED else 0
     if num <= height:
         return sample_chunk(logits, asked)
+    height -= height % _ALIGNED if height > _ALIGNED else 0
     cuts = [(start, min(start + height, num)) for start in range(0, num, height)]
     parts = [sample_chunk(logits[slice(*cut)], asked.between(*cut)) for cut in cuts]
     found = [part.logprobs for part in parts if part.logprobs is not None]
@@ -101,19 +104,21 @@ def sample(
 
 def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     """The steps of sampling, in order, over logit rows that are worked on together."""
-    at, rows, needs = asked.logit_rows, asked.rows, asked.needs
+    at, rows, needs, processors = asked.logit_rows, asked.rows, asked.needs, asked.extras.processors
     asked.extras.check(needs)
     num_logprobs, is_raw = needs.max_logprobs, asked.logprobs == "raw"
     edited = edit_logits(logits, asked) if needs.any_edits else logits
     shaped = edited
-    if needs.any_sampled or (num_logprobs is not None and not is_raw):
+    if needs.any_sampled or processors is not None or (num_logprobs is not None and not is_raw):
         shaped = scale(edited, at.row, rows)
-        keep_likely(shaped, at.row, rows, needs)
+        keep_likely(shaped, at.row, rows, needs, processors)
     best = choose_scaled(shaped, at.row, at.position, rows.keys, needs.any_sampled)
     # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
-    bad = ~edited.gather(1, best[:, None]).squeeze(1).isfinite()
+    bad = ~shaped.gather(1, best[:, None]).squeeze(1).isfinite()
     if edited is not logits:
         bad |= ~logits.amax(dim=1).isfinite()
+    if processors is not None and processors.failed_rows:
+        bad.index_fill_(0, to_device(processors.failed_rows, torch.int64, bad.device), True)
     tokens = best.masked_fill(bad, 0)  # the same in every batch
     if num_logprobs is None:
         return Sampled(tokens, bad, None)
@@ -131,6 +136,8 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         forbid_early_stops(own, at, asked.rows)
     if extras.bias is not None:
         add_bias(own, extras.bias)
+    if extras.processors is not None:
+        extras.processors.edit(own)
     if asked.needs.any_penalties:
         penalise(own, at, asked.rows, asked.history, asked.needs)
     if asked.needs.any_grammar:
@@ -140,9 +147,9 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 def kernels_serve(needs: StepNeeds) -> bool:
     """Whether kernels can sample a step with these needs. They cannot report a whole vocabulary's log-probabilities,
-    nor read lists that found no place on the device."""
+    nor read lists that found no place on the device, nor run logits processors."""
     num = needs.max_logprobs
-    return needs.are_lists_placed and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
+    return needs.are_lists_placed and not needs.any_processors and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 
 
 sample_chunk = Operation(

@@ -61,7 +61,7 @@ MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
 OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs",
-              "output_kind", "guided_decoding")
+              "output_kind", "guided_decoding", "extra_args")
 
 
 class Body(BaseModel):
@@ -95,6 +95,9 @@ def type_tag(value: Any) -> str:
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 Prompts: TypeAlias = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+
+
+Plain: TypeAlias = bool | int | float | str
 
 
 class StreamOptions(Body):
@@ -188,6 +191,8 @@ class SamplingFields(Generated, Prompted):
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
     response_format: ResponseFormat | None = None
+    vllm_xargs: dict[str, Plain | list[Plain]] | None = Field(
+        default=None, description="values for the logits processors that the server was started with")
     structured_outputs: dict[str, Any] | None = Field(
         default=None, description="the form of the text: json, regex, choice, grammar or json_object")
 
@@ -209,7 +214,7 @@ class SamplingFields(Generated, Prompted):
         """`more`: fields that the two kinds of request spell differently."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        given["structured_outputs"] = self.form()
+        given["structured_outputs"], given["extra_args"] = self.form(), self.vllm_xargs
         given |= more
         if self.logit_bias is not None:
             try:

@@ -194,7 +194,7 @@ REFUSED = {
                                           "tools is not supported: the model's chat template does not use it"),
     "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",
                             "enable_thinkin is not supported.*did you mean enable_thinking"),
-    "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: use"),
+    "logits processors": ("SamplingParams(logits_processors=[1])", "logits_processors is not supported: give"),
     "a misspelt parameter": ("SamplingParams(temprature=1)",
                              r"^SamplingParams: unknown field 'temprature': did you mean temperature\?"),
     "a parameter beside the parameters": (

@@ -142,8 +142,6 @@ REFUSED = {
     "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
     "another pooling": ("from outrider.config import PoolerConfig\nLLM(model, pooler_config=PoolerConfig("
                         "pooling_type='MEAN'))", "pooling_type='MEAN' is not the default here: give PoolingParams"),
-    "logits processors": ("from outrider.v1.sample.logits_processor import LogitsProcessor",
-                          "outrider.v1.sample is not supported: use logit_bias, bad_words, allowed_token_ids"),
     "a cache that moves": ("from outrider.config import KVTransferConfig", "KVTransferConfig is not supported: one en"),
     "a variable": ("import outrider.envs as envs\nenvs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is not supported: "
                    "use exact=True"),

@@ -104,7 +104,10 @@ class CudaRunner:
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
-        self.graphs = StepGraphs(step, limits) if use_graphs and is_capturable else None
+        if step.planner.processors is not None:
+            self._eager_reason = Uncaptured.LOGITS_PROCESSORS
+        can_replay = use_graphs and is_capturable and step.planner.processors is None
+        self.graphs = StepGraphs(step, limits) if can_replay else None
         self._own_sizes = OwnSizes()
         self.num_replays = 0
         self.num_uncaptured = 0  # steps that the host launched, of a batch's own size or of a graph's
