@@ -23,6 +23,7 @@ LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 CACHE_TYPES = ["auto", "float32", "bfloat16", "float16", "float64"]  # registering a cache type adds its name
 LOGPROBS_MODES = ("raw", "processed")
+QUANTIZATIONS = ("fp8", "int4")
 INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
@@ -63,7 +64,8 @@ class EngineConfig:
     speculative_config: dict[str, Any] | None = None
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
-    keep_quantized: bool = True  # CPU, float32: weights stay in a GGUF file's bits where that is as fast; same results
+    keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
+    quantization: Annotated[str, OneOf(QUANTIZATIONS)] | None = None  # unquantised linear layers: coded so at load
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here

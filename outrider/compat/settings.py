@@ -105,7 +105,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
     "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "preemption_mode": Refused("a preempted request is computed again", (None, "recompute")),
-    "quantization": Refused(OWN_FORMAT),
     "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
     "rope_scaling": Refused("use hf_overrides={'rope_scaling': ...}", (None, {})),
     "rope_theta": Refused("use hf_overrides={'rope_theta': ...}"),
@@ -187,6 +186,9 @@ VALUES: dict[str, dict[str, str]] = {
 # Attention backends of vLLM that have no counterpart: the engine chooses.
 OTHER_BACKENDS = ("CUTLASS_MLA", "FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA",
                   "FLASH_ATTN_VLLM_V1", "XFORMERS")
+# Names that vLLM gives the forms of quantised files, which say themselves what they are.
+FILE_FORMS = ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "modelopt", "modelopt_fp4",
+              "mxfp4")
 
 
 def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -244,6 +246,9 @@ def _value(setting: str, value: Any) -> Any:
     if setting == "attention_backend" and value in OTHER_BACKENDS:
         log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
         return "auto"
+    if setting == "quantization" and value in FILE_FORMS:
+        log.warning("quantization=%s makes no difference: a model's files say how they are stored", shown(value))
+        return None
     if setting == "profiler_config":
         return profiler_dir(value)
     if setting == "speculative_config" and isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import NamedTuple, NewType
 
 import torch
 
-from outrider.formats.slots import Draw, HeadLayout, TensorCut, WeightSlot, draw_dummy
+from outrider.formats.slots import Draw, HeadLayout, StoredWeight, TensorCut, WeightSlot, draw_dummy
 
 ModelSize = NewType("ModelSize", int)  # a size of the checkpoint's tensors
 RankSize = NewType("RankSize", int)  # a size of the tensors that one rank holds
@@ -93,6 +93,7 @@ class StoredTensor(NamedTuple):
     outputs_per_row: int = 1
     inputs_per_column: int | None = 1  # None if no axis of the tensor follows the input features
     draw: Draw = draw_dummy
+    quantize: Callable[[torch.Tensor], StoredWeight] | None = None  # see WeightSlot
 
 
 class Segment(NamedTuple):
@@ -168,7 +169,7 @@ class LinearDeclaration:
             shape[axis] = -(-self.in_features // per_column)
         is_whole = sum(map(len, parts)) == shape[axis]
         cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
-        return WeightSlot(target, segment.layout, cut, held.kind, held.draw)
+        return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from outrider.formats.declared import StoredFormat
 from outrider.formats.expansion import ExpansionFormat
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
+from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
 from outrider.formats.weight_format import WeightFormat
 from outrider.kernels.quantized import KINDS
+from outrider.kernels.scaled import CODES
 
 Format = TypeVar("Format", bound=WeightFormat[Any])
 # For each way to use a weight, the formats by kind of stored weights.
 _FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
-    LinearFormat: dict.fromkeys(KINDS, GgufLinear),
-    ExpertsFormat: {},
+    LinearFormat: {**dict.fromkeys(KINDS, GgufLinear), **dict.fromkeys(CODES, ScaledLinear)},
+    ExpertsFormat: dict.fromkeys(CODES, ScaledExperts),
     ExpansionFormat: {},
 }
 
@@ -46,14 +48,16 @@ class FormatChoice:
 
     stored_format: Callable[[str], StoredFormat | None]  # by a matrix's name, without ".weight"; None for numbers
     device: torch.device  # the device on which the model runs; that of a declaration may be meta
+    quantization: str | None = None  # codes into which linear layers of numbers are brought at load
 
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
         """What makes the format, derived from `base`, that keeps the bits of all these matrices; None if the layer must
         be dense."""
         (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
         stored: list[StoredFormat] = []
+        made = choose_made(self.quantization, declared) if self.quantization and base is LinearFormat else None
         for name in names:
-            found = self.stored_format(name)
+            found = self.stored_format(name) or made
             if found is None or found.kind not in table:
                 return None  # at the first of experts' matrices, which may be many
             stored.append(found)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
 from outrider.kernels import moe, ops
 from outrider.kernels.ops import exact
+from outrider.kernels.scaled import Scaled
+
+Weight = TypeVar("Weight", Tensor, Scaled)
 
 
 def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
@@ -31,8 +35,19 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
     return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added)
 
 
-def _mix(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor,
-         down: Tensor, activation: str, added: Tensor | None) -> Tensor:
+def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
+                   added: Tensor | None = None) -> Tensor:
+    """Experts whose weights are codes with scales."""
+    return _mix(ops.scaled_wide, x, ids, weights, gate_up, down, activation, added)
+
+
+def exact_scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
+                         added: Tensor | None = None) -> Tensor:
+    return _mix(exact.scaled_wide, x, ids, weights, gate_up, down, activation, added)
+
+
+def _mix(product: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight,
+         activation: str, added: Tensor | None) -> Tensor:
     moe.check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     made = x.new_empty(num_tokens * top_k, x.shape[1])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import reference
+from outrider.kernels.scaled import Scaled
 
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
 PLAIN = ("relu2",)  # the square of relu, of one projection
@@ -116,7 +117,8 @@ def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor
     return experts(x, ids, weights, gate_up, down, activation, shared)
 
 
-def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> None:
+def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled,
+                  activation: str) -> None:
     if activation not in GATED + PLAIN:
         raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")
     num_experts, hidden, width = down.shape

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from outrider.formats import FormatChoice
 from outrider.kernels import ops
 from outrider.kernels.moe import Routed, RouteRule, distinct_experts
 from outrider.layers.base import Module, Parameter
@@ -56,6 +58,10 @@ class Router(Module):
         tensors = {"e_score_correction_bias": self.bias, "per_expert_scale": self.expert_scale}
         own = [(name, Parameter(tensor)) for name, tensor in tensors.items() if tensor is not None]
         return [(self.projection, self.gate), *own]
+
+    def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
+        """A choice of experts is sensitive to rounding: the product keeps its numbers, unless the files have others."""
+        super().declare_formats(replace(choice, quantization=None), prefix)
 
     def set_exact(self, exact: bool) -> None:
         self._route = ops.route.variant(exact)

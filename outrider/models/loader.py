@@ -35,10 +35,11 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
 
 
 def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | None],
-                    device: torch.device | None = None) -> None:
+                    device: torch.device | None = None, quantization: str | None = None) -> None:
     """Choose the formats of a model's weights by how its source stores them, before they are allocated. `device`: the
-    one on which the model will run, if it is only outlined on the meta device."""
-    model.declare_formats(FormatChoice(stored_format, device or model.device))
+    one on which the model will run, if it is only outlined on the meta device. `quantization`: codes into which linear
+    layers of numbers are brought when they are read."""
+    model.declare_formats(FormatChoice(stored_format, device or model.device, quantization))
 
 
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
@@ -95,6 +96,10 @@ def _in_parts(
     """The tensors, with the parts of a stored weight in its place where the layer's format keeps them, and its numbers
     elsewhere."""
     for name, tensor in tensors:
+        slot = slots.get(name)
+        if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
+            check_finite(name, tensor)
+            tensor = slot.quantize(tensor.to(slot.target.device))
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
         else:

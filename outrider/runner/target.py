@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.quantization import KEY
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
@@ -44,8 +46,14 @@ def build_target(config: EngineConfig, source: ModelSource) -> Model:
 
 def declare_stored(model: Model, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
     """Let a model's layers keep weights in the format of their files, if the config allows it."""
+    if config.quantization is not None and not config.keep_quantized:
+        raise ValueError(f"quantization={config.quantization!r} needs keep_quantized")
+    made = None if KEY in source.config else config.quantization  # quantised files stay what they are
     if config.keep_quantized:
-        declare_formats(model, source.stored_format, device)
+        declare_formats(model, source.stored_format, device, made)
+    if made is not None and not any(slot.quantize for slot in model.weights().values()):
+        raise ValueError(f"quantization={made!r}: there is no product of {model.dtype} with such weights on {device}; "
+                         "choose dtype='bfloat16', or leave it out")
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
@@ -57,8 +65,20 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
+    report_formats(model, source)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
+
+
+def report_formats(model: Model, source: ModelSource) -> None:
+    """Say how many matrices keep their bits, by kind, and how many quantised ones became numbers."""
+    slots = model.weights()
+    kinds = Counter(slot.kind for slot in slots.values() if slot.kind is not None)
+    expanded = sum(slot.kind is None and source.stored_format(name.removesuffix(".weight")) is not None
+                   for name, slot in slots.items() if name.endswith(".weight"))
+    if kinds or expanded:
+        kept = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
+        log.info("matrices that keep their bits: %s; quantised ones that were dequantised: %d", kept or 0, expanded)
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

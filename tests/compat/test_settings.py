@@ -66,7 +66,7 @@ def test_one_and_true_are_different_values() -> None:
 @pytest.mark.parametrize(("flags", "words"), [
     (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: one engine uses one device"),
     (["--enable-lora"], "enable_lora=True is not supported"),
-    (["--quantization", "awq"], "quantization='awq' is not supported: weights keep the format"),
+    (["--quantization", "int3"], "It must be one of fp8, int4 or None"),
     (["--dtype", "halv"], "did you mean half?"),
 ])  # fmt: skip
 def test_the_command_line_refuses_them_alike(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
-from outrider.kernels import moe, native, ops
+from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Exactness, NotExact, Operation
@@ -41,6 +41,11 @@ def product(operation: Operation[..., Any], *options: Any, bias: bool = False) -
     x, weight = random(ROWS, WIDTH), random(66, WIDTH, seed=1)
     more = (random(66, seed=2),) if bias else ()
     return lambda rows: operation(x[rows], weight, *options, *more)
+
+
+def scaled_product(operation: Operation[..., Any], rounding: int = 0) -> Call:
+    weights = scaled.to_fp8_rows(random(66, 96, seed=1)), scaled.to_int4_groups(random(66, 96, seed=1), 32)
+    return lambda rows: torch.cat([operation(random(ROWS, 96)[rows], weight, rounding=rounding) for weight in weights])
 
 
 def prepared_product(rows: torch.Tensor) -> torch.Tensor:
@@ -195,6 +200,9 @@ SHOWN: dict[str, list[Call]] = {
     "cap_logits": [lambda rows: ops.cap_logits(random(ROWS, WIDTH, dtype=torch.float32, scale=9)[rows], 5.0)],
     "exact_linear": [product(ops.linear.variant(exact=True)), product(ops.linear.variant(exact=True), bias=True)],
     "exact_prepare_linear": [prepared_product],
+    "exact_scaled_linear": [scaled_product(ops.scaled_linear.variant(exact=True)),
+                            scaled_product(ops.scaled_linear.variant(exact=True), 96)],
+    "exact_scaled_wide": [scaled_product(ops.scaled_wide.variant(exact=True))],
     "exact_linear_wide": [product(ops.linear_wide.variant(exact=True))],
     "exact_gated_linear": [product(ops.gated_linear.variant(exact=True), "silu"),
                            product(ops.gated_linear.variant(exact=True), "gelu_pytorch_tanh")],

@@ -34,7 +34,6 @@ from outrider.formats import (
     HeadLayout,
     InputCut,
     LinearDeclaration,
-    LinearFormat,
     OutputCut,
     PackedPart,
     Ranks,
@@ -69,8 +68,6 @@ from outrider.models.mtp import build_mtp_modules
 from outrider.models.registry import build_model
 from outrider.models.sources import quantization, resolve
 from outrider.models.sources.base import WeightError
-from outrider.models.sources.block_scaled import BlockScaledWeight
-from outrider.models.sources.quantization import BlockScaled
 from outrider.runner.commands import Command
 from outrider.runner.target import build_target, fill_target, load_target
 from tests.engine.harness import SETTINGS, Ask, Rig, greedy
@@ -404,42 +401,6 @@ def test_a_format_from_outside_can_be_cut_by_input_features() -> None:
         slots["x.weight_scale"].store(rows.scales)
         total += layer(x.chunk(2, dim=1)[rank], LOGIT_ROWS)
     torch.testing.assert_close(total, x @ rows.dequantize().T)
-
-
-class BlockLinear(LinearFormat):
-    """fp8 numbers with a scale for each block of 128 x 128, as a source of safetensors files yields them."""
-
-    def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
-        super().__init__(declared, stored)
-        outputs, inputs = declared.num_outputs, declared.num_inputs
-        self._weight = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
-        self._scales = torch.empty(-(-outputs // 128), -(-inputs // 128))
-
-    def tensors(self) -> list[StoredTensor]:
-        return [StoredTensor("weight", self._weight, kind="fp8_blocks"),
-                StoredTensor("weight_scale_inv", self._scales, outputs_per_row=128, inputs_per_column=128)]
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ BlockScaledWeight("", self._weight, self._scales).dequantize().to(x.dtype).T
-
-
-@pytest.mark.usefixtures("int8_format")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_block_scaled_weights_can_be_kept_by_a_format_alone(ranks: int) -> None:
-    register_format("fp8_blocks", BlockLinear)
-    files = {name: BlockScaledWeight(name, torch.randn(size, 256).to(torch.float8_e4m3fn), torch.rand(2, 2))
-             for name, size in (("a", 256), ("b", 130))}
-    x, total = torch.randn(3, 256, dtype=torch.float64), torch.zeros(3, 386, dtype=torch.float64)
-    for rank in range(ranks):
-        layer = FusedLinear(256, {"a": 256, "b": 130}, bias=False, dtype=torch.float64, device=torch.device("cpu"),
-                            cut=InputCut(Ranks(rank, ranks), lambda partial: partial))
-        layer.declare_formats(FormatChoice(BlockScaled({"weight_block_size": [128, 128]}).stored_format, x.device))
-        for name, slot in layer.weights("x").items():
-            _, segment, part = name.split(".")
-            assert slot.shape == tuple(files[segment].parts()[part].shape)
-            slot.store(files[segment].parts()[part])
-        total += layer(x.chunk(ranks, dim=1)[rank], LOGIT_ROWS)
-    torch.testing.assert_close(total, x @ torch.cat([file.dequantize() for file in files.values()]).double().T)
 
 
 def two_layers(up_cut: Any, down_cut: Any) -> tuple[Linear, Linear]:

@@ -13,7 +13,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels import drafting, float32_products, latent, latent_inputs, moe, reference, step, vendor_products
+from outrider.kernels import (
+    drafting,
+    float32_products,
+    latent,
+    latent_inputs,
+    moe,
+    reference,
+    scaled,
+    step,
+    vendor_products,
+)
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
 from outrider.kernels.ops.operation import (
@@ -275,6 +285,11 @@ linear_add = Operation(
     Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
     name="linear_add", exact=exact.linear_add,
 )
+
+# Products with a weight of codes and scales
+
+scaled_linear = Operation(scaled.scaled_linear, exact=exact.scaled_linear)
+scaled_wide = Operation(scaled.scaled_wide, exact=exact.scaled_wide)
 
 # Experts
 

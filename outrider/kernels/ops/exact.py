@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import exact_latent, moe, reference
+from outrider.kernels import exact_latent, moe, reference, scaled
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     FLOAT32,
@@ -111,6 +111,11 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 
 
 linear_add = Operation(_linear_add, name="exact_linear_add", exact=ROW_BY_ROW)
+
+# Products with a weight of codes and scales
+
+scaled_linear = Operation(row_by_row(scaled.scaled_linear), name="exact_scaled_linear", exact=ROW_BY_ROW)
+scaled_wide = Operation(row_by_row(scaled.scaled_wide), name="exact_scaled_wide", exact=ROW_BY_ROW)
 
 # Experts
 

@@ -67,10 +67,21 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a model folder holds a config.json and its weights")
     config = _read_json(path)
+    if not config.get(KEY):
+        config = config | _quantization_beside(path)
     generation = path.with_name("generation_config.json")
     # Suppressed tokens are part of the model's arithmetic, and newer checkpoints list them in the other file.
     suppressed = _read_json(generation).get("suppress_tokens") if generation.is_file() else None
     return config if suppressed is None else config | {"suppress_tokens": suppressed}
+
+
+def _quantization_beside(path: Path) -> dict[str, Any]:
+    """The section of the config that some tools write into a file of its own."""
+    gptq, modelopt = path.with_name("quantize_config.json"), path.with_name("hf_quant_config.json")
+    if gptq.is_file():
+        return {KEY: {"quant_method": "gptq"} | _read_json(gptq)}
+    found = _read_json(modelopt).get("quantization") if modelopt.is_file() else None
+    return {KEY: {"quant_method": "modelopt"} | found} if isinstance(found, dict) else {}
 
 
 def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:

@@ -6,9 +6,14 @@ model keeps is decided by `outrider.formats`; all others are dequantised while t
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from outrider.models.config_reader import ConfigReader
 
 if TYPE_CHECKING:
     import torch
@@ -42,28 +47,43 @@ class Quantization(ABC):
         return any(name.endswith(end) and name.removesuffix(end) + self.suffix in names for end in self.beside)
 
 
-class BlockScaled(Quantization):
-    """fp8 numbers with a scale for each block of 128 x 128."""
+class ModuleNames:
+    """A list of modules in a config, which says which matrices it means."""
 
-    beside = (".weight_scale_inv",)
+    def __init__(self, reader: ConfigReader, *keys: str) -> None:
+        """keys: names that different tools give the list."""
+        self._names = [name for key in keys for name in reader.get(key, list[Any], [])]
+        for key in keys:
+            for name in reader.get(key, list[Any], []):
+                try:
+                    re.compile(name.removeprefix("re:"))
+                except (re.error, AttributeError) as error:
+                    raise reader.refusal(key, f"{name!r} is no name of a module ({error})") from None
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        if settings.get("weight_block_size") != [128, 128]:
-            raise ValueError("of fp8 weights only those with scales of 128 x 128 blocks (weight_block_size) are")
-        self._plain = tuple(settings.get("modules_to_not_convert") or ())
-
-    def stored_format(self, name: str) -> StoredFormat | None:
-        from outrider.formats import StoredFormat
-
-        return None if name.startswith(self._plain) else StoredFormat("fp8_blocks")
-
-    def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        from outrider.models.sources.block_scaled import BlockScaledWeight
-
-        return BlockScaledWeight(name, *(tensors[suffix] for suffix in (self.suffix, *self.beside)))
+    def __contains__(self, name: object) -> bool:
+        return any(is_module(pattern, str(name)) for pattern in self._names)
 
 
-_METHODS: dict[str, type[Quantization]] = {"fp8": BlockScaled}
+def is_module(pattern: str, name: str) -> bool:
+    """Whether a pattern of a config means the module of this name, or one around it: "re:" begins a regular expression
+    from the name's start, "*" stands for anything, and other patterns are whole components of the name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    if "*" in pattern:
+        return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    return f".{pattern}." in f".{name}."
+
+
+_FILES = "outrider.models.sources."
+# By quant_method; those of the package as "module:class", imported when they are needed.
+_METHODS: dict[str, type[Quantization] | str] = {
+    "fp8": _FILES + "fp8:Fp8Files",
+    "compressed-tensors": _FILES + "compressed_tensors:CompressedTensors",
+    "gptq": _FILES + "integer_groups:GptqFiles",
+    "awq": _FILES + "integer_groups:AwqFiles",
+    "modelopt": _FILES + "modelopt:ModelOptFiles",
+    "mxfp4": _FILES + "mxfp4:Mxfp4Experts",
+}
 
 
 def register_quantization(quant_method: str, quantization: type[Quantization]) -> None:
@@ -75,8 +95,13 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
     """The method of a `quantization_config`. Raises ValueError with the reason if it is not supported."""
     method = settings.get("quant_method")
     if method not in _METHODS:
-        raise ValueError("only unquantised weights and fp8 with scales of 128 x 128 blocks are; load such a checkpoint")
-    return _METHODS[method](settings)
+        raise ValueError(f"{KEY}: quant_method={method!r} is not one of {', '.join(_METHODS)}")
+    found = _METHODS[method]
+    if isinstance(found, str):
+        module, _, name = found.partition(":")
+        found = getattr(import_module(module), name)
+    made: Quantization = found(settings)
+    return made
 
 
 def find_quantization(config: Mapping[str, Any]) -> Quantization:

@@ -1,0 +1,187 @@
+"""ScaledLinear and ScaledExperts: weights kept as codes of 8 or 4 bits with scales (fp8, int8, int4, fp4).
+
+Sources bring the many forms of files into one, `kernels.scaled.Scaled`, which says what the bits mean. Only codes and
+scales are allocated. Token rows may be rounded to fp8 on a GPU, where the file asks for that: each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.formats.base import EmbeddingFormat
+from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
+from outrider.formats.experts import ExpertsFormat
+from outrider.formats.slots import DUMMY_RANGE, Draw
+from outrider.kernels import experts_on_host, moe, ops, scaled
+from outrider.kernels.buffers import empty_weight
+from outrider.kernels.scaled import FP8, INT4, Scaled
+
+INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
+DUMMY_SCALE = DUMMY_RANGE / 8
+LEAST_OUTPUTS = 16  # of layers that are coded at load: gates of one output are sensitive and small
+
+
+@dataclass(frozen=True)
+class ScaledFormat(StoredFormat):
+    """A matrix of codes, by the name of their kind."""
+
+    group: int = 0  # inputs that share a scale; 0 if all of an output do
+    scale_dtype: torch.dtype = torch.float32
+    has_zeros: bool = False
+    has_factors: bool = False
+    rounds: bool = False  # token rows may be rounded to fp8, in groups of the weight's size
+    is_made: bool = False  # the files have plain numbers, which are coded when they are read
+
+    def width(self, inputs: int) -> int:
+        """Inputs of a group, of a matrix with so many of them."""
+        return self.group or inputs
+
+    def make(self, weight: torch.Tensor) -> ScaledWeight:
+        """The stored form of a weight [outputs, inputs] of numbers."""
+        return ScaledWeight(scaled.to_fp8_rows(weight) if self.kind == FP8 else
+                            scaled.to_int4_groups(weight, self.width(weight.shape[1])))
+
+    def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
+        """Codes and scales without content of a weight [.., outputs, inputs]."""
+        group = self.width(inputs)
+        groups = *outputs, -(-inputs // group)
+        codes = *outputs, inputs // scaled.codes_per_byte(self.kind)
+        return Scaled(
+            self.kind, group, empty_weight(*codes, dtype=scaled.code_dtype(self.kind), device=device),
+            torch.empty(groups, dtype=self.scale_dtype, device=device),
+            torch.empty(groups, dtype=torch.float16, device=device) if self.has_zeros else None,
+            torch.empty(*outputs, 1, device=device) if self.has_factors else None)
+
+    def tensors(self, weight: Scaled) -> list[StoredTensor]:
+        codes_per_byte, per_column = scaled.codes_per_byte(self.kind), self.group or None
+        held = [
+            StoredTensor("weight", weight.codes, self.kind, inputs_per_column=codes_per_byte,
+                         quantize=self.make if self.is_made else None),
+            StoredTensor("weight_scale", weight.scales, inputs_per_column=per_column,
+                         draw=_fill(1 if self.has_factors else DUMMY_SCALE)),
+        ]
+        if weight.zeros is not None:
+            held.append(StoredTensor("weight_zero", weight.zeros, inputs_per_column=per_column, draw=_fill(0)))
+        if weight.factors is not None:
+            held.append(StoredTensor("weight_factor", weight.factors, inputs_per_column=None, draw=_fill(DUMMY_SCALE)))
+        return held
+
+    def fits(self, declared: LinearDeclaration) -> bool:
+        """Whether groups are whole in the part of the matrix that this rank holds."""
+        inputs, width = declared.inputs, self.width(declared.in_features)
+        if scaled.codes_per_byte(self.kind) == 2 and (width % 2 or declared.in_features % width):
+            return False
+        is_cut = isinstance(declared.cut, InputCut) and (self.group or scaled.codes_per_byte(self.kind) == 2)
+        return not is_cut or not (inputs.start % width or (inputs.stop % width and inputs.stop != declared.in_features))
+
+
+@dataclass(frozen=True)
+class ScaledWeight:
+    """The stored weight of a source."""
+
+    weight: Scaled
+
+    @property
+    def kind(self) -> str:
+        return self.weight.code
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        weight = self.weight
+        parts = {"weight": weight.codes, "weight_scale": weight.scales, "weight_zero": weight.zeros,
+                 "weight_factor": weight.factors}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+    def is_finite(self) -> bool:
+        return bool(self.weight.scales.float().isfinite().all())
+
+    def dequantize(self) -> torch.Tensor:
+        return self.weight.numbers()
+
+
+def _fill(value: float) -> Draw:
+    def draw(target: torch.Tensor, generator: torch.Generator) -> None:
+        target.fill_(value)
+
+    return draw
+
+
+class ScaledLinear(EmbeddingFormat):
+    def __init__(self, declared: LinearDeclaration, stored: Sequence[ScaledFormat]) -> None:
+        super().__init__(declared, stored)
+        self._stored = stored[0]
+        inputs, device = declared.num_inputs, declared.device
+        self._weight = self._stored.empty(declared.num_outputs, inputs=inputs, device=device)
+        # On the CPU rounded token rows would only add an error: products are made in float32.
+        rounds = self._stored.rounds and device.type == "cuda"
+        self._rounding = min(self._stored.width(inputs), inputs) if rounds else 0
+        self.set_exact(False)
+
+    @classmethod
+    def serves(cls, declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+        first = stored[0]
+        if len(set(stored)) > 1 or not isinstance(first, ScaledFormat) or not first.fits(declared):
+            return False
+        # Without a kernel of its own a GPU is faster with numbers.
+        return device.type == "cpu" or ops.scaled_linear.serves(torch.empty(0, dtype=declared.dtype, device=device))
+
+    def tensors(self) -> Sequence[StoredTensor]:
+        return self._stored.tensors(self._weight)
+
+    def set_exact(self, exact: bool) -> None:
+        self._linear, self._wide = ops.scaled_linear.variant(exact), ops.scaled_wide.variant(exact)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x, self._weight, self._bias, self._rounding)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._wide(x, self._weight, self._rounding)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._weight[tokens].numbers().to(self.declared.dtype)
+
+
+class ScaledExperts(ExpertsFormat):
+    """Experts on the CPU, each with matrices of its own in the checkpoint."""
+
+    def __init__(self, declared: ExpertsDeclaration, stored: Sequence[ScaledFormat]) -> None:
+        super().__init__(declared, stored)
+        self._stored, self._mix = stored[0], experts_on_host.scaled_experts
+        self._gate_up, self._down = (
+            self._stored.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
+            for each in declared.projections)
+
+    @classmethod
+    def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+        first = stored[0]
+        return (device.type == "cpu" and not declared.is_joint and len(set(stored)) == 1
+                and isinstance(first, ScaledFormat) and all(map(first.fits, declared.projections)))
+
+    def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
+        return self._stored.tensors(self._gate_up), self._stored.tensors(self._down)
+
+    def set_exact(self, exact: bool) -> None:
+        self._mix = experts_on_host.exact_scaled_experts if exact else experts_on_host.scaled_experts
+
+    def mix(
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+
+
+def choose_made(quantization: str, declared: LinearDeclaration) -> ScaledFormat | None:
+    """The format into which a linear layer of numbers is coded at load, as `quantization` of the engine asks. None for
+    layers that stay as they are: very small ones, and for int4 those whose inputs no group divides."""
+    if min(declared.stored.values()) < LEAST_OUTPUTS:
+        return None
+    if quantization == FP8:
+        return ScaledFormat(FP8, rounds=True, is_made=True)
+    group = next((group for group in INT4_GROUPS if declared.in_features % group == 0), None)
+    return None if group is None else ScaledFormat(INT4, group, torch.bfloat16, is_made=True)

@@ -1,0 +1,143 @@
+"""Weights kept as short codes with scales, and the product with them in plain torch, which defines what the bits mean.
+
+One form serves all files of this kind: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an
+output, perhaps a zero point for every group and a factor for every output. Sources bring their files into this form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.reference import widened
+
+FP8_MAX = 448.0
+FP8, INT8, INT4, FP4 = "fp8", "int8", "int4", "fp4"  # what a code is: e4m3, two integers, e2m1
+CODES = (FP8, INT8, INT4, FP4)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; those of 8 to 15 are negative
+MAX_NUMBERS = 1 << 22  # made of codes at a time; bounds the memory of a product
+
+
+def code_dtype(code: str) -> torch.dtype:
+    return {FP8: torch.float8_e4m3fn, INT8: torch.int8}.get(code, torch.uint8)
+
+
+def codes_per_byte(code: str) -> int:
+    return 2 if code in (INT4, FP4) else 1
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A weight [.., outputs, inputs]: (code - zero) * scale * factor. Codes of 4 bits lie in bytes: in each group the
+    first half of the columns has the low bits, the second half the high bits. An int4 code is stored plus 8."""
+
+    code: str
+    group: int  # inputs that share a scale; the last group of a row of 8-bit codes may be short
+    codes: Tensor  # [.., outputs, inputs], or [.., outputs, inputs / 2] bytes
+    scales: Tensor  # [.., outputs, groups], any float type
+    zeros: Tensor | None = None  # [.., outputs, groups] whole numbers in float16
+    factors: Tensor | None = None  # [.., outputs, 1] float32
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES and self.codes.dtype == code_dtype(self.code)
+        assert codes_per_byte(self.code) == 1 or (self.group % 2 == 0 and self.shape[-1] % self.group == 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *outputs, width = self.codes.shape
+        return *outputs, width * codes_per_byte(self.code)
+
+    def __getitem__(self, index: int | slice | Tensor) -> Scaled:
+        """The part that an index of the first axis takes: an expert, or some outputs."""
+        tensors = {held.name: getattr(self, held.name) for held in fields(self)}
+        return replace(self, **{name: tensor[index] for name, tensor in tensors.items() if isinstance(tensor, Tensor)})
+
+    def numbers(self) -> Tensor:
+        """The weight in float32."""
+        if codes_per_byte(self.code) == 1:
+            values = self.codes.float()
+        else:
+            pairs = self.codes.unflatten(-1, (-1, self.group // 2))
+            nibbles = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+            values = nibbles.float() - 8 if self.code == INT4 else self._e2m1(nibbles)
+        if self.zeros is not None:
+            values -= self._by_column(self.zeros)
+        values *= self._by_column(self.scales)
+        return values if self.factors is None else values.mul_(self.factors)
+
+    def _by_column(self, of_groups: Tensor) -> Tensor:
+        if of_groups.shape[-1] == 1:
+            return of_groups.float()
+        return of_groups.float().repeat_interleave(self.group, -1)[..., : self.shape[-1]]
+
+    def _e2m1(self, nibbles: Tensor) -> Tensor:
+        table = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=nibbles.device)
+        return table[nibbles.int()]
+
+
+def pack_nibbles(nibbles: Tensor, group: int) -> Tensor:
+    """Codes of 4 bits [.., inputs] as bytes [.., inputs / 2] in the order of `Scaled`."""
+    low, high = nibbles.to(torch.uint8).unflatten(-1, (-1, 2, group // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def round_to_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [tokens, inputs] as e4m3 codes and float32 scales [tokens, groups]: the largest of every `group` neighbouring
+    inputs of a token row becomes 448. A scale depends on no other token row."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    scales = padded.abs().amax(-1).clamp_min(1e-12) / FP8_MAX
+    codes = (padded / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, : x.shape[1]], scales
+
+
+def rounded(x: Tensor, group: int) -> Tensor:
+    """The numbers of `round_to_fp8`, in float32."""
+    return Scaled(FP8, group, *round_to_fp8(x, group)).numbers()
+
+
+def scaled_wide(x: Tensor, weight: Scaled, rounding: int = 0) -> Tensor:
+    """x [tokens, inputs] times the weight [outputs, inputs]: [tokens, outputs], in float32 or float64. rounding: token
+    rows are first rounded to fp8 in groups of so many inputs; 0 leaves them as they are."""
+    wide = widened(x) if rounding == 0 else rounded(x, rounding)
+    outputs, inputs = weight.shape
+    step = max(1, MAX_NUMBERS // inputs)
+    out = torch.empty(x.shape[0], outputs, dtype=wide.dtype, device=x.device)
+    for first in range(0, outputs, step):
+        torch.mm(wide, weight[first : first + step].numbers().to(wide.dtype).T, out=out[:, first : first + step])
+    return out
+
+
+def scaled_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None, rounding: int = 0) -> Tensor:
+    """The product of `scaled_wide` plus the bias [outputs], in the dtype of x."""
+    out = scaled_wide(x, weight, rounding)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+# Codes of a weight of numbers
+
+
+def to_fp8_rows(weight: Tensor) -> Scaled:
+    """A weight [outputs, inputs] in fp8 with a scale for every output."""
+    codes, scales = round_to_fp8(weight, weight.shape[1])
+    return Scaled(FP8, weight.shape[1], codes, scales)
+
+
+def to_int4_groups(weight: Tensor, group: int) -> Scaled:
+    """A weight [outputs, inputs] in int4 with a bfloat16 scale for every group. Of several scales, which clip the
+    group's extremes more and more, each group has the one with the smallest squared error."""
+    groups = weight.float().unflatten(1, (-1, group))
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
+    for clipped in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
+        scale = (extreme * (clipped / -8)).bfloat16().float()
+        error = (_int4(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(least, error)
+    codes = pack_nibbles((_int4(groups, best) + 8).flatten(1), group)
+    return Scaled(INT4, group, codes, best.squeeze(-1).bfloat16())
+
+
+def _int4(groups: Tensor, scale: Tensor) -> Tensor:
+    return (groups / scale).nan_to_num_(0, 0, 0).round_().clamp_(-8, 7)

@@ -1,0 +1,97 @@
+"""Brings the tensors of a quantised matrix into the one form that formats keep (`kernels.scaled.Scaled`)."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.formats.scaled import ScaledWeight
+from outrider.kernels.scaled import FP4, FP8, INT4, INT8, Scaled, pack_nibbles
+from outrider.models.sources.base import WeightError
+
+BFLOAT16_FRACTION = 7  # bits below the exponent
+
+
+def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int = 0, block: int = 1) -> ScaledWeight:
+    """codes [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or [outputs / block,
+    inputs / group], where the last block of either axis may be cut short."""
+    require(name, "weight", codes, torch.float8_e4m3fn)
+    outputs, inputs = codes.shape
+    return ScaledWeight(Scaled(FP8, group or inputs, codes, spread(name, scales, outputs, inputs, group, block)))
+
+
+def spread(
+    name: str, scales: torch.Tensor, outputs: int, inputs: int, group: int = 0, block: int = 1
+) -> torch.Tensor:
+    """Scales as [outputs, groups], in float32 unless they are e4m3. Powers of two come as their exponents' bytes."""
+    scales = from_exponents(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
+    scales = scales if scales.dtype == torch.float8_e4m3fn or block == 0 else scales.float()
+    groups = -(-inputs // group) if group else 1
+    if not group and scales.numel() == 1:
+        return scales.reshape(1, 1).expand(outputs, 1)
+    rows = -(-outputs // max(block, 1))
+    if tuple(scales.shape) != (rows, groups) and not (groups == 1 and tuple(scales.shape) == (rows,)):
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, a matrix of {outputs} x {inputs} "
+                          f"needs {[rows, groups]}")
+    scales = scales.view(rows, groups)
+    return scales if rows == outputs else scales.repeat_interleave(block, 0)[:outputs]
+
+
+def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Powers of two from bytes (E8M0), in bfloat16, which has exactly these."""
+    bytes_ = exponents.view(torch.uint8)
+    if bool((bytes_ == 255).any()):
+        raise WeightError("a scale of type E8M0 is NaN")
+    bits = torch.where(bytes_ == 0, 1 << BFLOAT16_FRACTION - 1, bytes_.short() << BFLOAT16_FRACTION)
+    return bits.short().view(torch.bfloat16)
+
+
+def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> ScaledWeight:
+    """codes [outputs, inputs] int8, with scales and zero points for each output or the whole matrix."""
+    require(name, "weight", codes, torch.int8)
+    outputs, inputs = codes.shape
+    offsets = None if zeros is None else spread(name, zeros.float(), outputs, inputs).half()
+    return ScaledWeight(Scaled(INT8, inputs, codes, spread(name, scales, outputs, inputs), offsets))
+
+
+def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
+                   zeros: torch.Tensor | None) -> Scaled:
+    """values [outputs, inputs]: integers from 0 on, of 4 or 8 bits. zeros [outputs, groups] likewise; None stands for
+    the middle of the range."""
+    outputs, inputs = values.shape
+    middle, width = 1 << bits - 1, group or inputs
+    if zeros is not None and tuple(zeros.shape) != (outputs, -(-inputs // width)):
+        raise WeightError(f"the zero points of {name} have shape {list(zeros.shape)}")
+    offsets = None if zeros is None else (zeros - middle).half()
+    scales = spread(name, scales, outputs, inputs, group)
+    if bits == 4 and (inputs % width or width % 2):
+        raise WeightError(f"{name} has {inputs} inputs, which are no whole groups of {width}")
+    codes = pack_nibbles(values, width) if bits == 4 else (values - middle).to(torch.int8)
+    return Scaled(INT4 if bits == 4 else INT8, width, codes, scales, offsets)
+
+
+def unpack(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
+    """Unsigned integers of so many bits from int32 words, the lowest bits first, along an axis."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (words.movedim(axis, -1).unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
+    return values.to(torch.int16).flatten(-2).movedim(-1, axis)
+
+
+def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int,
+               factor: torch.Tensor | None = None) -> ScaledWeight:
+    """packed [.., outputs, inputs / 2] bytes, the even column in the low bits; scales [.., outputs, inputs / group];
+    factor: multiplies the whole matrix."""
+    require(name, "packed weight", packed, torch.uint8)
+    *outputs, width = packed.shape
+    if tuple(scales.shape) != (*outputs, 2 * width // group) or 2 * width % group:
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, codes of {[*outputs, 2 * width]} "
+                          f"need {[*outputs, 2 * width // group]}")
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    factors = None if factor is None else factor.float().reshape(1, 1).expand(outputs[-1], 1)
+    scales = scales if scales.dtype == torch.float8_e4m3fn else from_exponents(scales)
+    return ScaledWeight(Scaled(FP4, group, pack_nibbles(nibbles, group), scales, factors=factors))
+
+
+def require(name: str, what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype or tensor.dim() < 2:
+        raise WeightError(f"the {what} of {name} has dtype {tensor.dtype} and shape {list(tensor.shape)}, "
+                          f"its quantization_config needs {dtype} and a matrix")

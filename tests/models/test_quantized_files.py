@@ -1,0 +1,255 @@
+"""Quantised safetensors files: kept in their bits where a format is there, with the tokens of the dequantised file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.formats import FormatChoice, InputCut, Ranks
+from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
+from outrider.layers.base import find_modules
+from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.moe import Experts
+from outrider.layers.router import Router
+from outrider.models.base import Model
+from outrider.models.config import ConfigError
+from outrider.models.sources import resolve
+from outrider.models.sources.base import WeightError
+from outrider.models.sources.quantization import read_quantization
+from outrider.runner.target import load_target
+from tests.engine.harness import SETTINGS
+from tests.models import quantized_files as files
+from tests.models.oracle import LOGIT_ROWS
+from tests.unit.test_extending import outcome
+
+
+def load(folder: Path, **settings: Any) -> Model:
+    config = EngineConfig(str(folder), **(SETTINGS | {"dtype": "float64"} | settings))
+    return load_target(config, resolve(folder))
+
+
+def kept_bits(model: Model) -> float:
+    """Bits of a number in the layers that keep codes."""
+    kept = [linear for linear in find_modules([model], Linear) if isinstance(linear.format, ScaledLinear)]
+    num_bytes = sum(linear.format.weight_bytes for linear in kept)
+    return 8 * num_bytes / sum(linear.in_features * linear.out_features for linear in kept)
+
+
+@pytest.mark.parametrize("name", files.FORMS)
+def test_a_file_is_kept_in_its_bits_with_the_tokens_of_its_numbers(name: str, tmp_path: Path) -> None:
+    form = files.FORMS[name]
+    numbers = files.save_form(tmp_path / "quantised", form)
+    model, dense = load(tmp_path / "quantised"), load(tmp_path / "quantised", keep_quantized=False)
+    kept = [isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)]
+    assert sum(kept) == (8 if form.is_kept else 0), "all but the head"
+    for slot_name, slot in dense.weights().items():
+        torch.testing.assert_close(slot.target.float(), numbers[slot_name], rtol=1e-6, atol=0, msg=slot_name)
+    assert outcome(model) == outcome(dense)
+    assert not form.is_kept or kept_bits(model) < form.bits
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "W4A16", "NVFP4"])
+def test_experts_on_the_cpu_keep_their_bits(name: str, tmp_path: Path) -> None:
+    numbers = files.save_form(tmp_path / "quantised", files.FORMS[name], files.MOE)
+    files.save_folder(tmp_path / "numbers", numbers, files.MOE)
+    kept, dense = load(tmp_path / "quantised"), load(tmp_path / "numbers")
+    mixed = find_modules([kept], Experts)[0].format
+    assert isinstance(mixed, ScaledExperts)
+    assert mixed.weight_bytes < find_modules([dense], Experts)[0].format.weight_bytes / 6
+    assert outcome(kept) == outcome(dense)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["fp8 blocks", "FP8_DYNAMIC", "W4A16_ASYM", "NVFP4"])
+def test_a_rank_keeps_its_part_of_the_inputs(name: str, ranks: int) -> None:
+    """Of matrices whose outputs are no whole blocks, one below the other."""
+    found, sizes = read_quantization(files.FORMS[name].settings), {"a": 192, "b": 130}
+    stored, numbers = {}, []
+    for segment, size in sizes.items():
+        tensors, made = files.FORMS[name].write(torch.randn(size, 256))
+        stored[segment] = found.join(segment, tensors).parts()
+        numbers.append(made)
+    x, total = torch.randn(3, 256, dtype=torch.float64), torch.zeros(3, 322, dtype=torch.float64)
+    for rank in range(ranks):
+        layer = FusedLinear(256, sizes, bias=False, dtype=torch.float64, device=torch.device("cpu"),
+                            cut=InputCut(Ranks(rank, ranks), lambda partial: partial))
+        layer.declare_formats(FormatChoice(found.stored_format, x.device))
+        for slot_name, slot in layer.weights("x").items():
+            _, segment, part = slot_name.split(".")
+            assert slot.shape == tuple(stored[segment][part].shape)
+            slot.store(stored[segment][part])
+        total += layer(x.chunk(ranks, dim=1)[rank], LOGIT_ROWS)
+    torch.testing.assert_close(total, x @ torch.cat(numbers).double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_exact_in_exact_mode(tmp_path: Path) -> None:
+    files.save_form(tmp_path / "quantised", files.FORMS["W4A16"])
+    model = load(tmp_path / "quantised", dtype="float32")
+    linear = find_modules([model], Linear)[0]
+    linear.set_exact(True)
+    x = torch.randn(5, linear.in_features)
+    assert torch.equal(linear.format.product(x)[3:4], linear.format.product(x[3:4]))
+
+
+def changed(name: str, path: str, value: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(json.dumps(files.FORMS[name].settings))
+    *sections, key = path.split("/")
+    inner = settings
+    for section in sections:
+        inner = inner[section]
+    inner[key] = value
+    return settings
+
+
+WEIGHTS = "config_groups/group_0/weights/"
+
+
+@pytest.mark.parametrize(("name", "path", "value", "words"), [
+    ("fp8 blocks", "weight_block_size", [64, 64], r"weight_block_size=\[64, 64\]"),
+    ("fp8 blocks", "activation_scheme", "static", "activation_scheme='static'.* dynamic activations"),
+    ("fp8 static", "fmt", "e5m2", "fmt='e5m2'"),
+    ("fp8 static", "surprise", 3, "surprise=3: no code here reads this"),
+    ("fp8 static", "ignored_layers", ["re:("], "ignored_layers=.* is no name of a module"),
+    ("fp8 static", "quant_method", "hqq", "quant_method='hqq' is not one of fp8, compressed-tensors, gptq"),
+    ("W4A16", "quantization_status", "frozen", "quantization_status='frozen'"),
+    ("W4A16", "format", "marlin-24", "'marlin-24' is not one of"),
+    ("W4A16", WEIGHTS + "num_bits", 3, "weights: num_bits=3"),
+    ("W4A16", WEIGHTS + "strategy", "channel", "group_size=32 .*strategy channel has no groups"),
+    ("W4A16", WEIGHTS + "extra", 1, "weights: extra=1"),
+    ("W4A16", "config_groups/group_0/output_activations", {"num_bits": 8}, "output_activations="),
+    ("W4A16", "sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
+    ("FP8_DYNAMIC", WEIGHTS + "symmetric", False, "symmetric=False"),
+    ("FP8_DYNAMIC", WEIGHTS + "dynamic", True, "dynamic=True"),
+    ("NVFP4", WEIGHTS + "group_size", 32, "groups of 16"),
+    ("W8A8", WEIGHTS + "type", "float", "num_bits=8.*int-quantized"),
+    ("GPTQ", "bits", 3, "bits=3"),
+    ("GPTQ", "group_size", 0, "group_size=0"),
+    ("GPTQ", "dynamic", {"-:.*": {}}, "dynamic="),
+    ("GPTQ", "checkpoint_format", "marlin", "checkpoint_format='marlin'"),
+    ("AWQ", "version", "gemv", "version='gemv'"),
+    ("AWQ", "zero_point", False, "zero_point=False"),
+    ("ModelOpt NVFP4", "group_size", 32, "group_size=32"),
+    ("ModelOpt FP8", "quant_algo", "W4A8_AWQ", "quant_algo='W4A8_AWQ'"),
+])  # fmt: skip
+def test_a_config_that_is_contradictory_or_unknown_is_refused_by_key(name: str, path: str, value: Any,
+                                                                     words: str) -> None:
+    read_quantization(files.FORMS[name].settings)
+    with pytest.raises(ValueError, match=words):
+        read_quantization(changed(name, path, value))
+
+
+def test_a_refusal_names_the_file_and_the_key(tmp_path: Path) -> None:
+    form = files.Form(changed("GPTQ", "bits", 3), files.FORMS["GPTQ"].write, 5)
+    files.save_form(tmp_path / "quantised", form)
+    with pytest.raises(ConfigError, match=r"config.json: quantization_config=.* bits=3 is not supported"):
+        load(tmp_path / "quantised")
+
+
+@pytest.mark.parametrize(("ignore", "left"), [
+    (["re:.*down_proj$", "lm_head"], "down_proj"),
+    (["model.layers.0", "lm_head"], "model.layers.0."),
+    (["self_attn", "lm_head"], "self_attn"),
+])  # fmt: skip
+def test_modules_to_ignore_are_plain_numbers(ignore: list[str], left: str) -> None:
+    found = read_quantization(files.FORMS["W4A16"].settings | {"ignore": ignore})
+    for name in files.plain_weights(files.CONFIG):
+        matrix = name.removesuffix(".weight")
+        assert (found.stored_format(matrix) is None) == (left in name or matrix == "lm_head"), name
+
+
+def test_groups_of_modules_have_schemes_of_their_own() -> None:
+    settings = changed("W4A16", "config_groups/other", {
+        "targets": ["re:.*q_proj"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}})
+    found = read_quantization(settings)
+    kinds = {name: getattr(found.stored_format(f"model.layers.0.self_attn.{name}"), "kind", None)
+             for name in ("q_proj", "k_proj")}  # fmt: skip
+    assert kinds == {"q_proj": "int8", "k_proj": "int4"}
+
+
+def test_damaged_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    for name, suffix, words in (("GPTQ", ".qzeros", "zero points beside the middle"), ("GPTQ", ".g_idx", "orders"),
+                                ("FP8_BLOCK", ".weight_scale", r"shape \[3, 1\]")):
+        def write(weight: torch.Tensor, name: str = name, suffix: str = suffix) -> Any:
+            parts, numbers = files.FORMS[name].write(weight)
+            parts[suffix] = parts[suffix].roll(1, 0) if suffix == ".g_idx" else parts[suffix] * 0
+            if suffix == ".weight_scale":
+                parts[suffix] = torch.ones(3, 1)
+            return parts, numbers
+
+        folder = tmp_path / suffix
+        files.save_form(folder, files.Form(files.FORMS[name].settings, write, 8))
+        with pytest.raises(WeightError, match=words):
+            load(folder)
+
+
+def test_the_section_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
+    form = files.FORMS["ModelOpt FP8"]
+    files.save_form(tmp_path / "quantised", form)
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(files.CONFIG))
+    (tmp_path / "quantised" / "hf_quant_config.json").write_text(json.dumps(
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}))
+    model = load(tmp_path / "quantised")
+    assert sum(isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)) == 8
+
+
+def test_joint_experts_of_4_bits_have_gate_and_up_rows_in_turn() -> None:
+    found = read_quantization({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    weight = torch.randn(3, 8, 64) * 0.05
+    parts, numbers = files.mxfp4(weight)
+    tensors = {"_blocks": parts[".weight_packed"].unflatten(-1, (-1, 16)), "_scales": parts[".weight_scale"]}
+    plain = found.join("model.layers.0.mlp.experts.down_proj", tensors).dequantize()
+    torch.testing.assert_close(plain, numbers, rtol=0, atol=0)
+    joint = found.join("model.layers.0.mlp.experts.gate_up_proj", tensors).dequantize()
+    torch.testing.assert_close(joint, torch.cat((numbers[:, ::2], numbers[:, 1::2]), dim=1), rtol=0, atol=0)
+
+
+# Quantised at load
+
+
+@pytest.mark.parametrize(("quantization", "bits", "error"), [("fp8", 8.4, 0.04), ("int4", 4.3, 0.2)])
+def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, bits: float, error: float,
+                                                       tmp_path: Path) -> None:
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
+    dense = load(folder)
+    dense_bytes = sum(slot.nbytes for slot in dense.weights().values())
+    model = load(folder, quantization=quantization)
+    assert all(isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)), "the head too"
+    assert kept_bits(model) < bits
+    assert sum(slot.nbytes for slot in model.weights().values()) < dense_bytes / 4
+    for linear, other in zip(find_modules([model], Linear), find_modules([dense], Linear), strict=True):
+        made, weight = linear.format.dense(), other.format.dense()
+        assert made is not None and weight is not None
+        assert (made - weight).norm() / weight.norm() < error
+    assert outcome(model) == outcome(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    dummy = load(folder, quantization=quantization, load_format="dummy")
+    assert outcome(dummy)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])
+def test_int4_takes_the_largest_group_that_divides_the_inputs(inputs: int, group: int | None) -> None:
+    declared = Linear(inputs, 64, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
+    made = choose_made("int4", declared)
+    assert (None if made is None else made.group) == group
+
+
+def test_routers_and_quantised_files_are_left_as_they_are(tmp_path: Path) -> None:
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.MOE), files.MOE)
+    model = load(folder, quantization="fp8")
+    assert not any(isinstance(router.gate.format, ScaledLinear) for router in find_modules([model], Router))
+    files.save_form(tmp_path / "quantised", files.FORMS["W4A16"])
+    model = load(tmp_path / "quantised", quantization="fp8")
+    assert not isinstance(model.lm_head.format, ScaledLinear)
+    with pytest.raises(ValueError, match="quantization='fp8' needs keep_quantized"):
+        load(folder, quantization="fp8", keep_quantized=False)
+
+
+def test_a_device_without_a_product_refuses_the_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
+    monkeypatch.setattr(ScaledLinear, "serves", classmethod(lambda *_: False))
+    with pytest.raises(ValueError, match="quantization='fp8': there is no product of torch.float64 with such weights"):
+        load(folder, quantization="fp8")
