@@ -61,7 +61,7 @@ class Engine:
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
                  grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
-                 model_name: str = "this model", processors: Sequence[Any] = ()) -> None:
+                 model_name: str = "this model", processors: Sequence[Any] = (), device_name: str = "CPU") -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
         host drafters. processors: the setting logits_processors."""
@@ -69,6 +69,7 @@ class Engine:
         self.scheduler = make_scheduler(0)
         self.runner = runner
         self.limits = limits
+        self.device_name = device_name
         self.tokenizer = tokenizer
         self.stats = EngineStats()
         self.trace: StepTrace | None = None  # set before the first step, to trace some steps

@@ -30,6 +30,12 @@ def cpu_computes_in(dtype: str) -> bool | None:
     return None if found is None else not INSTRUCTIONS[dtype].isdisjoint(found[1].split())
 
 
+def name_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -89,6 +89,7 @@ class WorkerInfo:
     eos_ids: tuple[int, ...]
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
     takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
+    device_name: str = "CPU"
 
 
 class RunningWorker(Runner, Protocol):

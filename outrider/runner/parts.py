@@ -15,6 +15,7 @@ from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.rows import RecurrentRows
 from outrider.models.base import Model
+from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
 from outrider.runner.processors import EngineProcessor, ProcessorRows
@@ -46,6 +47,10 @@ class StepParts:
     @property
     def _takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    @property
+    def device_name(self) -> str:
+        return name_device(self.model.device)
 
     @property
     def takes_spans(self) -> bool:

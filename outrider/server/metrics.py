@@ -54,6 +54,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
         self.model_name, self.tracing = model_name, tracing
+        self._began = time.time()
         self._labels = f'model_name="{_escaped(model_name)}",engine="0"'
         self.first_token = Histogram("time_to_first_token_seconds", "Time to the first token.", FIRST_TOKEN)
         self.between = Histogram("inter_token_latency_seconds", "Time between runs of tokens.", BETWEEN_TOKENS)
@@ -78,7 +79,8 @@ class ServerMetrics:
         return RequestTimer(self, request_id, prompt_len, params)
 
     def text(self, engine: Engine | None, num_refused: int, num_restarts: int) -> str:
-        lines: list[str] = []
+        lines = ["# HELP process_start_time_seconds When the server began, in seconds since 1970.",
+                 "# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {self._began:.2f}"]
         for histogram in (self.first_token, self.between, self.per_token, self.whole, self.queue, self.prefill,
                           self.decode, self.inference, self.prompt_tokens, self.output_tokens, self.longest,
                           self.max_tokens, self.num_samples, self.computed):
@@ -105,6 +107,8 @@ class ServerMetrics:
                                  for level, state in enumerate(SLEEP_STATES)})
         settings = {"block_size": min(group.page_tokens for group in cache.groups),
                     "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}
+        yield from self._gauges("engine_info", "What the engine serves with: its device, and the longest context.",
+                                {f'device="{_escaped(engine.device_name)}",max_model_len="{engine.limits.max_len}"': 1})
         yield from self._gauges("cache_config_info", "Settings of the cache: tokens of the smallest page, pages.",
                                 {",".join(f'{name}="{value}"' for name, value in settings.items()): 1})
         yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", cache.usage())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 
@@ -47,6 +48,9 @@ def test_charts_move_while_requests_run(page: Browser, served: Served) -> None:
         page.wait_for("return document.getElementById('v-accept').textContent !== '–'")
         page.wait_for("return parseFloat(document.getElementById('v-drafts').textContent) > 0")
         assert page.run("return document.getElementById('c-tokens').toDataURL()") != blank
+        page.wait_for("return /^[1-9]\\d* requests, \\d+ aborted, 0 failed, 0 refused$/.test("
+                      "document.getElementById('totals').textContent)")
+        assert re.fullmatch(r"context \d+ tokens · CPU, \d+ threads · up \d+ (s|min)", page.text("#facts"))
     finally:
         stop.set()
         thread.join()

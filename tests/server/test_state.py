@@ -28,6 +28,7 @@ def served() -> Iterator[Served]:
 
 def values(served: Served) -> dict[str, float]:
     lines = [line for line in served.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    assert re.fullmatch(r"process_start_time_seconds \d+\.\d+", lines.pop(0))
     assert all(re.fullmatch(r'vllm:\w+\{model_name="tiny",engine="0"(,\w+="[^"]*")*\} \S+', line) for line in lines)
     found = {re.sub(r'\{model_name="tiny",engine="0",?(.*)\} .*', r"\1", line): float(line.split()[-1])
              for line in lines}
