@@ -11,7 +11,6 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, Never, cast
 
-from outrider.compat.engine_args import config_for
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.output_reader import OutputReader
@@ -23,7 +22,6 @@ from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
-from outrider.engine.start import start_engine
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
@@ -38,9 +36,7 @@ class AsyncLLM(Front):
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._config = config_for("AsyncLLM", model, settings).for_streams()
-        self._start(start_engine(self._config))
+    _streams = True
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)  # the engine is read-only outside its thread

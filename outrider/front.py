@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from outrider.compat.engine_args import EngineArgs
+from outrider.compat.engine_args import EngineArgs, config_for
 from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
 from outrider.compat.vllm_config import ModelConfig, VllmConfig
 from outrider.config import EngineConfig
@@ -15,6 +15,7 @@ from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.maintenance import Maintenance
+from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
@@ -41,7 +42,13 @@ NO_ARGUMENTS = {
 
 
 class Front:
+    _streams = False  # whether tokens are read as they come
     _config: EngineConfig | None = None  # None: built around an engine, whose settings are not known
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        config = config_for(type(self).__name__, model, settings)
+        self._config = config.for_streams() if self._streams else config
+        self._start(start_engine(self._config))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from outrider.compat.engine_args import config_for
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
@@ -29,7 +28,6 @@ from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.engine.start import start_engine
 from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
 from outrider.llm_engine import LLMEngine
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
@@ -40,10 +38,6 @@ T = TypeVar("T")
 class LLM(Front):
     """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineArgs. Several
     threads may use one: they take turns with its steps."""
-
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._config = config_for("LLM", model, settings)
-        self._start(start_engine(self._config))
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)

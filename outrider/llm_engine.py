@@ -6,9 +6,7 @@ A thin front over the same loop that LLM drives: `llm.llm_engine` shares the eng
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from outrider.compat.engine_args import config_for
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.fields import Text, check_value
 from outrider.core.output_reader import OutputReader
@@ -17,16 +15,11 @@ from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.engine.start import start_engine
 from outrider.front import Front, refuse_adapter
 
 
 class LLMEngine(Front):
     """`LLMEngine.from_engine_args(EngineArgs(...))`; then `add_request`, and `step` while `has_unfinished_requests`."""
-
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._config = config_for("LLMEngine", model, settings)
-        self._start(start_engine(self._config))
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)

@@ -155,9 +155,5 @@ def _shared_bytes(head: LayeredModule, target: Model) -> int:
     return total if head.embedding is target.embed_tokens else total - head.embedding.format.weight_bytes
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _sizes(experts: Sequence[Experts]) -> tuple[tuple[int, int], ...]:
     return tuple((part.num_experts, part.format.weight_bytes // part.num_experts) for part in experts)
