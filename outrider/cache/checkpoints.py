@@ -298,7 +298,7 @@ class Checkpoints:
         num_pages = self.capacity.checkpoint_pages
         if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None
-        pages = [self.pool.allocate(self._group)[0] for _ in range(num_pages)]
+        pages = [self.pool.allocate(self._group, is_overwritten=True) for _ in range(num_pages)]
         is_kept = boundary in own.awaited or self._is_kept(own, boundary)
         checkpoint = Checkpoint(next(self._ids), request_id, own.row, boundary, pages, self._settled_step, is_kept)
         self._open[checkpoint.id] = own.by_boundary[boundary] = checkpoint

@@ -56,13 +56,13 @@ class CacheStats:
 
 
 class CacheManager:
-    def __init__(self, layout: CacheLayout, num_pages: int, limits: Limits, *, enable_prefix_caching: bool = True,
+    def __init__(self, layout: CacheLayout, pool: PagePool, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
         assert lookahead <= limits.max_drafts, "capacities know of no slots beyond the drafts"
         self.layout = layout
         self.groups: tuple[Group, ...] = layout.groups
         self.capacities: list[Capacity] = [g.kind.capacity(limits) for g in self.groups]
-        self.pool = PagePool(num_pages)
+        self.pool = pool
         self.limits = limits
         self.lookahead = lookahead  # slots past the bound that a drafter writes
         self.enable_prefix_caching = enable_prefix_caching
@@ -74,7 +74,7 @@ class CacheManager:
         self.takes_checkpoints = enable_prefix_caching and bool(layout.recurrent.layers)
         self._requests: dict[int, RequestPages] = {}
         self._num_sharers = 0
-        self._changes = PageChanges()
+        self._table_writes: list[PageWrite] = []  # since the last `take_changes`
         # Pages freed first are evicted first, and a drafter's pages are the least missed.
         self._freed_in_order = sorted(self.groups, key=lambda group: group.is_target)
         self._smallest_page = min(g.page_tokens for g in self.groups)
@@ -171,7 +171,8 @@ class CacheManager:
 
     def take_changes(self) -> PageChanges:
         """Returns the changes of pages since the last call, for the next step."""
-        changes, self._changes = self._changes, PageChanges()
+        changes = self.pool.take_changes()
+        changes.table_writes, self._table_writes = self._table_writes, []
         self.states.end_restoring()
         return changes
 
@@ -245,8 +246,7 @@ class CacheManager:
         anything, so only pages published before it stay. `changes`: those that these steps were to make."""
         self.promises.erase_all()
         self.checkpoints.drop_open()
-        self.pool.mark_unclean([page for lost in (*changes, self._changes) for page in lost.cleared])
-        self._changes = PageChanges()
+        self.pool.lose_changes([*changes, self.take_changes()])
 
     def forget_all(self) -> None:
         """Called when no request has a row and no step is in flight: the content of all pages is about to be lost."""
@@ -345,26 +345,20 @@ class CacheManager:
         assert not group.is_target or first <= group.kind.first_needed(hit), "a hit names a page that is not cached"
         if hit >= LEAST_SHARED and first == 0:
             pages.is_sharer |= self.pool.is_held(next(iter(held.values())))
-        self.pool.hold_all(held.values())
+        columns = [NULL_PAGE] * first + self.pool.hold_all(held.values())
         if self.promises:
             for key in held:
                 self.promises.share_page(request_id, key)
-        columns = [NULL_PAGE] * first + list(held.values())
         pages.columns.append(columns)
         pages.first.append(first)
         pages.published.append(count)
         if columns:
-            self._changes.table_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
+            self._table_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
 
     def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
         columns = pages.columns[group.index]
-        fresh: list[int] = []
-        for _ in range(count):
-            page, changed = self.pool.allocate(group.index)
-            fresh.append(page)
-            if changed:
-                self._changes.cleared.append(page)
-        self._changes.table_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
+        fresh = [self.pool.allocate(group.index) for _ in range(count)]
+        self._table_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
         columns.extend(fresh)
 
     def _publish(self, request_id: int, pages: RequestPages, group: Group, settled: int,
@@ -388,5 +382,5 @@ class CacheManager:
         for column in reversed(range(first, needed)):  # the pool gives them out again in their order
             self.pool.free(columns[column])
             columns[column] = NULL_PAGE
-        self._changes.table_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
+        self._table_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
         pages.first[group.index] = needed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from outrider.core import NULL_PAGE
+from outrider.core import NULL_PAGE, PageChanges
 
 NO_GROUP = -1  # in place of a page's last group: no group has had the page yet
 UNCLEAN = -2  # in place of a page's last group: the page may hold bytes of any group
@@ -29,6 +29,7 @@ class PagePool:
         self._key: list[PageKey | None] = [None] * num_pages
         self._page_of: dict[PageKey, int] = {}
         self._last_group = [NO_GROUP] * num_pages
+        self._changes = PageChanges()  # changes of bytes since the last `take_changes`
         self.num_evicted = 0
 
     @property
@@ -48,16 +49,18 @@ class PagePool:
             del self._cached[page]
         self._holders[page] += 1
 
-    def hold_all(self, pages: Iterable[int]) -> None:
-        for page in pages:
+    def hold_all(self, pages: Iterable[int]) -> list[int]:
+        held = list(pages)
+        for page in held:
             self.hold(page)
+        return held
 
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0
 
-    def allocate(self, group: int) -> tuple[int, bool]:
-        """Returns a page for one holder, and whether the page last belonged to another group, so that its bytes must
-        be cleared."""
+    def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
+        """Returns a page for one holder. If the page last belonged to another group, the device clears its bytes before
+        the next step, unless the holder overwrites all of them."""
         if self._num_blank:
             page = self._take_blank(group)
         else:
@@ -66,9 +69,10 @@ class PagePool:
             self.num_evicted += 1
         assert self._holders[page] == 0, f"page {page} handed out twice"
         self._holders[page] = 1
-        changed = self._last_group[page] not in (NO_GROUP, group)
+        if self._last_group[page] not in (NO_GROUP, group) and not is_overwritten:
+            self._changes.cleared.append(page)
         self._last_group[page] = group
-        return page, changed
+        return page
 
     def free(self, page: int) -> None:
         self._holders[page] -= 1
@@ -103,6 +107,15 @@ class PagePool:
             self._add_blank(page)
         self._cached.clear()
         return not self._page_of
+
+    def take_changes(self) -> PageChanges:
+        """Returns the changes of bytes since the last call, which the device makes before the next step."""
+        changes, self._changes = self._changes, PageChanges()
+        return changes
+
+    def lose_changes(self, lost: Iterable[PageChanges]) -> None:
+        """Called after a failed step, for changes that the device may not have made."""
+        self.mark_unclean([page for changes in lost for page in changes.cleared])
 
     def mark_unclean(self, pages: Sequence[int]) -> None:
         """Pages that may still hold the bytes of another group: the next group to get one must clear it."""

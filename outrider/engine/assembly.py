@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
 from outrider.drafters.suffix import SuffixDrafter
@@ -24,7 +25,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
     def make_scheduler(generation: int) -> Scheduler:
-        cache = CacheManager(info.layout, info.num_pages, info.limits, lookahead=info.lookahead,
+        cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                              enable_prefix_caching=config.enable_prefix_caching)
         return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
                          host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,

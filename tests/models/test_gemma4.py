@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec, pages_for
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.layers import StepContext
@@ -349,7 +350,7 @@ class FakeRunner:
 def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
     """32k tokens: the sliding groups hold their window and what is unsettled, the full ones everything."""
     layout, limits = large_layout(), Limits(2, 2044, 32768, 3, 262144, steps_in_flight=2)
-    manager = CacheManager(layout, 4_000, limits, enable_prefix_caching=False)
+    manager = CacheManager(layout, PagePool(4_000), limits, enable_prefix_caching=False)
     scheduler = Scheduler(manager, limits, drafts=FixedDrafts(3))
     request = Request(0, made_request([5] * 32_000, SamplingParams(max_tokens=None)), 32_500)
     scheduler.add(request)

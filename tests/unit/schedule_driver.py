@@ -90,12 +90,12 @@ class WatchedPool(PagePool):
         self._count: Counter[int] = Counter()
         self._fresh: list[int] = []
 
-    def allocate(self, group: int) -> tuple[int, bool]:
-        page, changed = super().allocate(group)
+    def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
+        page = super().allocate(group, is_overwritten=is_overwritten)
         assert page != 0 and self._count[page] == 0, f"page {page} handed out twice"
         self._count[page] = 1
         self._fresh.append(page)
-        return page, changed
+        return page
 
     def hold(self, page: int) -> None:
         super().hold(page)
@@ -165,12 +165,9 @@ class Driver:
         lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
-        self.cache = CacheManager(layout, num_pages, self.limits, enable_prefix_caching=scenario.prefix_caching,
-                                  lookahead=scenario.lookahead)
         self.pool = WatchedPool(num_pages)
-        cache = self.cache
-        for part in (cache, cache.checkpoints, cache.states, cache.promises, cache.lookup):
-            part.pool = self.pool
+        self.cache = CacheManager(layout, self.pool, self.limits, enable_prefix_caching=scenario.prefix_caching,
+                                  lookahead=scenario.lookahead)
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),

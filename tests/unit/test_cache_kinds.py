@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.cache.kinds import FullKind, FullSpec, Kind, SlidingKind, SlidingSpec, kind_of
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 from tests.unit.test_cache_manager import pages_held
@@ -69,7 +70,7 @@ def test_pages_held_stay_within_what_admission_asked_for(
 ) -> None:
     """A manager is led through any bounds and any acceptance, by one request with up to three steps in flight."""
     rng, limits = Random(seed), limits_of(budget, 40, drafts, steps=3)
-    cache = CacheManager(make_layout((2**log_page, window), (4, 0)), 100, limits, lookahead=drafts)
+    cache = CacheManager(make_layout((2**log_page, window), (4, 0)), PagePool(100), limits, lookahead=drafts)
     tokens = list(range(40))
     cache.admit(0, 1, cache.find_start(0, tokens[:1]))
     settled, in_flight, farthest = Settled(), deque[int](), 0

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
 
@@ -18,7 +19,8 @@ OTHERS = count(1000)  # requests that only ask
 
 
 def manager(*groups: tuple[int, int], num_pages: int = 50, prefix: bool = True, lookahead: int = 0) -> CacheManager:
-    return CacheManager(make_layout(*groups), num_pages, LIMITS, enable_prefix_caching=prefix, lookahead=lookahead)
+    return CacheManager(make_layout(*groups), PagePool(num_pages), LIMITS, enable_prefix_caching=prefix,
+                        lookahead=lookahead)
 
 
 def compute(cache: CacheManager, request: int, tokens: list[int], keys: tuple[str, ...] = (), **admit: bool) -> int:

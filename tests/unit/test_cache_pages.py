@@ -18,7 +18,7 @@ def key(content: int, group: int = 0) -> PageKey:
 
 def cached(pool: PagePool, *contents: int) -> list[int]:
     """Pages of these contents, freed in this order."""
-    pages = [pool.allocate(0)[0] for _ in contents]
+    pages = [pool.allocate(0) for _ in contents]
     for page, content in zip(pages, contents, strict=True):
         pool.publish(page, key(content))
     for page in pages:
@@ -29,9 +29,9 @@ def cached(pool: PagePool, *contents: int) -> list[int]:
 def test_blank_pages_go_before_cached_ones_and_those_by_age() -> None:
     pool = PagePool(6)
     first, second, third = cached(pool, 1, 2, 3)
-    assert {pool.allocate(0)[0] for _ in range(2)}.isdisjoint({first, second, third})
+    assert {pool.allocate(0) for _ in range(2)}.isdisjoint({first, second, third})
     assert pool.num_evicted == 0
-    assert [pool.allocate(0)[0] for _ in range(3)] == [first, second, third]
+    assert [pool.allocate(0) for _ in range(3)] == [first, second, third]
     assert pool.num_evicted == 3 and pool.num_free == 0
     assert all(pool.find(key(content)) is None for content in (1, 2, 3))
 
@@ -54,50 +54,53 @@ def test_a_hit_makes_a_page_young() -> None:
     first, second, third = cached(pool, 1, 2, 3)
     pool.hold(first)
     pool.free(first)
-    assert [pool.allocate(0)[0] for _ in range(3)] == [second, third, first]
+    assert [pool.allocate(0) for _ in range(3)] == [second, third, first]
 
 
 def test_a_held_page_is_never_evicted() -> None:
     pool = PagePool(3)
     first, second = cached(pool, 1, 2)
     pool.hold(first)
-    assert pool.allocate(0)[0] == second
+    assert pool.allocate(0) == second
     assert pool.num_free == 0
     with pytest.raises(KeyError):
         pool.allocate(0)
 
 
-def test_a_page_that_changes_group_is_said_to() -> None:
+def test_a_page_that_changes_group_is_cleared_unless_it_is_overwritten() -> None:
     pool = PagePool(2)
-    page, changed = pool.allocate(0)
-    assert not changed
+    page = pool.allocate(0)
     pool.free(page)
-    assert pool.allocate(0) == (page, False)
+    assert pool.allocate(0) == page and not pool.take_changes().cleared
     pool.free(page)
-    assert pool.allocate(1) == (page, True)
+    assert pool.allocate(1, is_overwritten=True) == page and not pool.take_changes().cleared
+    pool.free(page)
+    assert pool.allocate(0) == page and pool.take_changes().cleared == [page]
 
 
 def test_a_group_gets_its_own_pages_back_in_their_order() -> None:
     pool = PagePool(9)
-    pages = [[pool.allocate(group)[0] for _ in range(3)] for group in (0, 1)]
+    pages = [[pool.allocate(group) for _ in range(3)] for group in (0, 1)]
     for own in pages:
         for page in reversed(own):
             pool.free(page)
     again = [[pool.allocate(group) for _ in range(3)] for group in (0, 1)]
-    assert again == [[(page, False) for page in own] for own in pages]
+    assert again == pages
     for _ in range(pool.num_free):
-        assert not pool.allocate(2)[1]
+        pool.allocate(2)
+    assert not pool.take_changes().cleared
     pool.free(pages[1][0])
-    assert pool.allocate(2) == (pages[1][0], True), "no other is left"
+    assert pool.allocate(2) == pages[1][0], "no other is left"
+    assert pool.take_changes().cleared == [pages[1][0]]
     pool.free(pages[0][1])
     pool.mark_unclean([pages[0][1], pages[0][2]])
-    assert pool.allocate(0) == (pages[0][1], True)
+    assert pool.allocate(0) == pages[0][1] and pool.take_changes().cleared == [pages[0][1]]
     pool.check(dict.fromkeys(range(1, 9), 1))
 
 
 def test_the_first_page_of_a_content_stays_the_one_found() -> None:
     pool = PagePool(3)
-    first, second = pool.allocate(0)[0], pool.allocate(0)[0]
+    first, second = pool.allocate(0), pool.allocate(0)
     pool.publish(first, key(7))
     pool.publish(second, key(7))
     assert pool.find(key(7)) == first
@@ -109,7 +112,7 @@ def test_the_first_page_of_a_content_stays_the_one_found() -> None:
 def test_a_fresh_page_takes_the_place_of_one_that_nobody_holds() -> None:
     """Else a prefix that was just computed again would go with its old page, the next to be evicted."""
     pool = PagePool(4)
-    old, fresh = pool.allocate(0)[0], pool.allocate(0)[0]
+    old, fresh = pool.allocate(0), pool.allocate(0)
     pool.publish(old, key(7))
     pool.free(old)
     pool.publish(fresh, key(7))
@@ -121,7 +124,7 @@ def test_a_fresh_page_takes_the_place_of_one_that_nobody_holds() -> None:
 
 def test_misuse_is_noticed() -> None:
     pool = PagePool(3)
-    page = pool.allocate(0)[0]
+    page = pool.allocate(0)
     pool.free(page)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(page)
@@ -135,7 +138,7 @@ def test_misuse_is_noticed() -> None:
 def test_check_sees_every_broken_state(broken: str) -> None:
     pool = PagePool(5)
     cached(pool, 1)
-    held = {pool.allocate(0)[0]: 1}
+    held = {pool.allocate(0): 1}
     pool.check(held)
     blank = pool._blank[NO_GROUP]
     match broken:
@@ -162,7 +165,7 @@ def test_any_use_keeps_every_page_in_one_state(seed: int, num_pages: int) -> Non
     for _ in range(60):
         match rng.randrange(5):
             case 0 if pool.num_free:
-                page, _ = pool.allocate(rng.randrange(2))
+                page = pool.allocate(rng.randrange(2))
                 assert held[page] == 0 and page != 0
                 held[page] = 1
             case 1 if +held:

@@ -53,7 +53,7 @@ def test_a_page_that_is_not_full_is_not_hashed() -> None:
 def publish(pool: PagePool, group: Group, columns: set[int], hashes: dict[int, PageHashes]) -> None:
     digests = hashes[group.page_tokens].upto(TOKENS, len(TOKENS) // group.page_tokens)
     for column in columns:
-        page, _ = pool.allocate(group.index)
+        page = pool.allocate(group.index)
         pool.publish(page, (group.index, digests[column]))
 
 

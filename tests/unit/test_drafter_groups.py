@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.cache.prefix import PageHashes
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
 from tests.unit.hash_mixer import make_layout
@@ -24,7 +25,7 @@ LIMITS = Limits(max_requests=4, max_batched_tokens=64, max_len=64, max_drafts=0,
 
 def manager(*groups: tuple[int, int], num_pages: int = 100) -> CacheManager:
     """The last group is a drafter's."""
-    return CacheManager(make_layout(*groups, num_drafter=1), num_pages, LIMITS)
+    return CacheManager(make_layout(*groups, num_drafter=1), PagePool(num_pages), LIMITS)
 
 
 def compute(cache: CacheManager, request_id: int, tokens: list[int]) -> None:

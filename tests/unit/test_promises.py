@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.cache import manager
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
@@ -36,7 +37,7 @@ class Rig:
                  depth: int = 1, interval: int = 64, window: int = 0) -> None:
         self.limits = Limits(16, budget, MAX_LEN, lookahead, 7, steps_in_flight=depth + 1)
         layout = make_layout((4, 0), *([(4, window)] if window else []), state_pages=state_pages, interval=interval)
-        self.cache = CacheManager(layout, num_pages, self.limits, lookahead=lookahead)
+        self.cache = CacheManager(layout, PagePool(num_pages), self.limits, lookahead=lookahead)
         self.scheduler = Scheduler(self.cache, self.limits, drafts=FixedDrafts(lookahead))
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, Random(1), lookahead=lookahead,
                                       has_state=state_pages > 0)

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
@@ -25,7 +26,7 @@ NO_PATIENCE = Patience(0.0, 0.0)  # no prompt has time: the bound alone decides
 
 
 def scheduler(max_ms: float, costs: MixedStepCosts = COSTS, patience: Patience = NO_PATIENCE) -> Scheduler:
-    cache = CacheManager(make_layout((4, 0)), 4000, LIMITS, enable_prefix_caching=False)
+    cache = CacheManager(make_layout((4, 0)), PagePool(4000), LIMITS, enable_prefix_caching=False)
     return Scheduler(cache, LIMITS, prompt_time=PromptTime(max_ms * 1e-3, costs, patience))
 
 
@@ -233,7 +234,7 @@ class Crowd:
     """A scheduler whose steps are bounded to 1 ms, 96 tokens, where decoding takes less than half of it."""
 
     def __init__(self, limits: Limits = MANY) -> None:
-        cache = CacheManager(make_layout((4, 0)), 4000, limits, enable_prefix_caching=False)
+        cache = CacheManager(make_layout((4, 0)), PagePool(4000), limits, enable_prefix_caching=False)
         self.sched = Scheduler(cache, limits, prompt_time=PromptTime(1e-3, LINEAR, NO_PATIENCE))
         self.count = 0
 

@@ -13,6 +13,7 @@ from outrider.cache.checkpoints import StateProgress
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
@@ -36,7 +37,7 @@ def limits_of(budget: int = 32, max_drafts: int = 3, steps: int = 2) -> Limits:
 
 def manager(num_pages: int = 60, state_pages: int = 2, **options: object) -> CacheManager:
     layout = make_layout((PAGE, 0), state_pages=state_pages, interval=INTERVAL)
-    return CacheManager(layout, num_pages, limits_of(), **options)  # type: ignore[arg-type]
+    return CacheManager(layout, PagePool(num_pages), limits_of(), **options)  # type: ignore[arg-type]
 
 
 def admit(cache: CacheManager, request_id: int, tokens: Sequence[int]) -> int:
@@ -120,7 +121,7 @@ def test_steps_in_flight_share_the_pages_of_a_boundary() -> None:
 def test_every_step_in_flight_gets_all_the_checkpoints_that_it_wants() -> None:
     """Three steps of a prompt of 93 tokens, none of which has reported."""
     limits = Limits(4, 32, 128, 3, 99, steps_in_flight=3)
-    cache = CacheManager(make_layout((PAGE, 0), state_pages=1, interval=INTERVAL), 60, limits)
+    cache = CacheManager(make_layout((PAGE, 0), state_pages=1, interval=INTERVAL), PagePool(60), limits)
     prompt = [i * 7 % 11 for i in range(90)]
     admit(cache, 0, prompt)
     assert cache.reserve(0, Bound(93))
@@ -281,7 +282,7 @@ def test_a_hit_that_leaves_no_pages_to_go_on_is_not_taken() -> None:
 def scheduler(max_drafts: int = 3, steps: int = 1, num_pages: int = 60) -> Scheduler:
     limits = Limits(4, 32, 64, max_drafts, 99, steps_in_flight=steps)
     layout = make_layout((PAGE, 0), state_pages=2, interval=INTERVAL)
-    return Scheduler(CacheManager(layout, num_pages, limits), limits, drafts=FixedDrafts(max_drafts))
+    return Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits, drafts=FixedDrafts(max_drafts))
 
 
 def request(index: int, prompt: Sequence[int], new: int = 20) -> Request:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
@@ -26,7 +27,7 @@ def scheduler(
     num_pages: int = 50, max_requests: int = 4, budget: int = 8, steps: int = 2, drafts: int = 0
 ) -> Scheduler:
     limits = Limits(max_requests, budget, 32, drafts, 99, steps_in_flight=steps)
-    cache = CacheManager(make_layout((4, 0)), num_pages, limits, enable_prefix_caching=False)
+    cache = CacheManager(make_layout((4, 0)), PagePool(num_pages), limits, enable_prefix_caching=False)
     return Scheduler(cache, limits, drafts=FixedDrafts(drafts))
 
 
