@@ -58,7 +58,7 @@ class EngineConfig:
     attention_backend: Annotated[str, OneOf(BACKENDS)] = "auto"
     enforce_eager: bool = False  # CUDA: no graphs
     logprobs_mode: Annotated[str, OneOf(LOGPROBS_MODES)] = "raw"
-    max_logprobs: Annotated[int, Range(0, INT32)] = 20
+    max_logprobs: Annotated[int, Range(0, INT32, also=(-1,))] = 20  # -1: as many as the vocabulary has
     pad_requests: tuple[Count, ...] = ()  # batches are padded up to the next of these sizes
     pad_tokens: tuple[Count, ...] = ()
     speculative_config: dict[str, Any] | None = None
@@ -113,7 +113,8 @@ class EngineConfig:
         _check_padding("pad_requests", self.pad_requests, "max_num_seqs", max_requests)
         _check_padding("pad_tokens", self.pad_tokens, "max_num_batched_tokens", tokens)
         return Limits(max_requests, tokens, max_len, max_drafts, vocab_size,
-                      max_logprobs=self.max_logprobs, steps_in_flight=self.steps_in_flight(on_cuda))
+                      max_logprobs=vocab_size if self.max_logprobs == -1 else self.max_logprobs,
+                      steps_in_flight=self.steps_in_flight(on_cuda))
 
 
 def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: int) -> None:

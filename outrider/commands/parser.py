@@ -51,7 +51,7 @@ ENGINE_HELP = {
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
-    "max_logprobs": "most log-probabilities a request may ask for",
+    "max_logprobs": "most log-probabilities a request may ask for; -1: of the whole vocabulary",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',

@@ -26,6 +26,7 @@ from outrider.server.generation import (
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, name_request
+from outrider.server.templating import plain_text
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 PROMPT_END = 16  # tokens of the prompt in which a template may have opened a region
@@ -46,7 +47,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     forced = forced_calls(body, service.config.tool_call_parser)
     service.check_load()
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = await service.encode_chat(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt,
+    prompt = await service.encode_chat(body.messages, tools, body.template_variables, body.add_generation_prompt,
                                        body.continue_final_message, body.add_special_tokens,
                                        service.truncation(body, "left", _max_tokens(body) or 1), body.reasoning_effort)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
@@ -109,6 +110,8 @@ class _Chat:
         self._name = name_request("chatcmpl", body)
         self._model, self._created = model, int(time.time())
         self._usage = Usage(requests)
+        last = body.messages[-1]
+        self._echo = plain_text(last.content) if body.echo and last.role == "assistant" else ""
 
     async def answer(self) -> dict[str, Any]:
         (last,) = await whole_outputs(self._service.run(self._requests, self._name.engine), self._requests, self._usage)
@@ -131,8 +134,9 @@ class _Chat:
                 chunks = []
                 if not has_begun:
                     has_begun = True
-                    role = compact({"role": "assistant", "content": ""})
-                    chunks = [self._frame(head, index, role) for index in range(n)]
+                    role = compact({"role": "assistant", "content": self._echo})
+                    chunks = [self._frame(f"{head}{self._prompt_ids()}", 0, role)]
+                    chunks += [self._frame(head, index, role) for index in range(1, n)]
                 self._usage.update(i, increments)
                 chunks += [chunk for change in reader.read(increments) for chunk in self._chunks(head, change)]
                 if chunks:
@@ -140,6 +144,11 @@ class _Chat:
         if self._body.wants_usage:
             yield event(self._head("chat.completion.chunk") | {
                 "choices": [], "usage": self._usage.to_json(), "metrics": self._usage.metrics_to_json()})
+
+    def _prompt_ids(self) -> str:
+        """The field of the prompt's token ids in the first chunk, if it is asked for."""
+        ids = self._requests[0].token_ids
+        return f',"prompt_token_ids":{compact(ids)}' if self._body.return_token_ids else ""
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._name.answer, "object": kind, "created": self._created, "model": self._model}
@@ -180,6 +189,8 @@ class _Chat:
         if self._choices:
             message = self._choices[sample.index].message(sample.text)
             finish = self._choices[sample.index].finish_reason(finish)
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": None, "finish_reason": finish,
                                   "stop_reason": sample.stop_reason}
         if sample.logprobs is not None:

@@ -49,6 +49,9 @@ class _Completion:
         self._id = name.engine
         self._head = {"id": name.answer, "object": "text_completion", "created": int(time.time()), "model": model}
         self._usage = Usage(requests)
+        # Token ids of the prompt of each choice, until a stream has given them.
+        self._prompt_ids = {i * request.num_samples + k: request.token_ids for i, request in enumerate(requests)
+                            for k in range(request.num_samples)} if body.return_token_ids else {}
 
     async def answer(self) -> dict[str, Any]:
         outputs = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
@@ -102,6 +105,8 @@ class _Completion:
             log.add(change.token_ids, named(change.logprobs))
             logprobs = compact(log.take(len(change.text), is_last=change.finish_reason is not None))
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
+        if change.choice in self._prompt_ids:
+            ids += f',"prompt_token_ids":{compact(self._prompt_ids.pop(change.choice))}'
         if self._body.return_run_lengths:
             ids += f',"run_lengths":{compact(change.run_lengths)}'
         usage = self._usage.field_of_chunk(self._body)

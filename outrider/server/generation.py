@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from outrider.async_llm import AsyncLLM
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
+from outrider.core.params import MAX_LOGPROBS_ALL
 from outrider.core.pooling import empty_output
 from outrider.core.step import TokenLogprobs
 from outrider.server.metrics import ServerMetrics
@@ -200,9 +201,10 @@ async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]
 
 
 def top_token_ids(entry: dict[int, Logprob], most: int) -> list[int]:
-    """The likeliest tokens of one position, by rank."""
+    """The likeliest tokens of one position, by rank; -1: all."""
     ranked = [token_id for token_id, value in entry.items() if value.rank is not None]
-    return sorted(ranked, key=lambda token_id: entry[token_id].rank or 0)[:most]
+    ranked.sort(key=lambda token_id: entry[token_id].rank or 0)
+    return ranked if most == MAX_LOGPROBS_ALL else ranked[:most]
 
 
 def named_by_id(token_id: int) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.core.fields import shown
+from outrider.core.fields import did_you_mean, shown
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": ((), "use tools"),
     "function_call": ((), "use tool_choice"),
     "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
-    "documents": (([],), "put documents into the messages"),
     "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
 }  # fmt: skip
@@ -297,8 +296,12 @@ class ToolCall(Body):
     index: int | None = None
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 class ChatMessage(Said):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[\w-]{1,64}$")] = Field(
+        description="system, developer, user, assistant, tool, or another one that the chat template writes")
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -306,6 +309,14 @@ class ChatMessage(Said):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
+
+    @field_validator("role")
+    @classmethod
+    def refuse_misspelt_role(cls, role: str) -> str:
+        hint = "" if role in ROLES else did_you_mean(role, ROLES)
+        if hint:
+            raise PydanticCustomError("role", "there is no role {role}{hint}", {"role": role, "hint": hint})
+        return role
 
 
 ToolName: TypeAlias = Annotated[str, Field(min_length=1)]
@@ -333,6 +344,9 @@ class ChatRequest(SamplingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = Field(default=None, description="the answer begins with the last message, if the assistant "
+                                                        "said it")
+    documents: list[dict[str, Any]] | None = Field(default=None, description="for chat templates that read them")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = Field(default=None, description="also those that the tokenizer puts around a "
@@ -340,6 +354,10 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = Field(default=None, description="for chat templates that read it; none: those with "
                                                                    "a switch for reasoning turn it off")
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        return (self.chat_template_kwargs or {}) | ({} if not self.documents else {"documents": self.documents})
 
 
 class TokenizeRequest(Body):

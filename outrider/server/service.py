@@ -20,10 +20,10 @@ from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, generate
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ChatMessage, Prompted, SamplingFields, Scheduled, Tool
+from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, Tool
 from outrider.server.response_store import ResponseStore
 from outrider.server.settings import ServerConfig
-from outrider.server.templating import template_messages, template_tools
+from outrider.server.templating import plain_text, template_messages, template_tools
 from outrider.server.tracing import Tracing
 from outrider.server.truncation import Side, Truncation
 
@@ -110,8 +110,9 @@ class Service:
                                              continue_final_message=continue_final_message is True,
                                              chat_template=self._chat_template, chat_template_kwargs=variables,
                                              hints=_reasoning_hints(reasoning_effort))
+                _check_roles(messages, text)
             except ValueError as error:
-                refused = bad_value(error, ("messages", "tools", "continue_final_message"))
+                refused = bad_value(error, ("messages", "tools", "documents", "continue_final_message"))
                 is_variable = str(error).startswith(tuple(f"{name} " for name in variables))
                 refused.param = refused.param or ("chat_template_kwargs" if is_variable else "messages")
                 raise refused from None
@@ -186,6 +187,13 @@ class Service:
     @cached_property
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+
+def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
+    """Refuse messages of unusual roles that the chat template has left out of the prompt's text."""
+    for message in messages:
+        if message.role not in ROLES and plain_text(message.content).strip() not in text:
+            raise ValueError(f"messages: the model's chat template leaves out messages of the role {message.role}")
 
 
 def _reasoning_hints(effort: str | None) -> dict[str, Any]:

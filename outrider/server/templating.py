@@ -20,7 +20,7 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
 
 def _message(message: ChatMessage) -> dict[str, Any]:
     given = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
-    given["content"] = _text(message.content)
+    given["content"] = plain_text(message.content)
     thoughts = message.reasoning or message.reasoning_content
     if thoughts is not None:  # templates read one name or the other
         given["reasoning"] = given["reasoning_content"] = thoughts
@@ -31,7 +31,7 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return given
 
 
-def _text(content: str | list[TextPart] | None) -> str:
+def plain_text(content: str | list[TextPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)

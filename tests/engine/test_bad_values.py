@@ -48,7 +48,8 @@ BAD: dict[str, Any] = {
 # The only ones of BAD that mean something, by the plain type of a field and by its name.
 BY_TYPE: dict[Any, set[str]] = {bool: {"true", "false"}, type(None): {"none"}, str: set(), int: set(), float: {"0.5"}}
 BY_NAME = {
-    "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "seed": {"-1"}, "priority": {"-1"},
+    "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "max_logprobs": {"-1"}, "seed": {"-1"},
+    "priority": {"-1"},
     "presence_penalty": {"-1", "-1.5"}, "frequency_penalty": {"-1", "-1.5"}, "temperature": {"2**63", "huge"},
     "stop": {"text", "number as text", "list of text", "empty list"}, "bad_words": {"list of text", "empty list"},
     "stop_token_ids": {"empty list"}, "logit_bias": {"empty dict"}, "pad_requests": {"empty list"},
@@ -152,8 +153,8 @@ FLAG_WORDS = ("", "x", "-1", "nan", "inf", "1e999", str(HUGE), str(2**63), "true
 # Flags for which such a word means something.
 FLAG_ACCEPTS = {
     "seed": {"-1"}, "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "presence_penalty": {"-1"},
-    "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)}, "speculative": {"true"},
-    "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "extra_args": {"{}"},
+    "max_logprobs": {"-1"}, "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)},
+    "speculative": {"true"}, "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "extra_args": {"{}"},
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
                      "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),

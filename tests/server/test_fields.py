@@ -23,7 +23,8 @@ def served() -> Iterator[Served]:
 
 
 def chunks(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
-    text = served.post(path, stream=True, max_tokens=6, temperature=0, ignore_eos=True, **body).text
+    asked = {"stream": True, "max_tokens": 6, "temperature": 0, "ignore_eos": True} | body
+    text = served.post(path, **asked).text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]

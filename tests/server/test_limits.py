@@ -67,7 +67,8 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "asistant", "content": "x"}]}, "messages.0.role: there is no role asistant: did you mean"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"), ({"messages": "x"}, "messages"),
     ({"top_logprobs": 2}, "logprobs=true"), ({"top_logprobs": 99, "logprobs": True}, "top_logprobs=99 exceeds"),
     ({"max_completion_tokens": 0}, "max_completion_tokens must be"),
