@@ -46,47 +46,6 @@ class Patience(NamedTuple):
 PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
 
 
-class FullStep:
-    """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
-
-    def __init__(self, budget: int) -> None:
-        self.tokens_left = budget
-
-    def most_tokens(self, context: int) -> int:
-        return self.tokens_left
-
-    def add(self, num_tokens: int, context: int) -> None:
-        self.tokens_left -= num_tokens
-
-
-class TimedStep:
-    """Room for prompts in a step whose requests wait for their next tokens."""
-
-    def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float) -> None:
-        """num_tokens: scheduled so far. budget: tokens that are left. seconds: of the scheduled tokens' attention."""
-        self._costs, self._max_seconds = costs, max_seconds
-        self._num_tokens, self._seconds = num_tokens, seconds
-        self.tokens_left = budget  # a span of a prompt may take them all, since it cannot be cut
-        self._has_prompt = False
-
-    def most_tokens(self, context: int) -> int:
-        """Tokens that the next chunk may have, behind `context` computed ones. They fill a captured size, so that none
-        is padding. The first chunk of a step always has some: prompts must end too."""
-        for size in reversed(self._costs.tokens):
-            num_tokens = min(size - self._num_tokens, self.tokens_left)
-            if num_tokens <= 0:
-                break
-            if self._costs.step(size) + self._seconds + self._costs.attend(num_tokens, context) <= self._max_seconds:
-                return num_tokens
-        return 0 if self._has_prompt else min(self._costs.tokens[0], self.tokens_left)
-
-    def add(self, num_tokens: int, context: int) -> None:
-        self._num_tokens += num_tokens
-        self.tokens_left -= num_tokens
-        self._seconds += self._costs.attend(num_tokens, context)
-        self._has_prompt = True
-
-
 class PromptLine(NamedTuple):
     """Prompts that are to be computed."""
 
@@ -101,6 +60,77 @@ class PromptLine(NamedTuple):
     @property
     def first(self) -> Request:
         return self.begun[0] if self.begun else self.waiting.next
+
+    def short_tokens(self, behind: Request, most: int) -> int:
+        """Tokens, up to `most`, of the prompts behind a request that have at most so many left and matter no less."""
+        begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
+        total = 0
+        for other in chain(begun, self.waiting.ready if self.num_startable else ()):
+            num_left = len(other.token_ids) - other.bound.at_most
+            if other is not behind and num_left <= most and other.input.priority <= behind.input.priority:
+                total += num_left
+                if total >= most:
+                    return most
+        return total
+
+
+class FullStep:
+    """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
+
+    def __init__(self, budget: int, line: PromptLine) -> None:
+        self.tokens_left = budget  # a span of a prompt may take them all, since it cannot be cut
+        self._line = line
+        self._max_short = self._num_kept = -1  # tokens of a short prompt, and kept for those behind; -1: not known yet
+
+    def most_tokens(self, context: int) -> int:
+        """Tokens that the next chunk may have, behind `context` computed ones."""
+        return self.tokens_left
+
+    def room_for(self, request: Request) -> int:
+        """Tokens that the request's next chunk may have. A long prompt that yields no tokens, as that of an embedding,
+        leaves up to half of the step to short prompts behind it, so that they do not wait for its end."""
+        most = self.most_tokens(request.bound.at_most)
+        if request.input.generates:
+            return most
+        if self._max_short < 0:
+            self._max_short = most // 2
+        if len(request.token_ids) - request.bound.at_most <= self._max_short:
+            return most
+        if self._num_kept < 0:
+            self._num_kept = self._line.short_tokens(request, self._max_short)
+        return max(0, most - self._num_kept)
+
+    def add(self, num_tokens: int, context: int) -> None:
+        self.tokens_left -= num_tokens
+
+
+class TimedStep(FullStep):
+    """Room for prompts in a step whose requests wait for their next tokens."""
+
+    def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float,
+                 line: PromptLine) -> None:
+        """num_tokens: scheduled so far. budget: tokens that are left. seconds: of the scheduled tokens' attention."""
+        super().__init__(budget, line)
+        self._costs, self._max_seconds = costs, max_seconds
+        self._num_tokens, self._seconds = num_tokens, seconds
+        self._has_prompt = False
+
+    def most_tokens(self, context: int) -> int:
+        """They fill a captured size, so that none is padding. The first chunk of a step always has some: prompts must
+        end too."""
+        for size in reversed(self._costs.tokens):
+            num_tokens = min(size - self._num_tokens, self.tokens_left)
+            if num_tokens <= 0:
+                break
+            if self._costs.step(size) + self._seconds + self._costs.attend(num_tokens, context) <= self._max_seconds:
+                return num_tokens
+        return 0 if self._has_prompt else min(self._costs.tokens[0], self.tokens_left)
+
+    def add(self, num_tokens: int, context: int) -> None:
+        super().add(num_tokens, context)
+        self._num_tokens += num_tokens
+        self._seconds += self._costs.attend(num_tokens, context)
+        self._has_prompt = True
 
 
 class Burst:
@@ -142,7 +172,7 @@ class PromptTime:
             max_seconds = max(bounds * self._max_seconds, min(bounds, LARGE_BURST_BOUNDS) * 2 * seconds)
         else:
             max_seconds = min(max(self._max_seconds, 2 * seconds), self._small_step(lengths, num_tokens, reading, line))
-        return TimedStep(self._costs, max_seconds, num_tokens, budget, reading)
+        return TimedStep(self._costs, max_seconds, num_tokens, budget, reading, line)
 
     def _small_step(self, lengths: list[int], num_tokens: int, reading: float, line: PromptLine) -> float:
         """Seconds of a small step; infinite if prompts have no time for small steps."""

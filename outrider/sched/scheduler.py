@@ -25,7 +25,7 @@ from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, NoDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
-from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime, TimedStep
+from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
@@ -112,7 +112,7 @@ class Scheduler:
         prefills, budget, short = self._schedule_decoding(batch, plan)
         step = self._begin_prompts(batch, budget, prefills)
         for request in prefills:
-            if request.state is State.RUNNING and step.most_tokens(request.bound.at_most) > 0:
+            if request.state is State.RUNNING and step.room_for(request) > 0:
                 short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
             self._admit(step, batch)
@@ -225,18 +225,18 @@ class Scheduler:
             batch.add(request, 1, num_drafts, True, bound)
         return prefills, budget, is_short
 
-    def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep | TimedStep:
+    def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep:
         """The room that the requests which decode leave for prompts."""
-        if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
-            return FullStep(budget)
-        num_tokens = self.limits.max_batched_tokens - budget
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
+        if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
+            return FullStep(budget, line)
+        num_tokens = self.limits.max_batched_tokens - budget
         return self._prompt_time.begin(batch.requests, num_tokens, budget, line, self.stats.num_steps)
 
-    def _schedule_known(self, request: Request, step: FullStep | TimedStep, batch: BatchBuilder) -> int:
+    def _schedule_known(self, request: Request, step: FullStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most
         left = request.admitted_len - context
-        chunk, spans = min(left, step.most_tokens(context)), request.input.spans
+        chunk, spans = min(left, step.room_for(request)), request.input.spans
         if spans:
             chunk = spans.chunk(context, chunk, step.tokens_left)
         bound = context + chunk
@@ -252,12 +252,15 @@ class Scheduler:
             self.cache.promise(batch.step, request.id, request.token_ids, bound)
         return chunk
 
-    def _admit(self, step: FullStep | TimedStep, batch: BatchBuilder) -> None:
-        """Give rows to requests that wait. A request whose beginning others are computing waits for a later step, and
-        holds up none of those behind it."""
+    def _admit(self, step: FullStep, batch: BatchBuilder) -> None:
+        """Give rows to requests that wait. A request whose beginning others are computing, or whose long prompt gets no
+        room beside short ones, waits for a later step, and holds up none of those behind it."""
         passed_over: list[Request] = []
         while self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0:
             request = self._waiting.next
+            if step.room_for(request) == 0:
+                passed_over.append(self._waiting.pop())
+                continue
             start = self._find_start(request, batch.step)
             if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
                 passed_over.append(self._waiting.pop())
@@ -265,7 +268,7 @@ class Scheduler:
             if not self.cache.can_start(start):
                 break
             self._start(self._waiting.pop(), start)
-            if step.most_tokens(request.bound.at_most) == 0 or self._schedule_known(request, step, batch) == 0:
+            if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
         for request in passed_over:
             self._waiting.push(request)

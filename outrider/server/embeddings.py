@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.server.errors import ApiError
 from outrider.server.pooled import Encoding, PooledRequest, pooled_vectors, pooling_params, prompt_usage, write_vectors
-from outrider.server.protocol import Prompts
+from outrider.server.protocol import ChatMessage, Prompts
 from outrider.server.service import Service, name_request
 from outrider.server.work import JsonWork, Work
 
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 MAX_NUMBERS = 1 << 23  # in an answer with the states of every token: 32 MiB in the server, some 170 MB as JSON
 
 
 class EmbeddingRequest(PooledRequest):
-    input: Prompts
+    input: Prompts | None = Field(default=None, description="one prompt or several; or give messages")
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, description="one prompt, as a conversation "
+                                                                                       "through the chat template")
+    add_generation_prompt: bool | None = Field(default=None, description="of messages; default false")
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = Field(default=None, description="those that the tokenizer puts around a text; "
+                                                                      "default true, and false for messages")
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Encoding | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -54,9 +62,23 @@ async def _prepared(service: Service, body: EmbeddingRequest, tenant: str | None
                     **more: str) -> tuple[str, list[CheckedRequest]]:
     model = service.check_model(body.model)
     service.check_load()
-    prompts = await service.encode_prompts(body.input, "input", truncation=service.truncation(body))
+    prompts = await _encoded(service, body)
     params = pooling_params(service, body, normalize=body.normalize is not False, dimensions=body.dimensions, **more)
     return model, await service.check(body, prompts, params, tenant)
+
+
+async def _encoded(service: Service, body: EmbeddingRequest) -> list[list[int]]:
+    truncation = service.truncation(body)
+    if body.input is not None and body.messages is None:
+        for name in CHAT_FIELDS:
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"{name} goes with messages", param=name)
+        return await service.encode_prompts(body.input, "input", body.add_special_tokens is not False, truncation)
+    if body.messages is None or body.input is not None:
+        raise ApiError(400, "give either input or messages", param="input")
+    return [await service.encode_chat(body.messages, None, body.chat_template_kwargs,
+                                      body.add_generation_prompt is True, body.continue_final_message,
+                                      body.add_special_tokens, truncation)]
 
 
 async def _answer(service: Service, body: EmbeddingRequest, requests: Sequence[CheckedRequest], model: str,

@@ -40,6 +40,22 @@ def test_dimensions_pooling_and_token_ids(served: Served) -> None:
     assert not np.allclose(last, by_ids)
 
 
+def test_a_conversation_is_one_prompt_through_the_chat_template(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "you"}]
+    for fields, text in (({}, "[user]hi[assistant]you"),
+                         ({"add_generation_prompt": True}, "[user]hi[assistant]you[assistant]")):
+        for route in ("/v1/embeddings", "/pooling"):
+            chat, plain = served.post(route, messages=messages, **fields), served.post(route, input=text)
+            assert chat.status_code == 200 and chat.json()["usage"] == plain.json()["usage"]
+            assert chat.json()["data"] == plain.json()["data"]
+    assert served.error("/v1/embeddings", input="a", messages=messages)["param"] == "input"
+    assert served.error("/v1/embeddings")["param"] == "input"
+    assert served.error("/v1/embeddings", messages=[])["param"] == "messages"
+    assert served.error("/v1/embeddings", input="a", add_generation_prompt=True)["param"] == "add_generation_prompt"
+    assert "does not use it" in served.error("/v1/embeddings", messages=messages,
+                                             chat_template_kwargs={"colour": "red"})["message"]
+
+
 def test_what_is_wrong_is_said(served: Served) -> None:
     assert "dimensions=9999 exceeds" in served.error("/v1/embeddings", input="a", dimensions=9999)["message"]
     assert served.error("/v1/embeddings", input=[])["param"] == "input"
