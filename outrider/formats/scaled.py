@@ -47,12 +47,13 @@ class ScaledFormat(StoredFormat):
     def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
         """Codes and scales without content of a weight [.., outputs, inputs]."""
         group = self.width(inputs)
-        groups = *outputs, -(-inputs // group)
         codes = *outputs, inputs // scaled.codes_per_byte(self.kind)
+        # Group by group in memory, as kernels read them: outputs side by side.
+        groups = *outputs[:-1], -(-inputs // group), outputs[-1]
         return Scaled(
             self.kind, group, empty_weight(*codes, dtype=scaled.code_dtype(self.kind), device=device),
-            torch.empty(groups, dtype=self.scale_dtype, device=device),
-            torch.empty(groups, dtype=torch.float16, device=device) if self.has_zeros else None,
+            torch.empty(groups, dtype=self.scale_dtype, device=device).transpose(-1, -2),
+            torch.empty(groups, dtype=torch.float16, device=device).transpose(-1, -2) if self.has_zeros else None,
             torch.empty(*outputs, 1, device=device) if self.has_factors else None)
 
     def tensors(self, weight: Scaled) -> list[StoredTensor]:

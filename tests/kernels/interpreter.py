@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 plain_np_dtype = interpreter._get_np_dtype
+plain_convert_float = interpreter._convert_float
 plain_reduce = interpreter.ReduceOps.generic_reduce
 plain_init_block_type = tl.block_type.__init__
 plain_equal_types = tl.dtype.__eq__
@@ -32,12 +34,21 @@ DOT_COLUMNS = 16  # columns that a tensor core multiplies and adds up at once
 block_types: dict[tuple[Any, ...], tl.block_type] = {}
 
 
+def convert_float(values: np.ndarray, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> np.ndarray:
+    """To fp8 by torch: the interpreter's own rounding loses the carry out of the fraction."""
+    if from_dtype != tl.float32 or to_dtype != tl.float8e4nv:
+        return plain_convert_float(values, from_dtype, to_dtype, rounding_mode)
+    rounded = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).to(torch.float8_e4m3fn)
+    return rounded.view(torch.uint8).numpy().reshape(values.shape)
+
+
 def make_quick() -> None:
     patch_language_once()
     # Whether integers overflow is computed with every operation, and looked at only in `debug`.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = np_dtype
+    interpreter._convert_float = convert_float
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
     interpreter.InterpreterBuilder.create_dot = dot
     TritonSemantic.broadcast_impl_value = broadcast

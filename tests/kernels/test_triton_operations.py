@@ -38,6 +38,8 @@ COMPARED = {
     ("gelu_tanh_mul", "native"): ["test_native::test_activations"],
     ("gelu_tanh_mul", "triton"): ["test_triton_rows::test_gated_activations"],
     ("relu2", "triton"): ["test_triton_gated_norm::test_relu2"],
+    ("scaled_linear", "triton"): ["test_triton_scaled::test_every_code"],
+    ("scaled_wide", "triton"): ["test_triton_scaled::test_every_code"],
     ("rope_write", "native"): ["test_native::test_rope_write"],
     ("paged_attention", "native"): ["test_native::test_paged_attention"],
     ("linear", "triton"): [

@@ -36,6 +36,7 @@ from outrider.kernels.ops.operation import (
     NotExact,
     Operation,
     finish_compiling,
+    fp8_kernel,
     has_native,
     has_postponed,
     has_triton,
@@ -288,8 +289,14 @@ linear_add = Operation(
 
 # Products with a weight of codes and scales
 
-scaled_linear = Operation(scaled.scaled_linear, exact=exact.scaled_linear)
-scaled_wide = Operation(scaled.scaled_wide, exact=exact.scaled_wide)
+scaled_linear = Operation(
+    scaled.scaled_linear, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
+    exact=exact.scaled_linear,
+)
+scaled_wide = Operation(
+    scaled.scaled_wide, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
+    exact=exact.scaled_wide,
+)
 
 # Experts
 

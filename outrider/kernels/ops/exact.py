@@ -15,12 +15,14 @@ import torch
 from outrider.kernels import exact_latent, moe, reference, scaled
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
+    BFLOAT16,
     FLOAT32,
     SIXTEEN_BITS,
     UP_TO_FLOAT32,
     Exactness,
     Kernel,
     Operation,
+    fp8_kernel,
     native_kernel,
     triton_kernel,
 )
@@ -114,8 +116,16 @@ linear_add = Operation(_linear_add, name="exact_linear_add", exact=ROW_BY_ROW)
 
 # Products with a weight of codes and scales
 
-scaled_linear = Operation(row_by_row(scaled.scaled_linear), name="exact_scaled_linear", exact=ROW_BY_ROW)
-scaled_wide = Operation(row_by_row(scaled.scaled_wide), name="exact_scaled_wide", exact=ROW_BY_ROW)
+scaled_linear = Operation(
+    row_by_row(scaled.scaled_linear),
+    fp8_kernel("outrider.kernels.triton.scaled_linear:exact_scaled_linear", BFLOAT16),
+    name="exact_scaled_linear", exact=ROW_BY_ROW,
+)
+scaled_wide = Operation(
+    row_by_row(scaled.scaled_wide),
+    fp8_kernel("outrider.kernels.triton.scaled_linear:exact_scaled_wide", BFLOAT16),
+    name="exact_scaled_wide", exact=ROW_BY_ROW,
+)
 
 # Experts
 

@@ -38,6 +38,7 @@ BFLOAT16 = (torch.bfloat16,)
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 UP_TO_FLOAT32 = (torch.float32, *SIXTEEN_BITS)
 ANY_DTYPE: tuple[torch.dtype, ...] = ()
+FP8_CAPABILITY = (8, 9)  # of the first GPUs with fp8
 
 _Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a kernel takes a call, and the kernel
 _operations: dict[str, Operation[..., Any]] = {}
@@ -53,6 +54,11 @@ def has_triton() -> bool:
     except ImportError:
         return False
     return True
+
+
+def has_fp8_triton() -> bool:
+    """Whether the GPU converts to and multiplies fp8."""
+    return has_triton() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
 def has_native() -> bool:
@@ -144,6 +150,7 @@ def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
 UNDECLARED = NotExact("it declares no exact variant")
 native_kernel = partial(Kernel, "native", "cpu", is_available=has_native)
 triton_kernel = partial(Kernel, "triton", "cuda", is_available=has_triton)
+fp8_kernel = partial(Kernel, "triton", "cuda", is_available=has_fp8_triton)
 
 
 class Operation(Generic[P, R]):

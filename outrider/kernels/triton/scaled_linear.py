@@ -1,0 +1,387 @@
+"""Products with weights of codes and scales (`kernels.scaled.Scaled`) in Triton, for any number of token rows.
+
+The weight is the first operand of every tile, so that tensor cores take 64 of its rows however few token rows there
+are. Token rows that are rounded to fp8 meet fp8 codes as they are; all other codes become the dtype of x in registers.
+Scales of whole groups multiply the sums of a group, which no rounding touches; those of short groups the numbers.
+
+An output is one chain of additions over the columns, or the sum of several chains over ranges that depend on the
+weight's shape alone, added in order. A token row's bits depend on no other row; in exact mode not on their number
+either. Many token rows in fp8 with one scale for an output are left to the vendor's library, except in exact mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.scaled import CODES, FP8, INT4, Scaled, codes_per_byte
+from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for
+from outrider.kernels.triton.common import (
+    FLOATS,
+    cdiv,
+    next_power_of_two,
+    num_sms,
+    pdl_options,
+    release_dependents,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import is_collecting, kernel
+from outrider.kernels.triton.thin_linear import prefetch_rows
+
+COLUMNS = 128  # of the inner dimension, of one tile
+MAX_FEW_ROWS = 64  # token rows up to which chains have programs of their own
+LIBRARY_ROWS = 64  # token rows above which the library's fp8 product is faster
+MAX_CHAINS, SHORTEST_CHAIN = 4, 1024
+_FP8, _INT8, _INT4, _FP4 = (tl.constexpr(CODES.index(code)) for code in CODES)
+_FP8_MAX, _EXPONENT_126 = tl.constexpr(448.0), tl.constexpr(2.0**126)
+_GROUP_OF_TILES = 8  # tiles of token rows that pass by the same weights while those are in the cache
+
+
+@kernel
+def _round_kernel(
+    x, codes, scales, x_stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token row: codes [tokens, K] and scales [tokens, groups]. What is not finite becomes NaN in its row."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group, inside_group = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    column = group[:, None] * GROUP + inside_group[None, :]
+    inside = (inside_group < GROUP)[None, :] & (column < K)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12), _FP8_MAX)
+    scale += tl.sum(value * 0.0, axis=1)  # NaN where a number is not finite, which a maximum may pass over
+    rounded = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH))).to(codes.dtype.element_ty)
+    tl.store(codes + row * K + column, rounded, mask=inside)
+    tl.store(scales + row * tl.cdiv(K, GROUP) + group, scale, mask=group * GROUP < K)
+
+
+@triton.jit
+def _unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
+    """(numbers of the low bits, numbers of the high bits) of bytes."""
+    if IS_FLOAT:
+        return _e2m1(packed & 15, DTYPE), _e2m1(packed >> 4, DTYPE)
+    elif ASM:
+        # 128 + code has the code in its lowest bits. Four bytes become two pairs of numbers for each half; 136 is
+        # subtracted, as codes are stored plus 8.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 r<2>, h<2>, middle;
+            mov.b32 middle, 0x43084308;
+            prmt.b32 r0, $4, 0, 0x4140;
+            prmt.b32 r1, $4, 0, 0x4342;
+            shr.b32 h0, r0, 4;
+            shr.b32 h1, r1, 4;
+            lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
+            sub.rn.bf16x2 $0, $0, middle;
+            sub.rn.bf16x2 $1, $1, middle;
+            sub.rn.bf16x2 $2, $2, middle;
+            sub.rn.bf16x2 $3, $3, middle;
+            }""",
+            "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = (packed & 15).to(tl.int32) - 8, (packed >> 4).to(tl.int32) - 8
+        return low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _e2m1(nibble, DTYPE: tl.constexpr):
+    """Numbers of 4 bits. As the upper bits of a float32 they have the exponent 126 too low."""
+    wide = nibble.to(tl.int32)
+    return (((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * _EXPONENT_126).to(DTYPE)
+
+
+@triton.jit
+def _load_groups(of_groups, row, in_rows, stride_n, stride_g, first, NUM: tl.constexpr, GROUPS: tl.constexpr):
+    """Values of NUM neighbouring groups of each output: [outputs, NUM]."""
+    group = first + tl.arange(0, NUM)
+    mask = in_rows[:, None] & (group < GROUPS)[None, :]
+    return tl.load(of_groups + row[:, None] * stride_n + group[None, :] * stride_g, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_scales(
+    scales, x_scales, in_rows, in_tokens, stride_g, group, GROUPS: tl.constexpr, X_GROUP: tl.constexpr
+):  # fmt: skip
+    """(scales of the outputs, scales of the token rows) of one group."""
+    scale = tl.load(scales + group * stride_g, mask=in_rows & (group < GROUPS), other=0.0).to(tl.float32)
+    if X_GROUP > 0:
+        return scale, tl.load(x_scales + group, mask=in_tokens & (group < GROUPS), other=0.0)
+    else:
+        return scale, scale
+
+
+@triton.jit
+def _spread(of_groups, WIDTH: tl.constexpr):
+    """[outputs, groups] as [outputs, groups x WIDTH]."""
+    rows: tl.constexpr = of_groups.shape[0]
+    num: tl.constexpr = of_groups.shape[1]
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (rows, num, WIDTH)), (rows, num * WIDTH))
+
+
+@triton.jit
+def _load_rows(x_row, in_tokens, column, K: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns of the token rows, transposed: [columns, tokens]."""
+    mask = in_tokens[:, None] if WHOLE else in_tokens[:, None] & (column < K)[None, :]
+    return tl.trans(tl.load(x_row + column[None, :], mask=mask, other=0.0).to(DTYPE))
+
+
+@triton.jit
+def _chain(
+    x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n, zero_g,
+    begin, end, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it."""
+    PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
+    BYTES: tl.constexpr = COLUMNS // PER_BYTE
+    SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    ROW_SCALE: tl.constexpr = GROUPS == 1
+    AFTER: tl.constexpr = ROW_SCALE or SPAN % BYTES == 0  # scales multiply sums; those of shorter groups numbers
+    SCALES_SUMS: tl.constexpr = AFTER and not ROW_SCALE
+    NUM: tl.constexpr = 1 if AFTER else BYTES // SPAN
+    WHOLE: tl.constexpr = K % COLUMNS == 0
+    DTYPE: tl.constexpr = tl.float32 if WIDEN else (codes_row.dtype.element_ty if X_GROUP > 0 else
+                                                    x_row.dtype.element_ty)  # fmt: skip
+    at = tl.arange(0, BYTES)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if SCALES_SUMS:
+        scale, of_x = _load_scales(scales + row * stride_n, x_scales + token * GROUPS, in_rows, in_tokens, stride_g,
+                                   begin // GROUP, GROUPS, X_GROUP)
+    for start in range(begin // PER_BYTE, end // PER_BYTE, BYTES):
+        byte = start + at
+        if SCALES_SUMS:  # asked for one step ahead
+            next_scale, next_of_x = _load_scales(scales + row * stride_n, x_scales + token * GROUPS, in_rows, in_tokens,
+                                                 stride_g, (start + BYTES) // SPAN, GROUPS, X_GROUP)
+        mask = in_rows[:, None] if WHOLE else in_rows[:, None] & (byte < K // PER_BYTE)[None, :]
+        packed = tl.load(codes_row + byte[None, :], mask=mask, other=0.0 if CODE == _FP8 else 0)
+        group = start // SPAN
+        if PER_BYTE == 1:
+            numbers, high = packed.to(DTYPE), packed
+        else:
+            numbers, high = _unpack(packed, DTYPE, CODE == _FP4, ASM)
+        if HAS_ZEROS:
+            offset = _load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS)
+            offset = offset.to(DTYPE) if AFTER else _spread(offset, SPAN).to(DTYPE)
+            numbers -= offset
+            if PER_BYTE == 2:
+                high -= offset
+        if not AFTER:
+            scale = _spread(_load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), SPAN)
+            numbers = (numbers.to(tl.float32) * scale).to(DTYPE)
+            if PER_BYTE == 2:
+                high = (high.to(tl.float32) * scale).to(DTYPE)
+        if PER_BYTE == 1:
+            column = byte
+        elif AFTER:
+            column = tl.multiple_of(group * GROUP + start % SPAN, BYTES) + at
+        else:
+            column = byte // SPAN * GROUP + byte % SPAN
+        value = _load_rows(x_row, in_tokens, column, K, WHOLE, DTYPE)
+        if SCALES_SUMS:
+            part = tl.dot(numbers, value, input_precision="ieee")
+            if PER_BYTE == 2:
+                value = _load_rows(x_row, in_tokens, column + SPAN, K, WHOLE, DTYPE)
+                part = tl.dot(high, value, part, input_precision="ieee")
+            acc += part * (scale[:, None] * of_x[None, :]) if X_GROUP > 0 else part * scale[:, None]
+            scale, of_x = next_scale, next_of_x
+        else:
+            acc = tl.dot(numbers, value, acc, input_precision="ieee", max_num_imprecise_acc=COLUMNS)
+            if PER_BYTE == 2:
+                value = _load_rows(x_row, in_tokens, column + SPAN, K, WHOLE, DTYPE)
+                acc = tl.dot(high, value, acc, input_precision="ieee")
+    return acc
+
+
+@kernel(do_not_specialize=["M"])
+def _scaled_kernel(
+    x, x_scales, codes, scales, zeros, factors, bias, out, parts, counters, x_stride, codes_stride, stride_n, stride_g,
+    zero_n, zero_g, out_stride, M, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr,
+    CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
+    release_dependents(PDL)
+    PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
+    m_tiles, n_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first = program // (TILE_GROUP * n_tiles) * TILE_GROUP
+    height = tl.minimum(m_tiles - first, TILE_GROUP)
+    inside = program % (TILE_GROUP * n_tiles)
+    token = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = inside // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_tokens, in_rows = token < M, row < N
+    begin = tl.program_id(1) * CHAIN
+    if PDL:
+        prefetch_rows(codes + begin // PER_BYTE, row, codes_stride, N, K // PER_BYTE)
+    wait_for_inputs(PDL)
+    x_row = x + token.to(tl.int64)[:, None] * x_stride
+    codes_row = codes + row.to(tl.int64)[:, None] * codes_stride
+    if SHARED or CHAIN >= K:
+        total = _chain(x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g,
+                       zero_n, zero_g, begin, tl.minimum(begin + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N,
+                       COLUMNS, HAS_ZEROS, WIDEN, ASM)
+    else:
+        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for start in range(0, K, CHAIN):
+            total += _chain(x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n,
+                            stride_g, zero_n, zero_g, start, tl.minimum(start + CHAIN, K), K, GROUP, CODE, X_GROUP,
+                            BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS, WIDEN, ASM)
+    total = tl.trans(total)
+    inside_out = in_tokens[:, None] & in_rows[None, :]
+    is_last = True
+    if SHARED:
+        part = parts + token[:, None] * N + row[None, :]
+        tl.store(part + tl.program_id(1) * M * N, total, mask=inside_out)
+        is_last = arrive(counters + program, tl.num_programs(1))
+        if is_last:
+            total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            for _ in range(0, K, CHAIN):
+                # Parts come from other multiprocessors: they are read where all of them write.
+                total += tl.load(part, mask=inside_out, other=0.0, cache_modifier=".cg")
+                part += M * N
+    if is_last:
+        if GROUP >= K:
+            total *= tl.load(scales + row * stride_n, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+            if X_GROUP > 0:
+                total *= tl.load(x_scales + token, mask=in_tokens, other=0.0)[:, None]
+        if HAS_FACTORS:
+            total *= tl.load(factors + row, mask=in_rows, other=0.0)[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + token.to(tl.int64)[:, None] * out_stride + row[None, :], total.to(out.dtype.element_ty),
+                 mask=inside_out)
+
+
+@dataclass(frozen=True)
+class ScaledTile:
+    """Token rows and outputs per tile, and options of the compiler."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+_FEW, _SOME, _MANY = ScaledTile(16, 64, 4, 5), ScaledTile(64, 64, 4, 4), ScaledTile(128, 128, 8, 3)
+_SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)  # numbers of token rows whose tiles are compiled at start-up
+
+
+@lru_cache(maxsize=256)
+def scaled_tile(num_rows: int, is_small: bool) -> ScaledTile:
+    """is_small: there is no card, and tiles are computed by the interpreter."""
+    if is_small:
+        return ScaledTile(16, 16, 4, 1) if num_rows <= 16 else ScaledTile(32, 32, 4, 1)
+    return _FEW if num_rows <= _FEW.block_m else _SOME if num_rows <= _SOME.block_m else _MANY
+
+
+@lru_cache(maxsize=1024)
+def chain_columns(n: int, k: int, sms: int, block_n: int = 64) -> int:
+    """The columns of each chain of a weight [n, k]: as many chains as give every multiprocessor about two programs."""
+    chains = min(MAX_CHAINS, k // SHORTEST_CHAIN, cdiv(2 * sms, cdiv(n, block_n)))
+    return k if chains < 2 else cdiv(cdiv(k, chains), 2 * COLUMNS) * 2 * COLUMNS
+
+
+def round_rows(x: torch.Tensor, group: int, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`kernels.scaled.round_to_fp8` of x [tokens, k]."""
+    require_tensor("round_rows", "x", x, (None, None), x.device, FLOATS)
+    num_rows, k = x.shape
+    groups = cdiv(k, group)
+    codes = torch.empty(num_rows, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device)
+    pdl = uses_pdl(x.device) if pdl is None else pdl
+    if num_rows:
+        _round_kernel[(num_rows,)](
+            x, codes, scales, x.stride(0), K=k, GROUP=group, GROUPS=next_power_of_two(groups),
+            WIDTH=next_power_of_two(group), PDL=pdl, num_warps=8 if k > 2048 else 4, **pdl_options(pdl))
+    return codes, scales
+
+
+def scaled_linear(
+    x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None, rounding: int = 0, *,
+    out_dtype: torch.dtype | None = None, is_exact: bool = False, tile: ScaledTile | None = None,
+    chain: int | None = None, pdl: bool | None = None,
+) -> torch.Tensor:
+    """See `kernels.scaled.scaled_linear`."""
+    name, (num_rows, k), n, device = "scaled_linear", x.shape, weight.shape[0], x.device
+    require_tensor(name, "x", x, (None, weight.shape[1]), device, FLOATS)
+    require_tensor(name, "weight", weight.codes, (None, None), device, (weight.codes.dtype,))
+    assert rounding == 0 or (weight.code == FP8 and rounding == min(weight.group, k)), "groups of x are the weight's"
+    assert rounding in (0, k) or rounding % COLUMNS == 0, "sums of whole groups are scaled"
+    out_dtype = out_dtype or x.dtype
+    if num_rows == 0:
+        return torch.empty(0, n, dtype=out_dtype, device=device)
+    values, x_scales = round_rows(x, rounding) if rounding else (x, x)
+    if num_rows > LIBRARY_ROWS and not is_exact and _library_takes(weight, rounding, out_dtype, device):
+        out = torch._scaled_mm(values, weight.codes.t(), x_scales, weight.scales.t(), out_dtype=out_dtype)
+        return out if bias is None else out.add_(bias)
+    out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
+    chain = min(k, chain or chain_columns(n, k, num_sms(device)))
+    is_card = device.type == "cuda"
+    rows = {num_rows, *(_SAMPLED_ROWS if is_collecting() else ())}
+    launches = {(tile or scaled_tile(count, not is_card), count <= MAX_FEW_ROWS) for count in sorted(rows)}
+    for each, is_few in launches:  # several only where launches are collected: later steps have other token rows
+        shared = is_few and (num_rows <= each.block_m or is_collecting())
+        own = chain if is_few or is_exact else k
+        _launch(values, x_scales, weight, bias, out, rounding, each, own, shared,
+                uses_pdl(device) and is_few if pdl is None else pdl)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor,
+    rounding: int, tile: ScaledTile, chain: int, is_shared: bool, pdl: bool,
+) -> None:
+    (num_rows, n), k, device = out.shape, weight.shape[1], out.device
+    is_shared = is_shared and chain < k
+    chains = cdiv(k, chain) if is_shared else 1
+    parts = counters = out  # unused, unless programs share the sums
+    if is_shared:
+        parts = torch.empty(chains * num_rows * n, dtype=torch.float32, device=device)
+        counters = counters_for(device, MIN_COUNTERS)
+    zeros, factors, scales = weight.zeros, weight.factors, weight.scales
+    offsets = scales if zeros is None else zeros
+    is_card = device.type == "cuda"
+    _scaled_kernel[(cdiv(num_rows, tile.block_m) * cdiv(n, tile.block_n), chains)](
+        x, x_scales, weight.codes, scales, offsets, scales if factors is None else factors,
+        x_scales if bias is None else bias, out, parts, counters, x.stride(0), weight.codes.stride(0),
+        scales.stride(0), scales.stride(1), offsets.stride(0), offsets.stride(1), out.stride(0), num_rows, n, K=k,
+        GROUP=min(weight.group, k), CODE=CODES.index(weight.code), X_GROUP=rounding, CHAIN=chain, BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n, COLUMNS=COLUMNS, TILE_GROUP=_GROUP_OF_TILES, SHARED=is_shared,
+        HAS_ZEROS=zeros is not None, HAS_FACTORS=factors is not None, HAS_BIAS=bias is not None, WIDEN=not is_card,
+        ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch has the product: rows of both with one scale each, sizes that are multiples of 16."""
+    n, k = weight.shape
+    return (device.type == "cuda" and rounding == k and out_dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
+            and codes_per_byte(weight.code) == 1)
+
+
+def scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Tensor:
+    return scaled_linear(x, weight, None, rounding, out_dtype=torch.float32)
+
+
+def exact_scaled_linear(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None,
+                        rounding: int = 0) -> torch.Tensor:
+    return scaled_linear(x, weight, bias, rounding, is_exact=True)
+
+
+def exact_scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Tensor:
+    return scaled_linear(x, weight, None, rounding, out_dtype=torch.float32, is_exact=True)

@@ -1,0 +1,152 @@
+"""Products with weights of codes and scales in Triton, against their reference: every code, odd sizes, many rows. As a
+program this file compiles kernels for an H200 and prints what they consist of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import scaled  # noqa: E402
+from outrider.kernels.scaled import Scaled  # noqa: E402
+from outrider.kernels.triton.scaled_linear import (  # noqa: E402
+    ScaledTile,
+    chain_columns,
+    exact_scaled_linear,
+    exact_scaled_wide,
+    round_rows,
+    scaled_linear,
+    scaled_tile,
+    scaled_wide,
+)
+from outrider.kernels.triton.scaled_linear import _scaled_kernel as scaled_kernel  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+
+TILES = ScaledTile(16, 16, 4, 1), ScaledTile(32, 32, 4, 1)
+CARD_TILES = ScaledTile(16, 64, 4, 3), ScaledTile(64, 64, 4, 3)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(device: torch.device, code: str, n: int, k: int, group: int, has_zeros: bool = False) -> Scaled:
+    generator = torch.Generator().manual_seed(5)
+    groups = n, -(-k // group)
+    codes = torch.randint(0, 256, (n, k // scaled.codes_per_byte(code)), generator=generator, dtype=torch.uint8)
+    codes = draw(n, k, seed=1).to(torch.float8_e4m3fn) if code == "fp8" else codes.view(scaled.code_dtype(code))
+    scales = (0.5 + torch.rand(groups, generator=generator)) / 64
+    if code == "fp4":
+        scales = (scales * 64).to(torch.float8_e4m3fn)
+    zeros = torch.randint(-8, 9, groups, generator=generator).half().to(device) if has_zeros else None
+    factors = torch.rand(n, 1, generator=generator).to(device) if code == "fp4" else None
+    # The scales of an engine lie group by group.
+    return Scaled(code, group, codes.to(device), scales.T.contiguous().to(device).T, zeros, factors)
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    limit = 1e-2 if actual.dtype == torch.bfloat16 else 1e-4
+    assert float((actual.double() - wanted.double()).norm() / wanted.double().norm()) < limit
+
+
+@pytest.mark.parametrize(("code", "k", "group", "has_zeros"), [
+    ("fp8", 200, 200, False), ("fp8", 320, 128, False), ("fp8", 96, 32, False),
+    ("int8", 200, 200, True), ("int8", 256, 64, False),
+    ("int4", 384, 128, False), ("int4", 384, 128, True), ("int4", 96, 32, True), ("int4", 320, 64, False),
+    ("int4", 256, 256, False), ("fp4", 96, 16, False), ("fp4", 256, 32, False),
+])  # fmt: skip
+def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, has_zeros: bool) -> None:
+    n = 50
+    weight, bias = make(device, code, n, k, group, has_zeros), draw(n, seed=3).to(device, dtype)
+    for num_rows in (1, 37):
+        x = draw(num_rows, k, seed=num_rows).to(device, dtype)
+        for each_bias in (None, bias):
+            assert_close(scaled_linear(x, weight, each_bias), scaled.scaled_linear(x, weight, each_bias))
+        assert scaled_wide(x, weight).dtype == torch.float32
+        assert_close(scaled_wide(x, weight), scaled.scaled_wide(x, weight))
+
+
+@pytest.mark.parametrize("group", [200, 128])
+def test_rounded_token_rows(device: torch.device, dtype: torch.dtype, group: int) -> None:
+    x = (draw(5, 200) * torch.tensor([[1.0], [100], [0], [1e-6], [3]])).to(device, dtype)
+    codes, scales = round_rows(x, group)
+    wanted, wanted_scales = scaled.round_to_fp8(x, group)
+    torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
+    assert_close(Scaled("fp8", group, codes, scales).numbers(), Scaled("fp8", group, wanted, wanted_scales).numbers())
+    weight = make(device, "fp8", 50, 200, group)
+    assert_close(scaled_linear(x, weight, None, group), scaled.scaled_linear(x, weight, None, group))
+
+
+def test_a_row_that_is_not_finite_touches_no_other(device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = draw(4, 256).to(device, dtype), make(device, "fp8", 50, 256, 256)
+    wanted = scaled_linear(x, weight, None, 256)
+    for bad in (torch.nan, torch.inf):
+        broken = x.clone()
+        broken[2, 7] = bad
+        out = scaled_linear(broken, weight, None, 256)
+        assert torch.equal(out[[0, 1, 3]], wanted[[0, 1, 3]]) and out[2].isnan().all()
+
+
+@pytest.mark.parametrize(("code", "group", "rounding"), [("fp8", 1024, 1024), ("fp8", 128, 128), ("int4", 128, 0)])
+def test_a_row_has_the_same_bits_among_any_others(device: torch.device, dtype: torch.dtype, code: str, group: int,
+                                                  rounding: int) -> None:
+    """In exact mode for every number of rows, with chains of programs of their own and in one program."""
+    k, n = 1024, 20
+    tiles = CARD_TILES if device.type == "cuda" else TILES
+    weight, x = make(device, code, n, k, group), draw(70, k).to(device, dtype)
+    whole = scaled_linear(x, weight, None, rounding, is_exact=True, chain=512, tile=tiles[1])
+    assert_close(whole, scaled.scaled_linear(x, weight, None, rounding))
+    for first, count in ((0, 1), (3, 16), (2, 20)):
+        for tile in tiles:
+            rows = scaled_linear(x[first : first + count], weight, None, rounding, is_exact=True, chain=512, tile=tile)
+            assert torch.equal(rows, whole[first : first + count])
+    for operation in (exact_scaled_linear, exact_scaled_wide):
+        few, many = (operation(rows, weight, rounding=rounding) for rows in (x[:3], x))
+        assert torch.equal(few, many[:3])
+
+
+def test_chains_depend_on_the_weight_alone() -> None:
+    assert chain_columns(28672, 4096, 132) == 4096
+    assert chain_columns(4096, 14336, 132) == 3584 and chain_columns(4096, 4096, 132) == 1024
+    assert chain_columns(512, 512, 132) == 512
+
+
+@pytest.mark.long
+def test_compiles_for_the_card() -> None:
+    for kernel in found_without_interpreter(__file__):
+        assert kernel["multiplies"], "tensor cores read fp8 codes as they are"
+        assert kernel["copies"] > 0 and kernel["shared"] <= 228 << 10
+
+
+def compile_kernel(code: str, group: int, rounding: int, tile: ScaledTile, k: int = 4096) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function: Any = scaled_kernel.function
+    names = function.arg_names
+    constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
+                 "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "TILE_GROUP": 8, "SHARED": False,
+                 "HAS_ZEROS": False, "HAS_FACTORS": False, "HAS_BIAS": False, "WIDEN": False, "ASM": code == "int4",
+                 "PDL": True, "stride_n": 1}  # fmt: skip
+    kinds = {"x": "*fp8e4nv" if rounding else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "zeros": "*fp16",
+             "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "bias": "*bf16", "out": "*bf16",
+             "parts": "*fp32", "counters": "*i32"}  # fmt: skip
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned: Any = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in (*constants, "M")}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    ptx = made.asm["ptx"]
+    wanted = "e4m3.e4m3" if rounding else "bf16.bf16"
+    return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
+            "shared": made.metadata.shared}  # fmt: skip
+
+
+if __name__ == "__main__":
+    cases = (("fp8", 4096, 4096), ("fp8", 128, 128), ("int4", 128, 0))
+    print(json.dumps([compile_kernel(*case, scaled_tile(rows, False)) for case in cases for rows in (1, 64, 300)]))
