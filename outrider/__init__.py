@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outrider.compat.engine_args import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
     from outrider.core.pooling import (
+        ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from outrider.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams",
+           "ClassificationRequestOutput", "CompletionOutput",
            "EmbeddingRequestOutput", "EmbedsPrompt", "EngineArgs", "LLMEngine", "PoolingOutput", "PoolingParams",
            "PoolingRequestOutput", "RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams",
            "TextPrompt", "TokensPrompt", "__version__"]
@@ -46,6 +48,7 @@ HOMES = {
     "EngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    "ClassificationRequestOutput": ("outrider.core.pooling", "ClassificationRequestOutput"),
     "EmbedsPrompt": ("outrider.core.prompts", "EmbedsPrompt"),
     "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
     "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
@@ -60,7 +63,6 @@ HOMES = {
 }
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
-    "ClassificationRequestOutput": "heads that classify are not served",
     "ModelRegistry": "see docs/extending.md",
 }
 

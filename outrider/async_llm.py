@@ -57,11 +57,12 @@ class AsyncLLM(Front):
 
     async def encode(self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None,
                      *, lora_request: None = None, priority: int = 0) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The pooled hidden states of one prompt, in the last output."""
+        """The pooled hidden states of one prompt, in the last output, as a tensor."""
         refuse_adapter(lora_request)
         params = PoolingParams() if pooling_params is None else pooling_params
         async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
             async for output in outputs:
+                self._as_tensors([cast(PoolingRequestOutput, output)])
                 yield cast(PoolingRequestOutput, output)
 
     async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0) -> list[CheckedRequest]:

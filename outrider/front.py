@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.compat.engine_args import EngineArgs, config_for
-from outrider.compat.settings import NO_ADAPTERS, NO_HEADS, NO_IMAGES
+from outrider.compat.settings import NO_ADAPTERS, NO_IMAGES
 from outrider.compat.vllm_config import ModelConfig, VllmConfig
 from outrider.config import EngineConfig
 from outrider.core.fields import shown, unknown_name
 from outrider.core.params import SamplingParams
+from outrider.core.pooling import PoolingRequestOutput
 from outrider.engine.engine import Engine
 from outrider.engine.maintenance import Maintenance
 from outrider.engine.start import start_engine
@@ -20,8 +21,8 @@ from outrider.engine.text import Tokenizer
 
 # Methods of vLLM's fronts that are not there, with what to do instead.
 NOT_SERVED = {
-    "classify": NO_HEADS,
-    "reward": NO_HEADS,
+    "classify": "use AsyncLLM.encode with PoolingParams(task='classify')",
+    "reward": "use LLM.encode with pooling_task='classify' or 'token_classify'",
     "add_lora": NO_ADAPTERS,
     "apply_model": "the model lives with its worker: docs/extending.md says how to add parts",
     "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
@@ -87,6 +88,12 @@ class Front:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where it has none."""
         return self.engine.checks.need_tokenizer()
+
+    @staticmethod
+    def _as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
+        from outrider.runner.prompt_reports import as_tensors  # with torch, which the engine has imported
+
+        as_tensors(outputs)
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Never, TypeVar, cast
+from typing import Annotated, Any, Never, TypeVar, cast
 
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.fields import shown
+from outrider.core.fields import OneOf, check_value, shown
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
 from outrider.core.pooling import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     Output,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
-from outrider.core.pooling_params import PoolingParams, RequestParams
+from outrider.core.pooling_params import TASKS, PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.named_weights import Weights, weights_command
@@ -65,13 +67,18 @@ class LLM(Front):
                pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
                use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
                pooling_task: str = "embed") -> list[PoolingRequestOutput]:
-        """Hidden states of the prompts, pooled as `pooling_params` say: numpy arrays in `output.outputs.data`.
-        `pooling_task`: what is pooled without parameters, "embed" for a prompt or "token_embed" for every token."""
+        """Hidden states of the prompts, pooled as `pooling_params` say: tensors in `output.outputs.data`.
+        `pooling_task`: what is pooled without parameters, "embed" for a prompt or "token_embed" for every token,
+        "classify" and "token_classify" where the model has a head for it."""
+        check_value("pooling_task", Annotated[str, OneOf(TASKS)], pooling_task)
+        params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
+        outputs = self._pool(prompts, params, use_tqdm, lora_request)
+        self._as_tensors(outputs)
+        return outputs
+
+    def _pool(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams],
+              use_tqdm: bool | Callable[..., Any], lora_request: None) -> list[PoolingRequestOutput]:
         refuse_adapter(lora_request)
-        if pooling_task not in ("embed", "token_embed"):
-            raise ValueError(f"pooling_task must be embed or token_embed, got {shown(pooling_task)}")
-        default = PoolingParams(pooling="last" if pooling_task == "embed" else "all")
-        params = default if pooling_params is None else pooling_params
         outputs = cast(list[PoolingRequestOutput], self._run(prompts, params, 0, use_tqdm))
         raise_failed(outputs)
         return outputs
@@ -83,24 +90,43 @@ class LLM(Front):
         given = pooling_params if isinstance(pooling_params, (list, tuple)) else [pooling_params]
         if any(isinstance(params, PoolingParams) and params.pooling == "all" for params in given):
             raise ValueError("LLM.embed gives one vector for each prompt: use LLM.encode for pooling='all'")
-        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        params = PoolingParams() if pooling_params is None else pooling_params
+        outputs = self._pool(prompts, params, use_tqdm, lora_request)
         return [EmbeddingRequestOutput.from_pooled(output) for output in outputs]
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None,
+                 use_tqdm: bool | Callable[..., Any] = True,
+                 lora_request: None = None) -> list[ClassificationRequestOutput]:
+        """The probability of each class, in `output.outputs.probs`, by the head of a model that classifies."""
+        params = PoolingParams(task="classify") if pooling_params is None else replace(pooling_params, task="classify")
+        return [ClassificationRequestOutput.from_pooled(output)
+                for output in self._pool(prompts, params, use_tqdm, lora_request)]
 
     def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
               pooling_params: PoolingParams | None = None, use_tqdm: bool | Callable[..., Any] = True,
-              lora_request: None = None) -> list[ScoringRequestOutput]:
-        """The similarity of each text of `data_1`, or of its only one, to the text of `data_2` at the same place."""
+              lora_request: None = None, chat_template: str | None = None) -> list[ScoringRequestOutput]:
+        """The similarity of each text of `data_1`, or of its only one, to the text of `data_2` at the same place. A
+        model whose head has one class scores the two texts together; `chat_template` joins them then, as messages of
+        the roles query and document."""
         first, second = _as_list(data_1), _as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"{len(first)} texts to compare with {len(second)}: give one, or as many")
+        checks = self.engine.checks
+        if checks.classes is not None:
+            pairs = checks.join_pairs(first, second, chat_template)
+            outputs = self.classify(pairs, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+            return [ScoringRequestOutput(output.request_id, ScoringOutput(output.outputs.probs[0]),
+                                         output.prompt_token_ids) for output in outputs]
         params = PoolingParams() if pooling_params is None else pooling_params
         if not params.normalize or params.pooling == "all":
             raise ValueError("scores are angles between single vectors: use normalize=True, and pooling last or mean")
-        outputs = self.encode([*first, *second], params, use_tqdm=use_tqdm, lora_request=lora_request)
-        ones, others = outputs[: len(first)], outputs[len(first) :]
-        pairs = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
+        pooled = self._pool([*first, *second], params, use_tqdm, lora_request)
+        ones, others = pooled[: len(first)], pooled[len(first) :]
+        if len(ones) == 1:
+            ones *= len(others)
         return [ScoringRequestOutput(other.request_id, ScoringOutput(cosine(one, other)),
-                                     one.prompt_token_ids + other.prompt_token_ids) for one, other in pairs]
+                                     one.prompt_token_ids + other.prompt_token_ids)
+                for one, other in zip(ones, others, strict=True)]
 
     def enqueue(self, prompts: Prompt | Sequence[Prompt],
                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,

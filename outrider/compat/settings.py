@@ -55,7 +55,7 @@ Meaning: TypeAlias = SameAs | Explained | Refused | Checked
 
 NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
-NO_HEADS = "heads that classify or reward are not served: LLM.embed, LLM.score and LLM.encode give hidden states"
+BY_CONFIG = "a head that classifies is served where the model's config names one (*ForSequenceClassification)"
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
 OWN_CONFIG = "give its values as hf_overrides={'key': value}, or change config.json in a copy of the model's folder"
@@ -81,7 +81,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "use_v2_block_manager": Explained("there is one page manager", is_switch=True),
     "allowed_local_media_path": Refused(NO_IMAGES, (None, "")),
     "calculate_kv_scales": Refused("scales belong to the type in kv_cache_dtype", (None, False), is_switch=True),
-    "convert": Refused(NO_HEADS, (None, "auto", "none", "embed")),
+    "convert": Refused(BY_CONFIG, (None, "auto", "none", "embed", "classify")),
     "cpu_offload_gb": Refused("weights lie on one device: choose a smaller model or a quantised file", (None, 0)),
     "config_format": Refused("config.json and GGUF metadata are read", (None, "auto", "hf")),
     "data_parallel_size": Refused(ONE_DEVICE, (None, 1)),
@@ -110,11 +110,11 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "rope_theta": Refused("use hf_overrides={'rope_theta': ...}"),
     "override_pooler_config": Checked(pooling_refused),
     "pooler_config": Checked(pooling_refused),
-    "runner": Refused(NO_HEADS, (None, "auto", "generate", "pooling")),
+    "runner": Refused(BY_CONFIG, (None, "auto", "generate", "pooling")),
     "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
     "structured_outputs_config": Refused(ONE_GRAMMAR_LIBRARY),
-    "task": Refused(NO_HEADS, (None, "auto", "generate", "embed", "embedding")),
+    "task": Refused(BY_CONFIG, (None, "auto", "generate", "embed", "embedding", "classify", "score", "reward")),
     "tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),
     "tokenizer_mode": Refused("tokenizer.json is read, or a GGUF file's own", (None, "auto")),

@@ -85,7 +85,7 @@ class CheckedRequest:
     @property
     def reads_prefix_cache(self) -> bool:
         """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
-        if self.hidden in (HiddenReport.SUM, HiddenReport.ALL):
+        if self.hidden.covers_prompt:
             return False
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
 

@@ -6,7 +6,7 @@ The hidden states are those after the model's final norm, which the head would m
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class PoolingOutput:
-    """`data`: a vector, or with pooling="all" one row for each token of the prompt."""
+    """`data`: a vector, or with pooling="all" one row for each token of the prompt. `LLM.encode` and
+    `AsyncLLM.encode` give torch tensors; within the engine it is a numpy array."""
 
-    data: Vectors | None = None
+    data: Any = None
     error: str | None = None
 
 
@@ -93,13 +94,36 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
+class ClassificationOutput:
+    probs: list[float]  # one for each class
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+    @classmethod
+    def from_pooled(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+        assert output.outputs.data is not None
+        return cls(output.request_id, ClassificationOutput(output.outputs.data.tolist()), output.prompt_token_ids)
+
+
+@dataclass
 class ScoringOutput:
     score: float
 
 
 @dataclass
 class ScoringRequestOutput:
-    """The similarity of two texts: the cosine of the angle between their embeddings."""
+    """The similarity of two texts: the cosine of the angle between their embeddings, or the probability that a head
+    for pairs gives them."""
 
     request_id: str
     outputs: ScoringOutput

@@ -34,7 +34,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
                   takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
-                  processors=config.logits_processors, device_name=info.device_name)
+                  processors=config.logits_processors, device_name=info.device_name, classes=info.classes)
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from outrider.core import FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.class_head import ClassHead
 from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
@@ -61,7 +62,8 @@ class Engine:
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
                  grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
-                 model_name: str = "this model", processors: Sequence[Any] = (), device_name: str = "CPU") -> None:
+                 model_name: str = "this model", processors: Sequence[Any] = (), device_name: str = "CPU",
+                 classes: ClassHead | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
         host drafters. processors: the setting logits_processors."""
@@ -76,7 +78,7 @@ class Engine:
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name,
-                                    load_processors(processors))
+                                    load_processors(processors), classes)
         self._host_faults = host_faults
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
@@ -295,7 +297,7 @@ class Engine:
         params, prompt_len = asked.params, len(asked.token_ids)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len)
+            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.checks.classes)
             return _Live(request_id, metrics, [(Request(next(self._ids), asked, prompt_len), pooled)], None, 1)
         limit = self.limits.max_len if params.max_tokens is None else prompt_len + params.max_tokens
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []

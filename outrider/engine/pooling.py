@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.core import Finish, RequestResult
+from outrider.core.class_head import ClassHead
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 from outrider.core.pooling import PoolingRequestOutput
 from outrider.core.pooling_params import PoolingParams
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 class PooledOutput:
     """Gathers the vectors of one request over its steps. Has the methods of SampleOutput that a request needs."""
 
-    def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int) -> None:
+    def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int, classes: ClassHead | None) -> None:
         self.is_finished = False
+        self._activation = "identity" if classes is None else classes.activation
         self._key, self._params, self._prompt_len = key, params, prompt_len
         self._epoch = 0
         self._parts: list[Vectors] = []
@@ -50,10 +52,23 @@ class PooledOutput:
         if self._params.pooling == "mean":
             vectors = vectors.sum(axis=0, keepdims=True, dtype=np.float32) / np.float32(self._prompt_len)
         vectors = vectors[:, : self._params.dimensions]
-        if self._params.normalize:
+        if self._params.classifies:
+            vectors = probabilities(vectors, self._activation if self._params.normalize else "identity")
+        elif self._params.normalize:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.maximum(lengths, np.float32(1e-12))
         return vectors if self._params.pooling == "all" else vectors[0]
+
+
+def probabilities(scores: Vectors, activation: str) -> Vectors:
+    """What the head's scores [n, classes] say of each class."""
+    match activation:
+        case "softmax":
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            return weights / weights.sum(axis=1, keepdims=True)
+        case "sigmoid":
+            return np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * scores))
+    return scores
 
 
 def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.class_head import ClassHead
 from outrider.core.drafter_faults import words_of
 from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.logits_processors import LogitsProcessor
@@ -39,6 +40,7 @@ class RequestChecks:
     grammars: GrammarCompiler | None
     model_name: str  # for messages
     processors: Sequence[type[LogitsProcessor]] = ()
+    classes: ClassHead | None = None
 
     def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
         (request,) = self.check_all([prompt], [params], [priority])
@@ -52,6 +54,28 @@ class RequestChecks:
         checked = {key: self._check_params(own) for key, own in given.items()}
         return [self._check(prompt, checked[id(own)], priority)
                 for prompt, own, priority in zip(prompts, params, priorities, strict=True)]
+
+    def join_pairs(self, ones: list[Any], others: list[Any],
+                   chat_template: str | None = None) -> list[list[int]]:
+        """The prompt of each text of `others` with the text of `ones` at its place, or the only one, for a head that
+        scores pairs of texts."""
+        assert self.classes is not None
+        if self.classes.num_labels != 1:
+            raise ValueError(f"{self.model_name} has {self.classes.num_labels} classes, and pairs are scored by a head "
+                             "with one: use LLM.classify")
+        for text in (*ones, *others):
+            check_value("a text of a pair", str, text)
+        tokenizer, joined = self.need_tokenizer(), []
+        for one, other in zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True):
+            if chat_template is not None:
+                messages = [{"role": "query", "content": one}, {"role": "document", "content": other}]
+                joined.append(tokenizer.encode(tokenizer.render_chat(messages, chat_template=chat_template,
+                                                                     add_generation_prompt=False)))
+            elif self.classes.separates_pairs:
+                joined.append(tokenizer.backend.encode(one, other).ids)
+            else:
+                joined.append(tokenizer.encode(one + other))
+        return joined
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -84,7 +108,9 @@ class RequestChecks:
     def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
         if isinstance(given, PoolingParams):
-            return given.checked(self.limits.hidden_size)
+            return given.checked(self.limits.hidden_size, self.classes)
+        if self.classes is not None:
+            raise ValueError(f"{self.model_name} classifies and generates no text: use LLM.classify or LLM.encode")
         limits, params = self.limits, check_params(given)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from outrider.core.class_head import ClassHead
 from outrider.kernels import ops
 from outrider.layers import (
     Delta,
@@ -79,6 +80,7 @@ class Model(LayeredModule, ABC):
     embed_tokens: Embedding
     lm_head: Linear
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
+    classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
 
     @abstractmethod
     def forward(
@@ -91,6 +93,10 @@ class Model(LayeredModule, ABC):
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """hidden: [n, hidden] after the final norm, the token rows of the context. Returns [n, vocabulary] float32,
         float64 in a float64 model."""
+
+    def class_scores(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """hidden: as in `logits`. Returns [n, classes] of a model that has `classes`."""
+        raise NotImplementedError
 
 
 class DecoderNames(NamedTuple):
@@ -112,6 +118,7 @@ class Decoder(Model):
     names = DecoderNames()
     activation = "silu"  # activation of MLPs and experts
     norm_offset = False  # norms scale by 1 + weight
+    has_output = True  # the checkpoint has a head over the vocabulary, its own or the embedding
     rotaries: list[Rotary]
     softcap: float | None = None  # soft limit of the logits
 
@@ -125,7 +132,7 @@ class Decoder(Model):
         embedding_scale: float | None = None,
     ) -> None:
         self.config = config
-        self.sizes = sizes
+        self.sizes = sizes = sizes if self.has_output else replace(sizes, is_tied=True)
         self.vocab_size = sizes.vocab_size
         self.hidden_size = sizes.hidden_size
         self.num_layers = sizes.num_layers

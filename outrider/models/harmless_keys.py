@@ -36,7 +36,7 @@ _HARMLESS_BY_REASON: dict[str, str] = {
     "Lengths of the training or of the tokenizer, beside max_position_embeddings.": """
         seq_length max_sequence_length model_max_length tokenizer_model_max_length
         """,
-    "Heads that classify, which are not served.": """
+    "Heads that classify, which the models that have one read (`models/classifier.py`).": """
         id2label label2id num_labels problem_type task_specific_params summary_type summary_use_proj
         summary_activation summary_proj_to_labels
         """,

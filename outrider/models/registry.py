@@ -10,6 +10,7 @@ import torch
 
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
+from outrider.models.classifier import LlamaClassifier, MistralClassifier, Qwen2Classifier, Qwen3Classifier
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
 from outrider.models.gemma3 import Gemma3
@@ -41,6 +42,10 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "Gemma4ForConditionalGeneration": Gemma4,
     "Gemma4UnifiedForCausalLM": Gemma4,
     "Gemma4UnifiedForConditionalGeneration": Gemma4,
+    "LlamaForSequenceClassification": LlamaClassifier,
+    "MistralForSequenceClassification": MistralClassifier,
+    "Qwen2ForSequenceClassification": Qwen2Classifier,
+    "Qwen3ForSequenceClassification": Qwen3Classifier,
 }
 
 

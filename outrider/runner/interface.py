@@ -14,6 +14,7 @@ import numpy as np
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core.class_head import ClassHead
 from outrider.core.costs import MixedStepCosts, StepCosts
 from outrider.core.structured import StructuredOutputsParams
 from outrider.runner.commands import Answer, Command
@@ -90,6 +91,7 @@ class WorkerInfo:
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
     takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
     device_name: str = "CPU"
+    classes: ClassHead | None = None  # of a model that classifies and generates no text
 
 
 class RunningWorker(Runner, Protocol):

@@ -7,11 +7,13 @@ with a report run uncaptured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outrider.core import Finish, HiddenReport, RequestResult, ScheduledBatch
+from outrider.core.pooling import PoolingRequestOutput
 from outrider.kernels.buffers import to_device
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
@@ -64,12 +66,12 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 class HiddenRows:
     """Vectors of the scheduled requests, in batch order."""
 
-    vectors: torch.Tensor  # [vectors, hidden size] float32, float64 of a float64 model
-    counts: list[int | None]  # vectors of each request; None for a request that generates tokens
+    vectors: torch.Tensor  # flat, float32, float64 of a float64 model
+    shapes: list[tuple[int, int] | None]  # (vectors, their size) of each request; None: it generates tokens
     ends: list[bool]  # whether the step computes the last token of the request
 
 
-def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
+def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
                     exact: bool = False) -> HiddenRows | None:
     """exact: a sum is left to the host, which gets every token's vector, since sums of chunks would add in an order
     that depends on where the prompt was cut."""
@@ -79,7 +81,7 @@ def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, p
     assert isinstance(inputs.shape, EagerShape), "captured steps report no hidden states"
     wide = torch.float64 if hidden.final.dtype == torch.float64 else torch.float32
     parts: list[torch.Tensor] = []
-    counts: list[int | None] = []
+    shapes: list[tuple[int, int] | None] = []
     ends: list[bool] = []
     start = 0
     lens = inputs.shape.queries.lens
@@ -90,25 +92,36 @@ def reported_hidden(scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, p
         ends.append(is_last)
         match report:
             case HiddenReport.NONE:
-                counts.append(None)
+                shapes.append(None)
                 continue
             case HiddenReport.SUM if not exact:
                 own = own.to(wide).sum(0, keepdim=True)
-            case HiddenReport.LAST:
+            case HiddenReport.LAST | HiddenReport.CLASSES:
                 own = own[-1:] if is_last else own[:0]
-        parts.append(own.to(wide))
-        counts.append(len(own))
-    return HiddenRows(torch.cat(parts), counts, ends)
+        if report in (HiddenReport.CLASSES, HiddenReport.ALL_CLASSES):
+            rows = WantedRows(torch.arange(start - len(own), start, device=own.device))
+            own = model.class_scores(own, hidden.context.of_rows(rows))
+        parts.append(own.to(wide).flatten())
+        shapes.append((own.shape[0], own.shape[1]))
+    return HiddenRows(torch.cat(parts), shapes, ends)
+
+
+def as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
+    """Make tensors of the data of outputs, in place, for callers who expect vLLM's type."""
+    for output in outputs:
+        if output.outputs.data is not None:
+            output.outputs.data = torch.from_numpy(output.outputs.data)
 
 
 def with_hidden(requests: list[RequestResult], hidden: HiddenRows) -> list[RequestResult]:
     """The results with the hidden states that were asked for. A request for hidden states ends with its prompt."""
     vectors = hidden.vectors.cpu().float().numpy()
     first, done = 0, []
-    for result, count, is_last in zip(requests, hidden.counts, hidden.ends, strict=True):
-        if count is not None:
-            own = vectors[first : first + count].copy()  # a view would keep the vectors of the whole step alive
-            first += count
+    for result, shape, is_last in zip(requests, hidden.shapes, hidden.ends, strict=True):
+        if shape is not None:
+            size = shape[0] * shape[1]
+            own = vectors[first : first + size].reshape(shape).copy()  # a view would keep those of the whole step alive
+            first += size
             finish, error = (Finish.STOP if is_last else Finish.NO), None
             if not bool(torch.from_numpy(own).isfinite().all()):
                 finish, error = Finish.ERROR, NOT_FINITE

@@ -177,7 +177,8 @@ class DeviceStep:
         # Before drafters, which may write to the hidden states.
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
                                   row_by_row=self._reports_row_by_row)
-        hidden = reported_hidden(scheduled, half.inputs, half.hidden, self.state.params, exact=self._exact)
+        hidden = reported_hidden(self.model, scheduled, half.inputs, half.hidden, self.state.params,
+                                 exact=self._exact)
         result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.
         asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)

@@ -88,7 +88,8 @@ class Worker:
         self.residence = Residence(config, parts, self.device_step, self.runner, source)
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
         self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
-                               takes_spans=parts.takes_spans, device_name=parts.device_name)
+                               takes_spans=parts.takes_spans, device_name=parts.device_name,
+                               classes=model.classes)
 
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,

@@ -21,6 +21,7 @@ from outrider.server import admin
 from outrider.server.bodies import BodyRoute
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
+from outrider.server.classification import ClassifyRequest, create_classes
 from outrider.server.completions import completions
 from outrider.server.dashboard import dashboard
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
@@ -50,7 +51,6 @@ NOT_SERVED = {
     "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
     "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
-    "/classify": 'ask /v1/completions for one of the classes, with structured_outputs: {"choice": [...]}',
 }  # fmt: skip
 
 
@@ -130,6 +130,10 @@ def _pooled_routes(service: Service) -> APIRouter:
     @routes.post("/pooling")
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         return await create_pooling(service, body, request.scope[TENANT])
+
+    @routes.post("/classify")
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        return await create_classes(service, body, request.scope[TENANT])
 
     @routes.post("/score")
     @routes.post("/v1/score")

@@ -34,8 +34,9 @@ class EmbeddingRequest(PooledRequest):
 
 
 class PoolingRequest(EmbeddingRequest):
-    task: Literal["embed", "token_embed"] | None = Field(default=None, description="embed: one vector for each prompt; "
-                                                         "token_embed: one for each token. Default embed")
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        default=None, description="embed: one vector for each prompt; token_embed: one for each token; classify and "
+                                  "token_classify: probabilities of classes, where the model has them. Default embed")
 
 
 async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: str | None) -> Work:
@@ -44,12 +45,16 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: st
 
 
 async def create_pooling(service: Service, body: PoolingRequest, tenant: str | None) -> Work:
-    is_whole = body.task == "token_embed"
-    if is_whole and body.pooling is not None:
-        raise ApiError(400, "pooling goes with the task embed: token_embed pools nothing", param="pooling")
-    model, requests = await _prepared(service, body, tenant, **({"pooling": "all"} if is_whole else {}))
-    if is_whole:
-        width = body.dimensions or service.host.llm.engine.limits.hidden_size
+    task = body.task or "embed"
+    if task != "embed" and body.pooling is not None:
+        raise ApiError(400, f"pooling goes with the task embed: {task} pools nothing", param="pooling")
+    more = {} if task == "embed" else {"task": task, "pooling": "last"}
+    model, requests = await _prepared(service, body, tenant, **more)
+    if task.startswith("token_"):
+        engine = service.host.llm.engine
+        width = body.dimensions or engine.limits.hidden_size
+        if task == "token_classify" and engine.checks.classes is not None:
+            width = engine.checks.classes.num_labels
         num_tokens = sum(len(request.token_ids) for request in requests)
         if num_tokens * width > MAX_NUMBERS:
             raise ApiError(400, f"input has {num_tokens} tokens with {width} numbers each, and an answer has at most "

@@ -6,6 +6,7 @@ pairs it is part of.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,7 +15,8 @@ from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
-from outrider.server.errors import ApiError
+from outrider.core.pooling_params import PoolingParams
+from outrider.server.errors import ApiError, bad_value
 from outrider.server.pooled import PooledRequest, pooled_vectors, pooling_params, prompt_usage
 from outrider.server.protocol import Prompts
 from outrider.server.service import Service, name_request
@@ -56,17 +58,22 @@ async def create_score(service: Service, body: ScoreRequest, tenant: str | None)
         raise ApiError(400, f"{names[0]} has {len(ones)} texts and {names[1]} has {len(others)}: give one, or as many",
                        param=names[0])
     _check_number(service, len(ones) + len(others), names[1])
+    if service.host.llm.engine.checks.classes is not None:
+        one, other = (_texts(getattr(body, name)) for name in names)
+        pairs = await _pairs(service, body, one, other, tenant)
+        return JsonWork(_score_answer(service, body, model, [], pairs), service.deadline(body))
     asked = await _checked(service, body, ones, names[0], tenant)
     found = await _checked(service, body, others, names[1], tenant)
+    return JsonWork(_score_answer(service, body, model, asked, found), service.deadline(body))
 
-    async def answer() -> dict[str, Any]:
-        name = name_request("score", body)
-        scores = await _scores(service, asked, found, name.engine)
-        return {"id": name.answer, "object": "list", "created": int(time.time()), "model": model,
-                "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
-                "usage": prompt_usage([*asked, *found])}
 
-    return JsonWork(answer(), service.deadline(body))
+async def _score_answer(service: Service, body: ScoreRequest, model: str, asked: Sequence[CheckedRequest],
+                        found: Sequence[CheckedRequest]) -> dict[str, Any]:
+    name = name_request("score", body)
+    scores = await _scores(service, asked, found, name.engine)
+    return {"id": name.answer, "object": "list", "created": int(time.time()), "model": model,
+            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+            "usage": prompt_usage([*asked, *found])}
 
 
 async def create_rerank(service: Service, body: RerankRequest, tenant: str | None) -> Work:
@@ -80,8 +87,11 @@ async def create_rerank(service: Service, body: RerankRequest, tenant: str | Non
     if most is not None and (truncation is None or most < truncation.num_tokens):
         truncation = Truncation(most, "right")
     documents = await service.encode_prompts(texts, "documents", truncation=truncation)
-    asked = await _checked(service, body, query, "query", tenant)
-    found = await _checked(service, body, documents, "documents", tenant)
+    if service.host.llm.engine.checks.classes is not None:
+        asked, found = [], await _pairs(service, body, [body.query], texts, tenant)
+    else:
+        asked = await _checked(service, body, query, "query", tenant)
+        found = await _checked(service, body, documents, "documents", tenant)
 
     async def answer() -> dict[str, Any]:
         name = name_request("rerank", body)
@@ -130,9 +140,28 @@ async def _checked(service: Service, body: PooledRequest, prompts: Sequence[list
         raise ApiError(error.status, f"{param}: {error}", param=param) from None
 
 
+def _texts(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others: list[Any],
+                 tenant: str | None) -> list[CheckedRequest]:
+    """Requests of a head that scores two texts together, one for each pair."""
+    truncation = service.truncation(body)
+    try:
+        prompts = await asyncio.to_thread(service.host.llm.engine.checks.join_pairs, ones, others)
+    except ValueError as error:
+        raise bad_value(error, type(body).model_fields) from None
+    cut = prompts if truncation is None else [truncation.cut(prompt) for prompt in prompts]
+    return await service.check(body, cut, PoolingParams(task="classify"), tenant)
+
+
 async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
                   request_id: str) -> list[float]:
+    """`ones` is empty where the requests of `others` are pairs."""
     vectors = await pooled_vectors(service, [*ones, *others], request_id)
+    if not ones:
+        return [float(vector[0]) for vector in vectors]
     first, second = vectors[: len(ones)], vectors[len(ones) :]
     pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
     return [float(one @ other) for one, other in pairs]

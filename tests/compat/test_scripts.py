@@ -184,8 +184,8 @@ RUNS = {
 }
 
 REFUSED = {
-    "classes": ("llm.classify(['a'])", "LLM.classify is not supported: heads that classify"),
-    "other tasks of pooling": ("llm.encode('a', pooling_task='classify')", "pooling_task must be embed or token_embed"),
+    "classes": ("llm.classify(['a'])", "this model has no head that classifies"),
+    "other tasks of pooling": ("llm.encode('a', pooling_task='plugin')", "pooling_task must be one of embed, classify"),
     "adapters": ("llm.generate('a', lora_request=object())", "lora_request is not supported: .*merge the adapter"),
     "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
     "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
@@ -238,7 +238,7 @@ REFUSED = {
     "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
     "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, .*, got 'fp8'"),
-    "a classifier": ("LLM(model, task='classify')", "task='classify' is not supported"),
+    "another task": ("LLM(model, task='transcription')", "task='transcription' is not supported: a head that class"),
 }
 
 

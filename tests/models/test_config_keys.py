@@ -67,7 +67,7 @@ def build(config: dict[str, Any]) -> Any:
 def config_class(architecture: str) -> Any:
     import transformers
 
-    name = architecture.replace("ForConditionalGeneration", "Config")
+    name = architecture.replace("ForConditionalGeneration", "Config").replace("ForSequenceClassification", "Config")
     if name == architecture:
         name = architecture.replace("ForCausalLM", "TextConfig")
         if not hasattr(transformers, name):

@@ -102,7 +102,7 @@ def test_pooling_gives_one_vector_or_one_for_each_token(served: Served) -> None:
     ("/rerank", {"query": "a", "documents": ["a", 1]}, "documents", ""),
     ("/rerank", {"query": "a" * 300, "documents": ["a"]}, "query", "query"),
     ("/rerank", {"documents": ["a"]}, "query", ""),
-    ("/pooling", {"input": "a", "task": "classify"}, "task", "token_embed"),
+    ("/pooling", {"input": "a", "task": "reward"}, "task", "token_embed"),
     ("/pooling", {"input": "a", "task": "token_embed", "pooling": "mean"}, "pooling", "token_embed"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(served: Served, path: str, body: dict[str, Any], param: str, words: str) -> None:

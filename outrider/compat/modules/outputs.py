@@ -2,6 +2,8 @@
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from outrider.core.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -10,5 +12,6 @@ from outrider.core.pooling import (
     ScoringRequestOutput,
 )
 
-__all__ = ["CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "Logprob", "PoolingOutput",
-           "PoolingRequestOutput", "RequestMetrics", "RequestOutput", "ScoringOutput", "ScoringRequestOutput"]
+__all__ = ["ClassificationOutput", "ClassificationRequestOutput", "CompletionOutput", "EmbeddingOutput",
+           "EmbeddingRequestOutput", "Logprob", "PoolingOutput", "PoolingRequestOutput",
+           "RequestMetrics", "RequestOutput", "ScoringOutput", "ScoringRequestOutput"]

@@ -1,0 +1,74 @@
+"""Models of the Llama family that classify: a linear head over the last token's hidden state, `score.weight`, in place
+of the output over the vocabulary. Names and defaults are those of transformers' `*ForSequenceClassification`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.core.class_head import ClassHead
+from outrider.layers import Linear, Module, StepContext
+from outrider.models.config import ConfigReader
+from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
+
+ACTIVATION_OF = {"regression": "identity", "single_label_classification": "softmax",
+                 "multi_label_classification": "sigmoid"}
+# Activations that sentence-transformers names in a config.
+ACTIVATION_FUNCTIONS = {"torch.nn.modules.linear.Identity": "identity",
+                        "torch.nn.modules.activation.Sigmoid": "sigmoid",
+                        "torch.nn.modules.activation.Softmax": "softmax"}
+
+
+class Classifier(Llama):
+    """The part that the classes below have in common. The scores are float32, float64 in a float64 model."""
+
+    has_output = False
+    classes: ClassHead
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        super().__init__(config, dtype=dtype, device=device, max_len=max_len)
+        self.classes = read_classes(config)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.score = Linear(self.hidden_size, self.classes.num_labels, bias=False, dtype=wide, device=device)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [*super().parts(), ("score", self.score)]
+
+    def class_scores(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        return self.score(hidden.to(self.score.declared.dtype), context)
+
+
+class LlamaClassifier(Classifier):
+    pass
+
+
+class MistralClassifier(Classifier, Mistral):
+    pass
+
+
+class Qwen2Classifier(Classifier, Qwen2):
+    pass
+
+
+class Qwen3Classifier(Classifier, Qwen3):
+    pass
+
+
+def read_classes(config: ConfigReader) -> ClassHead:
+    names = config.get("id2label", dict, {})
+    num = len(names) or config.get("num_labels", int, 2, least=1)
+    labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(num))
+    activation = "softmax" if num > 1 else "sigmoid"
+    if config.has("problem_type"):
+        activation = ACTIVATION_OF[config.must_equal("problem_type", *ACTIVATION_OF)]
+        if activation == "softmax" and num == 1:
+            activation = "sigmoid"
+    elif config.has("sentence_transformers"):
+        own = config.section("sentence_transformers")
+        own.passes_over("version")
+        if own.has("activation_fn"):
+            activation = ACTIVATION_FUNCTIONS[own.must_equal("activation_fn", *ACTIVATION_FUNCTIONS)]
+    return ClassHead(labels, activation, config.get("use_sep_token", bool, True))
