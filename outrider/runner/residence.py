@@ -234,10 +234,9 @@ class Residence:
         """(number of steps, seconds). Nothing is captured before all parts are awake."""
         if not self._lacks_captures or self._asleep:
             return 0, 0.0
-        assert isinstance(self._runner, CudaRunner) and self._runner.graphs is not None
+        assert isinstance(self._runner, CudaRunner)
         start = time.perf_counter()
-        with torch.inference_mode():
-            num_captured = self._runner.graphs.capture_again()
+        num_captured = self._runner.capture_again()
         self._synchronize()
         self._lacks_captures = False
         return num_captured, time.perf_counter() - start

@@ -57,7 +57,7 @@ def test_steps_with_a_grammar_replay_captured_halves(drafter: str, overlap: bool
         outputs = rig.run(asks())
         assert own.num_masks > 0
         assert set(rig.engine.stats.uncaptured) <= {Uncaptured.NEW_SIZE}, rig.engine.stats.uncaptured_line
-        forms = {key.form for key in rig.runner.graphs._captured}
+        forms = {key.form for key in rig.runner.graphs.captured}
         assert forms == set(StepForm)
         unheated = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
                     for ask in asks()]
@@ -67,6 +67,6 @@ def test_steps_with_a_grammar_replay_captured_halves(drafter: str, overlap: bool
         assert all(token in own.allowed(i) for text in texts for i, token in enumerate(text))
         if drafter == "ngram":  # forced tokens
             assert sum(output.metrics.num_accepted_tokens for output in outputs[: len(OTHERS)]) > LENGTH
-        num_split = sum(key.form is StepForm.SPLIT for key in rig.runner.graphs._captured)
+        num_split = sum(key.form is StepForm.SPLIT for key in rig.runner.graphs.captured)
         rig.run(asks()[len(OTHERS) :])
-        assert num_split == sum(key.form is StepForm.SPLIT for key in rig.runner.graphs._captured)
+        assert num_split == sum(key.form is StepForm.SPLIT for key in rig.runner.graphs.captured)

@@ -26,7 +26,6 @@ from outrider.runner.graphs import costs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LossRates
 from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, useful_sizes, with_larger_sizes
-from outrider.runner.graphs.own_sizes import OwnSizes
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.plan import RowCheckpoints
 from outrider.runner.results import read_result
@@ -86,12 +85,11 @@ def test_a_batch_fits_its_graph(num_drafts: list[int]) -> None:
 
 def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     """Where launches take 10 ms and a token 0.01 ms, from 2000 tokens on, unless there is little padding to save."""
-    sizes, key = OwnSizes.from_times(LossRates(10e-3, 10e-6)), GraphKey(4, 4096, 0, False, has_prompts=True)
+    times, key = LossRates(10e-3, 10e-6), GraphKey(4, 4096, 0, False, has_prompts=True)
     for num_tokens, own in ((3500, 3520), (3968, 3968), (2000, 2048)):
-        assert sizes.key_for(key, num_tokens) == replace(key, tokens=own)
-    assert sizes.key_for(key, 3969) is None and sizes.key_for(key, 1999) is None
-    assert sizes.key_for(replace(key, has_prompts=False), 3500) is None
-    assert OwnSizes().key_for(key, 3500) is None, "nobody has measured"
+        assert times.own_size(key, num_tokens) == replace(key, tokens=own)
+    assert times.own_size(key, 3969) is None and times.own_size(key, 1999) is None
+    assert LossRates().own_size(key, 3500) is None, "nothing was measured"
     largest = graphs().largest_with_prompts()
     assert largest == graphs().largest() in list(graphs().at_start()) and largest.tokens == 512
     assert graphs(takes_prompts=False).largest_with_prompts() is None

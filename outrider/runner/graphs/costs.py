@@ -1,10 +1,11 @@
-"""Measures what a step costs by its number of tokens, and what the drafter adds, once at start-up.
+"""Measures what a step costs by its number of tokens, what the drafter adds, and what launches cost, once at start-up.
 
 Runs whole steps of null rows: everything but the reading of context and of recurrent states, which is counted by bytes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,16 +15,19 @@ import torch
 from outrider.core import NULL_ROW, Limits
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.kernels.buffers import to_device
+from outrider.kernels.packet import empty_packet
 from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
-from outrider.runner.graphs.captures import StepGraphs
+from outrider.runner.graphs.captures import SplitCapture, StepGraphs, WholeCapture
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
+from outrider.runner.graphs.losses import ROUND_TO, LossRates
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_UNCAPTURED
 from outrider.runner.graphs.warm_up import dead_batch
 from outrider.runner.plan import StepPlan
 from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
 
+log = logging.getLogger("outrider")
 REPEATS = 3
 ENOUGH_SECONDS = 0.1  # spent on one size on a CPU, where chance is small beside a step that takes long
 SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast reading is
@@ -155,3 +159,35 @@ def best_seconds(run: Callable[[], object], device: torch.device, enough: float 
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def begin_replay(captured: WholeCapture | SplitCapture) -> Callable[[], float]:
+    """Begin a replay, beside which the host does other things. Returns what tells the seconds that the device took."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    captured.replay(lambda: None)
+    end.record()
+
+    def seconds() -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    return seconds
+
+
+def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> LossRates:
+    """device_seconds: of the largest step. Times the launches of a small one."""
+    tokens = ROUND_TO if largest.has_prompts else largest.tokens // largest.requests
+    small = replace(largest, requests=1, tokens=min(tokens, largest.tokens))
+    shape, plan = graphs.keys.shape(small), graphs.keys.plan(small)
+    ints = empty_packet(shape, step.state.device)
+    launches = []
+    for _ in range(2):  # the first launch of a size also loads kernels, which later ones do not
+        start = time.perf_counter()
+        step.whole(shape, ints, plan)
+        launches.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+    times = LossRates(min(launches), device_seconds / largest.tokens)
+    log.info("a step of %d tokens takes %.1f ms, launches %.1f ms; from %.0f tokens on launches cost no time",
+             largest.tokens, device_seconds * 1e3, times.launch_seconds * 1e3, times.least_own_tokens)
+    return times

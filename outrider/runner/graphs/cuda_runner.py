@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,9 @@ from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
 from outrider.runner.generations import Generations
 from outrider.runner.graphs.captures import StepGraphs
+from outrider.runner.graphs.chooser import CaptureChooser, CaptureOrder, Launch, RunEagerly, StepChoice
+from outrider.runner.graphs.costs import begin_replay, measure_times
 from outrider.runner.graphs.keys import GraphKey
-from outrider.runner.graphs.own_sizes import OwnSizes, ReplayTime, measure_times
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
@@ -108,7 +109,8 @@ class CudaRunner:
             self._eager_reason = Uncaptured.LOGITS_PROCESSORS
         can_replay = use_graphs and is_capturable and step.planner.processors is None
         self.graphs = StepGraphs(step, limits) if can_replay else None
-        self._own_sizes = OwnSizes()
+        if self.graphs is not None:
+            self.chooser = CaptureChooser(self.graphs.keys, self.graphs.captured, self.graphs.loaded)
         self.num_replays = 0
         self.num_uncaptured = 0  # steps that the host launched, of a batch's own size or of a graph's
         self.num_padded_steps = 0
@@ -126,37 +128,35 @@ class CudaRunner:
         if self.graphs is not None:
             if reserved_bytes and self.graphs.keys.largest_with_prompts() is not None:
                 self.graphs.reserve(reserved_bytes)
-            self.graphs.capture_at_start(self.graphs.keys.decoding_at_start())
+            self._capture_at_start(self.graphs, self.graphs.keys.decoding_at_start())
 
     @torch.inference_mode()
     def capture_fewer_drafts(self) -> None:
         """Captures decode steps with every number of drafts: the scheduler will choose it anew for each step."""
         if self.graphs is not None:
-            self.graphs.capture_at_start(self.graphs.keys.fewer_drafts())
+            self._capture_at_start(self.graphs, self.graphs.keys.fewer_drafts())
 
     @torch.inference_mode()
-    def capture_prompts(self) -> int:
-        """Captures some steps with prompts too, and waits for all kernels. Returns how many steps are captured."""
-        num_captured, device = 0, self.device_step.state.device
+    def capture_prompts(self) -> None:
+        """Captures some steps with prompts too, and waits for all kernels."""
+        device = self.device_step.state.device
         if self.graphs is not None:
             self.graphs.load_while(lambda: ops.is_compiling(device))
             largest = self.graphs.keys.largest()
-            self.graphs.capture_at_start([largest])
-            replay = ReplayTime(self.graphs, largest)
-            self.graphs.capture_at_start(self.graphs.keys.prompts_at_start())
-            num_captured = self.graphs.end_start()
-            self._measure(self.graphs, largest, replay.seconds())
+            self._capture_at_start(self.graphs, [largest])
+            seconds_of_replay = begin_replay(self.graphs.get(largest))
+            self._capture_at_start(self.graphs, self.graphs.keys.prompts_at_start())
+            self.chooser.end_start()
+            self.chooser.losses.times = measure_times(self.device_step, self.graphs, largest, seconds_of_replay())
         ops.finish_compiling(device)
-        return num_captured
 
-    def _measure(self, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> None:
-        times = graphs.losses.times = measure_times(self.device_step, graphs, largest, device_seconds)
-        log.info("a step of %d tokens takes %.1f ms, launches %.1f ms, a capture %.1f ms", largest.tokens,
-                 times.token_seconds * largest.tokens * 1e3, times.launch_seconds * 1e3,
-                 graphs.losses.capture_seconds * 1e3)
-        if largest.has_prompts:
-            self._own_sizes = OwnSizes.from_times(times)
-            log.info("from %.0f tokens on steps are not padded", self._own_sizes.least_tokens)
+    def _capture_at_start(self, graphs: StepGraphs, keys: Iterable[GraphKey]) -> None:
+        for key in keys:
+            if key not in graphs.captured:
+                graphs.load(key)  # it may wait for kernels, which a capture later will not
+                start = time.perf_counter()
+                graphs.get(key)
+                self.chooser.learn(CaptureOrder(key), time.perf_counter() - start)
 
     @torch.inference_mode()
     def idle(self, quiet_seconds: float) -> float | None:
@@ -164,12 +164,28 @@ class CudaRunner:
         Returns after how many seconds to come again; None: not before there were steps again."""
         if self.graphs is None:
             return None
+        order = self.chooser.choose_idle(quiet_seconds)
+        if not isinstance(order, CaptureOrder):
+            return order
         try:
-            return self.graphs.capture_ahead(quiet_seconds)
+            self._capture(self.graphs, order)
         except Exception:  # whatever it is, no request has waited for it
             log.exception("a capture failed while no request waited; steps run on the graphs there are")
-            self.graphs.stop_ahead()
+            self.chooser.stop_ahead()
             return None
+        return 0.0
+
+    @torch.inference_mode()
+    def capture_again(self) -> int:
+        """Capture the steps that were dropped, as far as there is memory for them. Returns how many are captured."""
+        if self.graphs is None:
+            return 0
+        for key in self.graphs.take_dropped():
+            self._capture(self.graphs, CaptureOrder(key))
+        return len(self.graphs.captured)
+
+    def _capture(self, graphs: StepGraphs, order: CaptureOrder) -> None:
+        self.chooser.learn(order, graphs.carry_out(order))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         """Queue a step. An error on the way ends that step, in its turn, and not the engine."""
@@ -208,13 +224,35 @@ class CudaRunner:
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         if self.graphs is None:
             return self._run_eagerly(batch, self._eager_reason)
-        key = self.graphs.keys.key_for(batch, self.device_step.state)
-        if isinstance(key, Uncaptured):
-            return self._run_eagerly(batch, key)
-        own = self._own_sizes.key_for(key, batch.num_tokens)
-        if own is not None:
-            return self._run_uncaptured(batch, own, self.graphs, Uncaptured.OWN_SIZE)
-        return self._run_captured(batch, key, self.graphs)
+        return self._carry_out(batch, self.chooser.choose(batch, self.device_step.state), self.graphs)
+
+    def _carry_out(self, batch: ScheduledBatch, choice: StepChoice, graphs: StepGraphs) -> PendingStep:
+        if isinstance(choice, RunEagerly):
+            return self._run_eagerly(batch, choice.reason)
+        if isinstance(choice, Launch):
+            return self._launch(batch, choice, graphs)
+        if choice.before is not None:
+            self._capture(graphs, choice.before)
+        captured = graphs.captured.get(choice.key)
+        if captured is None:
+            return self._launch(batch, Launch(choice.key, Uncaptured.NO_MEMORY), graphs)
+        self.num_replays += 1
+        self._count_padding(batch, captured.shape)
+        fill(captured.ints, pack_captured(batch, captured.shape))
+        captured.replay(partial(self.device_step.host_turn, batch))
+        pending = PendingStep(batch, self._reported(batch, captured.result))
+        if choice.behind is not None:
+            self._capture_behind(graphs, choice.behind)
+        return pending
+
+    def _capture_behind(self, graphs: StepGraphs, order: CaptureOrder) -> None:
+        """Load or capture what the step that was just queued lacked: the device runs that step meanwhile, and the host
+        would wait for it. Whatever fails here, wider graphs go on serving."""
+        try:
+            self._capture(graphs, order)
+        except Exception:
+            log.exception("a capture of %s failed; its steps run on wider graphs", order.key)
+            self.chooser.learn(order, None)
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
         """A step of exactly this batch, which no graph could serve."""
@@ -223,27 +261,14 @@ class CudaRunner:
         self._count_padding(batch, size)
         return PendingStep(batch, self.device_step.run(batch, self.device_step.pack(batch, size)), reason)
 
-    def _run_uncaptured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs,
-                        reason: Uncaptured) -> PendingStep:
+    def _launch(self, batch: ScheduledBatch, choice: Launch, graphs: StepGraphs) -> PendingStep:
         """The step that the key's graph would be, launched by the host."""
         self.num_uncaptured += 1
-        shape = graphs.keys.shape(key)
+        shape = graphs.keys.shape(choice.key)
         self._count_padding(batch, shape)
         ints = to_device(pack_captured(batch, shape), torch.int64, self.device_step.state.device)
-        result = graphs.run(key, ints, partial(self.device_step.host_turn, batch))
-        return PendingStep(batch, self._reported(batch, result), reason)
-
-    def _run_captured(self, batch: ScheduledBatch, key: GraphKey, graphs: StepGraphs) -> PendingStep:
-        captured = graphs.serve(key)
-        if isinstance(captured, Uncaptured):
-            return self._run_uncaptured(batch, key, graphs, captured)
-        self.num_replays += 1
-        self._count_padding(batch, captured.shape)
-        fill(captured.ints, pack_captured(batch, captured.shape))
-        captured.replay(partial(self.device_step.host_turn, batch))
-        pending = PendingStep(batch, self._reported(batch, captured.result))
-        graphs.capture_due()
-        return pending
+        result = graphs.run(choice.key, ints, partial(self.device_step.host_turn, batch))
+        return PendingStep(batch, self._reported(batch, result), choice.reason)
 
     def _reported(self, batch: ScheduledBatch, result: DeviceResult) -> DeviceResult:
         return result if result.logprobs is None else with_asked_logprobs(result, batch, self.device_step.state.params)

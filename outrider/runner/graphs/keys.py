@@ -73,7 +73,6 @@ class GraphKeys:
         short = whole_len - limits.max_drafts
         self._short = short if 0 < short < limits.max_len else EVERY_LENGTH
         self.sizes = GraphSizes.from_limits(limits)
-        self._drafting = drafting
         self._takes_prompts = takes_prompts
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared

@@ -1,15 +1,18 @@
 """Whether a size should get a graph of its own: what its steps lose without one, against what a capture takes.
 
-It is unknown how often a size will come up again. A graph that is captured once its steps have lost what the capture
-takes never costs more than twice what the best choice would have cost.
+A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. Where the
+device takes longer for a step than the host takes to launch it, the launches cost no time, and the step need not be
+padded. For other steps it is unknown how often a size will come up again. A graph that is captured once its steps have
+lost what the capture takes never costs more than twice what the best choice would have cost.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.runner.graphs.keys import GraphKey
 
@@ -19,6 +22,9 @@ PAUSE = 20  # times a capture's duration in which no other is made while request
 LONG = 0.02  # seconds; a longer capture delays streams, so its steps must have lost more before it is due
 DRAFT_SECONDS = 0.3e-3  # rough cost of one more draft
 LENGTH_SECONDS = 0.1e-3  # rough loss of a step with short contexts on a graph for long ones
+ROUND_TO = 64  # tokens: kernels are compiled for multiples of 16, and products have tiles of this many rows
+LEAST_PADDING = 128  # tokens that are worth leaving out
+MARGIN = 2.0  # times the launches' duration that the device must take for a step that is launched at its own size
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,19 @@ class LossRates:
     """Measured times from which a step's loss without a graph of its own is estimated."""
 
     launch_seconds: float = 0.0  # the host's time to launch a step of any size
-    token_seconds: float = 0.0  # the device's time for each token of a large step
+    token_seconds: float = 0.0  # the device's time for each token of a large step; 0: not measured
+
+    @property
+    def least_own_tokens(self) -> float:
+        """Tokens of the smallest step that is launched at its own size, without a graph."""
+        return MARGIN * self.launch_seconds / self.token_seconds if self.token_seconds else math.inf
+
+    def own_size(self, key: GraphKey, num_tokens: int) -> GraphKey | None:
+        """The key of a step with prompts at its own size; None if the step should run on a graph."""
+        own = -(-num_tokens // ROUND_TO) * ROUND_TO
+        if num_tokens < self.least_own_tokens or key.tokens - own < LEAST_PADDING:
+            return None
+        return replace(key, tokens=own)
 
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
         """Extra seconds of a step on the wider graph. With prompts in it, a padded request costs a logit row too."""

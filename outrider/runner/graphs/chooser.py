@@ -1,0 +1,160 @@
+"""CaptureChooser: which captured step serves a batch, and what is captured when. Decided once, from the host's data.
+
+A choice is plain data that can be sent with its batch. `CudaRunner` carries it out and decides nothing more: the clock
+that decides is read here, and a capture that fails leaves the step's size as it was chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+from outrider.core import ScheduledBatch, Uncaptured
+from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
+from outrider.runner.graphs.losses import LONG, Losses
+from outrider.runner.graphs.sizes import MOST_LATER
+from outrider.runner.rows import RowState
+
+log = logging.getLogger("outrider")
+QUIET, LONG_QUIET = 0.02, 0.5  # seconds without requests before a capture that is short, and before any other
+
+
+class CaptureOrder(NamedTuple):
+    """An order to capture the key's step."""
+
+    key: GraphKey
+    only_loads: bool = False  # load its kernels and capture nothing yet
+    pauses: bool = False  # it delays requests that could run without it, so no other such order follows for a while
+
+
+class RunEagerly(NamedTuple):
+    """Run exactly the batch: no graph could serve it."""
+
+    reason: Uncaptured
+
+
+class Launch(NamedTuple):
+    """Run the step that the key's graph would be, launched by the host."""
+
+    key: GraphKey
+    reason: Uncaptured
+
+
+class Replay(NamedTuple):
+    """Replay the key's graph. A rank that has no memory for the graph launches the same step."""
+
+    key: GraphKey
+    before: CaptureOrder | None = None  # carried out before the step, to capture the graph that it replays
+    behind: CaptureOrder | None = None  # carried out when the step is queued, for the batch's own size
+
+
+StepChoice = Replay | Launch | RunEagerly
+
+
+class _StandIn(NamedTuple):
+    """How a step runs that has no graph of its own."""
+
+    choice: StepChoice
+    loss: float  # seconds
+    may_capture: bool  # the key gets a graph once that is due
+
+
+class CaptureChooser:
+    def __init__(self, keys: GraphKeys, captured: Collection[GraphKey], loaded: Collection[GraphKey]) -> None:
+        """captured, loaded: keys whose graphs there are, and keys whose kernels have been launched. Both grow when
+        choices are carried out."""
+        self.keys, self._captured, self._loaded = keys, captured, loaded
+        self.losses = Losses()
+        self._refused: set[GraphKey] = set()
+        self._num_at_start = 0
+        self._goes_ahead = True
+        self._usual: list[GraphKey] = []  # captured while the engine is idle, before any batch needs them
+        self._ways: dict[GraphKey, Replay | _StandIn] = {}  # how steps of a key run, until the next capture
+
+    def choose(self, batch: ScheduledBatch, state: RowState) -> StepChoice:
+        """How the batch runs, after its admissions. Reads only what the host knows of the rows."""
+        key = self.keys.key_for(batch, state)
+        if isinstance(key, Uncaptured):
+            return RunEagerly(key)
+        if key.has_prompts and (own := self.losses.times.own_size(key, batch.num_tokens)) is not None:
+            return Launch(own, Uncaptured.OWN_SIZE)
+        return self.choose_for(key)
+
+    def choose_for(self, key: GraphKey) -> StepChoice:
+        """How a batch of this key runs.
+
+        A key without a graph runs on the cheapest wider graph, and is captured behind that step once that is due. A
+        step with prompts is launched where that costs less than padding it. A decode step that no graph covers is
+        captured now, since more steps of its size will follow. Nothing is captured if memory is short or MOST_LATER
+        captures have been made."""
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = self._find_way(key)
+        if isinstance(way, Replay):
+            return way
+        choice, loss, may_capture = way
+        self.losses.add(key, loss)
+        if may_capture and self.losses.is_due(key):
+            is_loaded = key in self._loaded
+            if isinstance(choice, Replay):
+                return choice._replace(behind=CaptureOrder(key, only_loads=not is_loaded, pauses=True))
+            if is_loaded:  # else the step that is launched now loads what the capture needs
+                return Replay(key, before=CaptureOrder(key, pauses=True))
+        return choice
+
+    def choose_idle(self, quiet_seconds: float) -> CaptureOrder | float | None:
+        """One capture to make now, if the engine has been idle long enough: QUIET seconds before a capture that is
+        expected to be short, LONG_QUIET before any other. Otherwise the seconds after which to ask again; None if there
+        is nothing to capture before the next step.
+
+        First comes the key whose steps have lost the most time, then the usual keys."""
+        missed = self.losses.worst(self._refused)
+        usual = [key for key in self._usual if key not in self._captured and key not in self._refused]
+        if self._is_full or not self._goes_ahead or not (missed or usual):
+            return None
+        least = QUIET if self.losses.capture_seconds <= LONG else LONG_QUIET
+        if quiet_seconds < least:
+            return least - quiet_seconds
+        if missed is None:
+            self._num_at_start += 1  # memory was planned for it
+        return CaptureOrder(missed or usual[-1])
+
+    def stop_ahead(self) -> None:
+        self._goes_ahead = False
+
+    def learn(self, order: CaptureOrder, seconds: float | None) -> None:
+        """Learn that an order was carried out in so many seconds. None: it failed, and its key is refused for good."""
+        if seconds is None:
+            self._refused.add(order.key)
+        elif order.only_loads:
+            return
+        else:
+            self.losses.captured(order.key, seconds, pauses=order.pauses)
+        self._ways.clear()
+
+    def end_start(self) -> None:
+        """All is captured that start-up captures."""
+        self._num_at_start = len(self._captured)
+        self._usual = list(self.keys.usual())
+        num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
+        log.info("captured %d steps, %d of them with all sampling parameters, the last in %.1f ms; %d more at most "
+                 "when they are met", self._num_at_start, num_full, self.losses.capture_seconds * 1e3, MOST_LATER)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._captured) - self._num_at_start >= MOST_LATER
+
+    def _find_way(self, key: GraphKey) -> Replay | _StandIn:
+        if key in self._captured:
+            return Replay(key)
+        wider, launches = self.keys.wider(key, self._captured), self.losses.times.of_launches(key)
+        padding = math.inf if wider is None else self.losses.times.of_padding(key, wider)
+        may_capture = key not in self._refused and not self._is_full
+        if wider is not None and not (key.has_prompts and launches < padding):
+            return _StandIn(Replay(wider), padding, may_capture)
+        if may_capture and not key.has_prompts:
+            return _StandIn(Replay(key, before=CaptureOrder(key)), launches, may_capture=False)
+        reason = Uncaptured.TOO_MANY_CAPTURES if self._is_full else Uncaptured.NEW_SIZE
+        return _StandIn(Launch(key, Uncaptured.NO_MEMORY if key in self._refused else reason), launches, may_capture)
