@@ -136,7 +136,7 @@ class StepGraphs:
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()
         others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts())
-        self._run_all(chain(first, sampled, rest, others))
+        self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
 
     def run_sharing(self) -> None:
         """Run steps that read shared pages once, for their kernels. Until these are there, steps read such pages for
