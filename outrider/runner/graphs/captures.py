@@ -32,32 +32,19 @@ HostTurn = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class WholeCapture:
-    """A step in one graph: the host has no turn in it."""
-
+class CapturedStep:
     shape: CapturedShape
     ints: torch.Tensor
     result: DeviceResult
-    graph: torch.cuda.CUDAGraph
+    first: torch.cuda.CUDAGraph  # the whole step, or the forward of a split one
+    rest: torch.cuda.CUDAGraph | None  # what follows the forward of a split step
 
     def replay(self, host_turn: HostTurn) -> None:
-        self.graph.replay()
-
-
-@dataclass(frozen=True)
-class SplitCapture:
-    """A step in two graphs, forward and the rest: the host has its turn when the first is queued."""
-
-    shape: CapturedShape
-    ints: torch.Tensor
-    result: DeviceResult
-    forward: torch.cuda.CUDAGraph
-    finish: torch.cuda.CUDAGraph
-
-    def replay(self, host_turn: HostTurn) -> None:
-        self.forward.replay()
-        host_turn()
-        self.finish.replay()
+        """In a split step the host has its turn when the forward is queued."""
+        self.first.replay()
+        if self.rest is not None:
+            host_turn()
+            self.rest.replay()
 
 
 class StepGraphs:
@@ -70,7 +57,7 @@ class StepGraphs:
                               takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention,
                               is_sharing_ready=self._is_sharing_ready)
         self._compiles_sharing = True  # perhaps
-        self.captured: dict[GraphKey, WholeCapture | SplitCapture] = {}
+        self.captured: dict[GraphKey, CapturedStep] = {}
         self.loaded: set[GraphKey] = set()  # keys whose kernels have been launched
         # Memory is shared by captures of one pool on one stream.
         self._pool = torch.cuda.graph_pool_handle()
@@ -96,14 +83,14 @@ class StepGraphs:
                 self._step.whole(shape, empty_packet(shape, self._step.state.device), self.keys.plan(key))
             self.loaded.add(key)
 
-    def get(self, key: GraphKey) -> WholeCapture | SplitCapture:
+    def get(self, key: GraphKey) -> CapturedStep:
         if key not in self.captured:
             self.load(key)
             self.captured[key] = self.capture(key)
         return self.captured[key]
 
     @contextmanager
-    def borrowed(self, key: GraphKey) -> Iterator[WholeCapture | SplitCapture]:
+    def borrowed(self, key: GraphKey) -> Iterator[CapturedStep]:
         """Lend the key's graph for timing. A graph that checks drafts and proposes none serves no batch, so it is
         dropped afterwards."""
         yield self.get(key)
@@ -169,7 +156,7 @@ class StepGraphs:
         log.warning("no memory to capture steps of %s: they run without, or on wider ones", order.key)
         return None
 
-    def capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
+    def capture(self, key: GraphKey) -> CapturedStep:
         """Capture the key's step with buffers of its own. `load` must have loaded the same key before.
 
         A drafter that fails while it is captured, and may end the capture (it reads the device, say), is switched off
@@ -208,19 +195,17 @@ class StepGraphs:
             self._reserved = None
             self.reserve(self._reserved_bytes)
 
-    def _capture(self, key: GraphKey) -> WholeCapture | SplitCapture:
+    def _capture(self, key: GraphKey) -> CapturedStep:
         step, shape, plan = self._step, self.keys.shape(key), self.keys.plan(key)
-        ints, graph = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph()
+        ints, first, rest = empty_packet(shape, step.state.device), torch.cuda.CUDAGraph(), None
         if key.form is StepForm.WHOLE:
-            result = self._record(graph, lambda: step.whole(shape, ints, plan))
-            captured: WholeCapture | SplitCapture = WholeCapture(shape, ints, result, graph)
+            result = self._record(first, lambda: step.whole(shape, ints, plan))
         else:
-            finish = torch.cuda.CUDAGraph()
-            half = self._record(graph, lambda: step.forward_half(shape, ints, plan))
-            result = self._record(finish, lambda: step.finish_half(half, plan))
-            captured = SplitCapture(shape, ints, result, graph, finish)
+            rest = torch.cuda.CUDAGraph()
+            half = self._record(first, lambda: step.forward_half(shape, ints, plan))
+            result = self._record(rest, lambda: step.finish_half(half, plan))
         assert result.prompt_logprobs is None, "the next replay overwrites a result, and these are not copied before"
-        return captured
+        return CapturedStep(shape, ints, result, first, rest)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:
         """Capture a run, as `torch.cuda.graph` does, but without its garbage collection, which takes longer than a

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -18,7 +19,7 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import empty_packet
 from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
-from outrider.runner.graphs.captures import SplitCapture, StepGraphs, WholeCapture
+from outrider.runner.graphs.captures import CapturedStep, StepGraphs
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
 from outrider.runner.graphs.losses import ROUND_TO, LossRates
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_UNCAPTURED
@@ -41,21 +42,17 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
         sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
-    seconds = [_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes]
-    for i in range(1, len(seconds)):
-        seconds[i] = max(seconds[i], seconds[i - 1])  # more tokens never cost less; a dip is noise
-    drafting: list[DraftCost] = []
+    # More tokens never cost less; a dip is noise.
+    seconds = accumulate((_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes), max)
+    plain = StepCosts(tuple(sizes), tuple(seconds))
+    counts: list[int] = []
     if step.drafter is not None and step.drafter.attention_layers:
-        plain = StepCosts(tuple(sizes), tuple(seconds))
-        if graphs is None:
-            drafting = [_drafting(step, limits, plain)]
-        else:
-            counts = sorted({*(n for n in DRAFTING_REQUESTS if n < max_requests), max_requests})
-            drafting = [_captured_drafting(step, limits, graphs, n, plain) for n in counts]
+        counts = [1] if graphs is None else sorted({*(n for n in DRAFTING_REQUESTS if n < max_requests), max_requests})
+    drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
-    return StepCosts(tuple(sizes), tuple(seconds), tuple(drafting), loads, is_padded=graphs is not None,
-                     reading=reading, row_seconds=row_seconds)
+    return replace(plain, drafting=tuple(drafting), logit_row_seconds=loads, is_padded=graphs is not None,
+                   reading=reading, row_seconds=row_seconds)
 
 
 def _most_measured(limits: Limits, graphs: StepGraphs | None) -> int:
@@ -83,34 +80,31 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
     for key, asked in ((plain, (0.0, 0, 0, 1.0)), (plain, (1.0, 0, 0, 1.0)), (full, (1.0, TOP_P, 0, 0.9))):
         for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), asked, strict=True):
             field[NULL_ROW] = value
-        with graphs.borrowed(key) as captured:
-            found.append(best_seconds(lambda captured=captured: captured.replay(lambda: None), device))  # type: ignore[misc]
+        found.append(_replay_seconds(graphs, key, device))
     for field, value in zip((rows.temperature, rows.flags, rows.top_k, rows.top_p), before, strict=True):
         field[NULL_ROW] = value
     greedy, draw, searched = found
     return 0.0, max(0.0, draw - greedy) / requests, max(0.0, searched - greedy) / requests
 
 
-def _drafting(step: DeviceStep, limits: Limits, plain: StepCosts) -> DraftCost:
-    """The cost of a proposal for one request whose step has no drafts."""
-    one, most = (_seconds(step, limits, None, 1, num) - plain.step(1) for num in (1, limits.max_drafts))
-    return _draft_cost(1, one, most, limits)
-
-
-def _captured_drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs, requests: int,
-                       plain: StepCosts) -> DraftCost:
-    """The cost of a proposal, from steps that check as many drafts as they propose: start-up captures those to serve
-    batches, so that no graph is captured to be measured alone."""
+def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, requests: int,
+              plain: StepCosts) -> DraftCost:
+    """The cost of a proposal. Where steps are captured, from steps that check as many drafts as they propose: start-up
+    captures those to serve batches, so that no graph is captured to be measured alone. Elsewhere from a step of one
+    request without drafts."""
     def seconds_of(drafts: int) -> float:
+        if graphs is None:
+            return _seconds(step, limits, None, 1, drafts) - plain.step(1)
         key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
-        with graphs.borrowed(key) as captured:
-            return best_seconds(lambda: captured.replay(lambda: None), step.state.device) - plain.step(key.tokens)
+        return _replay_seconds(graphs, key, step.state.device) - plain.step(key.tokens)
 
-    return _draft_cost(requests, seconds_of(1), seconds_of(limits.max_drafts), limits)
-
-
-def _draft_cost(requests: int, one: float, most: float, limits: Limits) -> DraftCost:
+    one, most = seconds_of(1), seconds_of(limits.max_drafts)
     return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, limits.max_drafts - 1)))
+
+
+def _replay_seconds(graphs: StepGraphs, key: GraphKey, device: torch.device) -> float:
+    with graphs.borrowed(key) as captured:
+        return best_seconds(lambda: captured.replay(lambda: None), device)
 
 
 def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
@@ -136,8 +130,7 @@ def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens
     if graphs is not None:
         tokens = -(-tokens // requests) * requests
         key = graphs.keys.shortened(GraphKey(requests, tokens, num_wanted, tokens > requests))
-        with graphs.borrowed(key) as captured:
-            return best_seconds(lambda: captured.replay(lambda: None), device)
+        return _replay_seconds(graphs, key, device)
     lens = [tokens // requests + (i < tokens % requests) for i in range(requests)]
     batch = dead_batch(lens, max(lens) - 1, limits.max_len, num_pending=limits.max_drafts)
     shape, packed = pack_eager(batch, PaddedSize(requests, tokens))
@@ -161,7 +154,7 @@ def best_seconds(run: Callable[[], object], device: torch.device, enough: float 
     return min(times)
 
 
-def begin_replay(captured: WholeCapture | SplitCapture) -> Callable[[], float]:
+def begin_replay(captured: CapturedStep) -> Callable[[], float]:
     """Begin a replay, beside which the host does other things. Returns what tells the seconds that the device took."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

@@ -9,10 +9,11 @@ which proposes d again.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
+from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.drafters.guard import DrafterGuards
@@ -49,14 +50,10 @@ class GraphKey:
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
         own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages) for key in (self, other))
-        has_room = self.requests >= other.requests and self.num_wanted >= other.num_wanted
-        if self.has_prompts:
-            has_room &= self.tokens >= other.tokens
-        else:
-            has_room &= self.tokens * other.requests >= other.tokens * self.requests
-        has_room &= self.has_drafts >= other.has_drafts and self.takes_checkpoints >= other.takes_checkpoints
-        has_room &= self.longest >= other.longest
-        return own == others and has_room
+        widths = (1, 1) if self.has_prompts else (other.requests, self.requests)  # else tokens are those of a request
+        return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
+                and self.tokens * widths[0] >= other.tokens * widths[1] and self.has_drafts >= other.has_drafts
+                and self.takes_checkpoints >= other.takes_checkpoints and self.longest >= other.longest)
 
 
 class GraphKeys:
@@ -113,10 +110,8 @@ class GraphKeys:
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = num_wanted = max(drafts, num_wanted)
         return GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, bool(rows), form=batch.form,
-                        sampler=sampler, longest=self._longest(max(batch.bounds)), shares_pages=shares)
-
-    def _longest(self, bound: int) -> int:
-        return self._short if bound <= self._short else EVERY_LENGTH
+                        sampler=sampler, shares_pages=shares,
+                        longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
@@ -164,22 +159,27 @@ class GraphKeys:
         """Keys of the decode steps that a server meets, largest first so that their memory is shared. Where steps with
         short contexts do less work, the keys are for short contexts: steps with longer ones are captured while the
         engine is idle, or when a batch needs them."""
-        max_drafts = self.limits.max_drafts
+        most = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if self.takes_checkpoints else (False,):
-                yield self.shortened(GraphKey(requests, requests, 0, False, own))
-                if max_drafts and not self._is_costly:
-                    yield self.shortened(GraphKey(requests, requests, max_drafts, False, own))
-                for drafts in range(1 if requests <= FEW else max_drafts, max_drafts + 1) if max_drafts else ():
-                    num_wanted = drafts if self._is_costly else max_drafts
-                    yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, True, own))
+                if most and not self._is_costly:
+                    yield self.shortened(GraphKey(requests, requests, 0, False, own))
+                checked = range(1 if requests <= FEW else max(1, most), most + 1)
+                yield from self._of_sizes([requests], [0, *checked], takes_checkpoints=own, longest=self._short)
 
     def fewer_drafts(self) -> Iterator[GraphKey]:
         """Decode steps of many requests with fewer drafts than there may be. On a graph with the most drafts a step
         with one draft would compute twice its tokens and three times its proposal."""
-        for requests in reversed(self.sizes.at_start) if self._is_costly else ():
-            for drafts in range(1, self.limits.max_drafts) if requests > FEW else ():
-                yield self.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True, self.takes_checkpoints))
+        sizes = [requests for requests in reversed(self.sizes.at_start) if requests > FEW and self._is_costly]
+        yield from self._of_sizes(sizes, range(1, self.limits.max_drafts), takes_checkpoints=self.takes_checkpoints,
+                                  longest=self._short)
+
+    def _of_sizes(self, sizes: Iterable[int], num_drafts: Collection[int], **kind: Any) -> Iterator[GraphKey]:
+        """Decode steps of these request counts that check so many drafts of each request and propose as many; a drafter
+        without layers always proposes the most."""
+        for requests, drafts in product(sizes, num_drafts):
+            num_wanted = drafts if self._is_costly else self.limits.max_drafts
+            yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, **kind)
 
     def shortened(self, key: GraphKey) -> GraphKey:
         """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
@@ -194,12 +194,11 @@ class GraphKeys:
 
     def beyond_start(self) -> Iterator[GraphKey]:
         """The largest decode steps, where start-up does not capture them: their kernels must be compiled as well."""
-        requests, max_drafts = self.limits.max_requests, self.limits.max_drafts
-        for drafts in range(max_drafts + 1) if requests > self.sizes.at_start[-1] else ():
-            num_wanted = drafts if self._is_costly else max_drafts
-            yield self.shortened(GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0))
-            if self._takes_parameters and drafts in (0, max_drafts):
-                yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, sampler=SamplerForm.FULL)
+        requests, most = self.limits.max_requests, self.limits.max_drafts
+        if requests > self.sizes.at_start[-1]:
+            yield from self._of_sizes([requests], range(most + 1), longest=self._short)
+            if self._takes_parameters:
+                yield from self._of_sizes([requests], {0, most}, sampler=SamplerForm.FULL)
 
     def sharing(self) -> Iterator[GraphKey]:
         """Decode steps of requests that share pages, which are captured when they are met."""
@@ -217,25 +216,16 @@ class GraphKeys:
 
     def with_parameters(self) -> Iterator[GraphKey]:
         """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
-        if not self._takes_parameters:
-            return
-        max_drafts, full = self.limits.max_drafts, SamplerForm.FULL
-        for requests in reversed(self.sizes.full_at_start):
-            if max_drafts:
-                yield GraphKey(requests, requests * (1 + max_drafts), max_drafts, True, self.takes_checkpoints,
-                               sampler=full)
-            num_wanted = 0 if self._is_costly else max_drafts
-            yield GraphKey(requests, requests, num_wanted, False, self.takes_checkpoints, sampler=full)
+        if self._takes_parameters:
+            yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
+                                      takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
-        if not self._takes_prompts:
-            return
-        max_drafts, sizes = self.limits.max_drafts, self.sizes
-        for requests in {sizes.prompt_requests[0], sizes.prompt_requests[-1]}:
-            for num_wanted in {0, max_drafts}:
-                for has_drafts in {False, max_drafts > 0}:
-                    yield GraphKey(requests, sizes.prompt_tokens[0], num_wanted, has_drafts, has_prompts=True)
+        most, sizes = self.limits.max_drafts, self.sizes.prompt_requests
+        for requests, num_wanted, has_drafts in product({sizes[0], sizes[-1]}, {0, most}, {False, most > 0}):
+            if self._takes_prompts:
+                yield GraphKey(requests, self.sizes.prompt_tokens[0], num_wanted, has_drafts, has_prompts=True)
 
     def largest_with_prompts(self) -> GraphKey | None:
         """The largest step with prompts; None if no step with prompts can be captured."""
@@ -248,31 +238,26 @@ class GraphKeys:
     def usual(self) -> Iterator[GraphKey]:
         """Decode steps to capture while the engine is idle, the least important first: sizes that wider graphs serve
         until then, and sizes of start-up with long contexts, which no graph serves."""
-        for is_long in (False, True) if self._short < EVERY_LENGTH else (False,):
-            for requests in reversed(self.sizes.requests):
-                if (requests in self.sizes.at_start) == is_long:
-                    for drafts in {0, self.limits.max_drafts}:
-                        key = GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, self.takes_checkpoints)
-                        yield key if is_long else self.shortened(key)
+        lengths, num_drafts = {False, self._short < EVERY_LENGTH}, {0, self.limits.max_drafts}
+        for is_long, requests, drafts in product(lengths, reversed(self.sizes.requests), num_drafts):
+            if (requests in self.sizes.at_start) == is_long:
+                key = GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0, self.takes_checkpoints)
+                yield key if is_long else self.shortened(key)
 
     def likely(self) -> Iterator[GraphKey]:
         """Decode steps that are captured when they are met, with any number of drafts, where contexts begin."""
         at_start = set(self.decoding())
-        for requests in self.sizes.requests:
-            for drafts in range(self.limits.max_drafts, -1, -1):
-                num_wanted = drafts if self._is_costly else self.limits.max_drafts
-                key = GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, self.takes_checkpoints)
-                if self.shortened(key) not in at_start:
-                    yield self.shortened(key)
+        for key in self._of_sizes(self.sizes.requests, range(self.limits.max_drafts, -1, -1),
+                                  takes_checkpoints=self.takes_checkpoints, longest=self._short):
+            if key not in at_start:
+                yield key
 
     def at_start(self) -> Iterator[GraphKey]:
         """Keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
-        yield from self.decoding_at_start()
-        yield from self.prompts_at_start()
+        return chain(self.decoding_at_start(), self.prompts_at_start())
 
     def decoding_at_start(self) -> Iterator[GraphKey]:
-        yield from self.decoding()
-        yield from self.with_parameters()
+        return chain(self.decoding(), self.with_parameters())
 
     def prompts_at_start(self) -> Iterator[GraphKey]:
         """The largest step with prompts, then a few that stand in for all others, largest first."""
