@@ -44,14 +44,14 @@ class PendingStep(Future[StepResult]):
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
         self.amend: Callable[[StepResult], StepResult] = _unchanged  # applied by the host to the result that was read
-        if result.logprobs is not None and result.logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
-            result = replace(result, logprobs=result.logprobs.map(_to_pinned))
-        if result.hidden is not None:
-            result = replace(result, hidden=replace(result.hidden, vectors=_to_pinned(result.hidden.vectors)))
-        self._device_result = result
-        self._counts = _to_pinned(result.counts)
-        self._run = _to_pinned(result.run)
-        self._written, self._folded = _to_pinned(result.written), _to_pinned(result.folded)
+        logprobs, hidden = result.logprobs, result.hidden
+        if logprobs is not None and logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
+            logprobs = logprobs.map(_to_pinned)
+        if hidden is not None:
+            hidden = replace(hidden, vectors=_to_pinned(hidden.vectors))
+        self._host_result = replace(
+            result, logprobs=logprobs, hidden=hidden, counts=_to_pinned(result.counts), run=_to_pinned(result.run),
+            written=_to_pinned(result.written), folded=_to_pinned(result.folded))  # fmt: skip
         self._queued = time.perf_counter()
         self._done = torch.cuda.Event()
         self._done.record()
@@ -61,9 +61,8 @@ class PendingStep(Future[StepResult]):
             self._done.synchronize()
         except Exception as error:
             raise _explained(error) from error
-        late = self._device_result
-        host = replace(late, counts=self._counts, run=self._run, written=self._written, folded=self._folded)
-        return self.amend(read_result(self._batch, host, time.perf_counter() - self._queued, self._uncaptured))
+        seconds = time.perf_counter() - self._queued
+        return self.amend(read_result(self._batch, self._host_result, seconds, self._uncaptured))
 
 
 def _unchanged(result: StepResult) -> StepResult:

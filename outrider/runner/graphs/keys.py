@@ -50,9 +50,10 @@ class GraphKey:
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
         own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages) for key in (self, other))
-        widths = (1, 1) if self.has_prompts else (other.requests, self.requests)  # else tokens are those of a request
+        # A decode step needs room for the tokens of each request, a step with prompts for all of them together.
+        scales = (1, 1) if self.has_prompts else (other.requests, self.requests)
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
-                and self.tokens * widths[0] >= other.tokens * widths[1] and self.has_drafts >= other.has_drafts
+                and self.tokens * scales[0] >= other.tokens * scales[1] and self.has_drafts >= other.has_drafts
                 and self.takes_checkpoints >= other.takes_checkpoints and self.longest >= other.longest)
 
 
