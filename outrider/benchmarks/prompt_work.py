@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.core import RequestOutput
-from outrider.layers import Experts, Linear, find_modules
+from outrider.layers import Linear, find_modules
 from outrider.layers.moe import MoE
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Model
@@ -50,7 +50,8 @@ class PromptWork:
         linears = [linear for linear in find_modules([model], Linear) if linear is not model.lm_head]
         self.token_operations = 2 * sum(linear.in_features * linear.out_features for linear in linears)
         for moe in find_modules([model], MoE):
-            self.token_operations += 2 * moe.router.rule.top_k * _expert_size(moe.experts, model.dtype.itemsize)
+            expert_bytes = moe.experts.format.weight_bytes // moe.experts.num_experts
+            self.token_operations += 2 * moe.router.rule.top_k * (expert_bytes // model.dtype.itemsize)
         self._attention = [layer for layer in model.attention_layers if isinstance(layer, AttentionLayer)]
 
     def total(self, lengths: Sequence[int]) -> float:
@@ -58,10 +59,6 @@ class PromptWork:
                  for window in {layer.window for layer in self._attention}}
         attention = sum(4 * layer.num_heads * layer.head_dim * pairs[layer.window] for layer in self._attention)
         return sum(lengths) * self.token_operations + attention
-
-
-def _expert_size(experts: Experts, itemsize: int) -> int:
-    return experts.format.weight_bytes // experts.num_experts // itemsize
 
 
 def visible_pairs(length: int, window: int | None) -> int:

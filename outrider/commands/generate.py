@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_fa
 from outrider.core import RequestOutput
 from outrider.core.fields import shown
 from outrider.core.status_line import is_terminal
-from outrider.engine.text import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     config = engine_config(args)
     loaded = load(config)
-    asks = [Ask(_encode(loaded.need_tokenizer(), text, args), params, text) for text in prompts]
+    tokenizer = loaded.need_tokenizer()
+    encode = partial(chat_ids, tokenizer, system=args.system) if args.chat else tokenizer.encode
+    asks = [Ask(encode(text), params, text) for text in prompts]
     streams = is_terminal(sys.stdout) and len(asks) == 1 and params.n == 1 and not args.json
     show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
     with loaded.llm(config) as llm, closing(show):
@@ -95,10 +97,6 @@ def _prompt_of(place: str, item: Any) -> str:
     if not isinstance(text, str):
         raise UsageError(f"{place} must be a text or an object with a text as \"prompt\", got {shown(item)}")
     return text
-
-
-def _encode(tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> list[int]:
-    return chat_ids(tokenizer, text, args.system) if args.chat else tokenizer.encode(text)
 
 
 class _Stream:

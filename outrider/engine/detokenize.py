@@ -174,7 +174,7 @@ class _Pieces:
 
     def feed(self, token: str) -> str:
         self._waiting.append(token)
-        if self._has_byte_tokens and _is_byte_token(token):
+        if self._has_byte_tokens and BYTE_TOKEN.fullmatch(token):
             self.num_waiting += len(self._utf8.decode(bytes.fromhex(token[3:5])))
             return ""
         return self._take()
@@ -195,10 +195,6 @@ class _Pieces:
             return inside
         self._is_first = False  # only the first text of all may lose its leading space
         return self._decoder.decode(tokens)
-
-
-def _is_byte_token(token: str) -> bool:
-    return BYTE_TOKEN.fullmatch(token) is not None
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,6 @@ class FixedDrafts(DraftCounts):
         return DraftPlan([clamp_drafts(request, self._k, is_exact) for request in requests], self._k)
 
 
-class NoDrafts(DraftCounts):
-    """No drafts for any request: the drafters were switched off, because of their faults."""
-
-    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
-        return DraftPlan([0] * len(requests), 0)
-
-
 def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
     """The number of drafts, at most k: no more than the request allows and, where the host knows how many wait on the
     device, no more than those."""

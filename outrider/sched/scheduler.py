@@ -22,7 +22,7 @@ from outrider.core import (
     StepResult,
 )
 from outrider.sched.batch import BatchBuilder
-from outrider.sched.drafts import DraftCounts, DraftPlan, NoDrafts
+from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
@@ -123,7 +123,7 @@ class Scheduler:
         scheduled."""
         batch = self._in_flight.pop(result.step)
         if result.is_drafting_over and self._host_drafts is None:
-            self._drafts = NoDrafts()
+            self._drafts = FixedDrafts(0)
         updates: list[Update] = []
         requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]

@@ -22,10 +22,6 @@ ALIASES = {"cpu": "native"}
 MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the order in which `auto` prefers them
 
 
-def _is_models(cache_type: CacheType) -> bool:
-    return cache_type == MODEL_CACHE
-
-
 @dataclass(frozen=True)
 class BackendEntry:
     """A backend that can be asked for by name."""
@@ -34,7 +30,8 @@ class BackendEntry:
     refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None if it does
     make: Callable[[int], Backend]  # takes the most drafts of a request
     make_exact: Callable[[int], Backend] | None = None  # for exact mode; None: the backend is refused in it
-    serves_type: Callable[[CacheType], bool] = _is_models  # by default only keys and values in the model's dtype
+    # How keys and values may be stored; by default only in the model's dtype.
+    serves_type: Callable[[CacheType], bool] = lambda cache_type: cache_type == MODEL_CACHE
 
     def refusal_of(self, device: torch.device, dtype: torch.dtype, cache_type: CacheType) -> str | None:
         """Why the backend does not serve them together; None if it does."""
