@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
@@ -163,7 +164,7 @@ class Simulation:
     def __init__(self, engine: Engine, load: Load) -> None:
         self.engine, self.front = engine, engine.front
         limits = Limits(engine.max_rows, max(BUDGET, engine.max_rows), 40_000, 0, 1000)
-        cache = CacheManager(LAYOUT, NUM_PAGES, limits, enable_prefix_caching=False)
+        cache = CacheManager(LAYOUT, PagePool(NUM_PAGES), limits, enable_prefix_caching=False)
         self.scheduler = Scheduler(cache, limits, prompt_time=engine.prompt_time())
         self.clients = load.arrivals()
         self.counted_from = load.counted_from

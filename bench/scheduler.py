@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
@@ -69,7 +70,7 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     per_request = 2 * (room // PAGE_TOKENS + 2)
     num_pages = 2 * context // PAGE_TOKENS + num_requests * per_request + 2
     counts = FixedDrafts(drafts) if drafts else None
-    scheduler = Scheduler(CacheManager(layout, num_pages, limits), limits, drafts=counts)
+    scheduler = Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits, drafts=counts)
     prompt = [i % 1000 for i in range(context)]
     params = SamplingParams(max_tokens=None, seed=0)
     for index in range(num_requests):

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
 from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
@@ -23,7 +24,7 @@ BUDGET, LONG = 512, 5000
 
 def scheduler(prompt_time: PromptTime | None = None, max_requests: int = 16) -> Scheduler:
     limits = Limits(max_requests, BUDGET, 8192, 0, 99, steps_in_flight=2)
-    cache = CacheManager(make_layout((16, 0)), 4000, limits, enable_prefix_caching=False)
+    cache = CacheManager(make_layout((16, 0)), PagePool(4000), limits, enable_prefix_caching=False)
     return Scheduler(cache, limits, prompt_time=prompt_time)
 
 
