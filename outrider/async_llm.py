@@ -208,6 +208,9 @@ class AsyncLLM(Front):
 
 
 def _is_long(prompt: Prompt) -> bool:
+    """Whether a prompt takes long to check: a text is tokenized, and embeddings are copied and hashed."""
+    if isinstance(prompt, dict) and prompt.get("prompt_embeds") is not None:
+        return True
     text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
     return isinstance(text, str) and len(text) > LONG_TEXT
 

@@ -13,18 +13,18 @@ from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change, ChangeReader, Usage, finite, named, whole_outputs
 from outrider.server.protocol import CompletionRequest
-from outrider.server.service import Service, name_request
+from outrider.server.service import Service, TokensOrEmbeds, name_request
 from outrider.server.token_log import TokenLog
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
 DEFAULT_MAX_TOKENS = 16
+NEEDS_TOKENS = ("echo", "truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 
 
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load()
-    truncation = service.truncation(body, "left", DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    prompts = await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
+    prompts = await _read_prompts(service, body)
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
         if body.stream and body.logprobs is not None:
@@ -39,6 +39,19 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
+async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[TokensOrEmbeds]:
+    if (body.prompt is None) == (body.prompt_embeds is None):
+        raise ApiError(400, "give either prompt or prompt_embeds", param="prompt")
+    if body.prompt_embeds is not None:
+        for name in NEEDS_TOKENS:
+            if getattr(body, name):
+                raise ApiError(400, f"{name} needs a prompt of tokens, and prompt_embeds have none", param=name)
+        return await service.read_embeds(body.prompt_embeds)
+    assert body.prompt is not None
+    truncation = service.truncation(body, "left", DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    return await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
+
+
 class _Completion:
     """One body of the route, from its checked requests to its answer."""
 
@@ -51,7 +64,8 @@ class _Completion:
         self._usage = Usage(requests)
         # Token ids of the prompt of each choice, until a stream has given them.
         self._prompt_ids = {i * request.num_samples + k: request.token_ids for i, request in enumerate(requests)
-                            for k in range(request.num_samples)} if body.return_token_ids else {}
+                            for k in range(request.num_samples)
+                            } if body.return_token_ids and body.prompt is not None else {}
 
     async def answer(self) -> dict[str, Any]:
         outputs = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
@@ -139,7 +153,8 @@ class _Completion:
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_to_json(output.prompt_logprobs)
         if self._body.return_token_ids:
-            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
+            ids = None if self._body.prompt is None else output.prompt_token_ids
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": ids}
         return choice
 
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:

@@ -27,7 +27,7 @@ class BodyKind(NamedTuple):
 # The first kind that fits: queries have documents too, and what is pooled has an input too.
 KINDS = (
     BodyKind(("messages",), ChatRequest, chat_completions),
-    BodyKind(("prompt",), CompletionRequest, completions),
+    BodyKind(("prompt", "prompt_embeds"), CompletionRequest, completions),
     BodyKind(("query",), RerankRequest, create_rerank),
     BodyKind(tuple(dict.fromkeys(name for pair in PAIRS for name in pair)), ScoreRequest, create_score),
     BodyKind(("task",), PoolingRequest, create_pooling),

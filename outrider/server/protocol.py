@@ -253,7 +253,9 @@ class SamplingFields(Generated, Prompted):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: Prompts
+    prompt: Prompts | None = Field(default=None, description="one or several; or give prompt_embeds")
+    prompt_embeds: str | Texts | None = Field(default=None, description="base64 of a safetensors file with one tensor, "
+                                                                        "[tokens, hidden size]; or several")
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = Field(default=None, description="the answer begins with the prompt")

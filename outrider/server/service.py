@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property, reduce
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
@@ -16,6 +16,7 @@ from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
+from outrider.server.embeds_file import read_embeds_file
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, generate
@@ -27,6 +28,11 @@ from outrider.server.templating import plain_text, template_messages, template_t
 from outrider.server.tracing import Tracing
 from outrider.server.truncation import Side, Truncation
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TokensOrEmbeds: TypeAlias = "list[int] | NDArray[np.floating]"
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a body has fields for
 
 
@@ -92,6 +98,19 @@ class Service:
         num_characters = sum(len(each) for each in prompts if isinstance(each, str))
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
+    async def read_embeds(self, given: str | list[str]) -> list[TokensOrEmbeds]:
+        """One file with embeddings, or several, from the field prompt_embeds of a body."""
+        files = [given] if isinstance(given, str) else given
+        if not 1 <= len(files) <= self.config.max_prompts:
+            raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and 1 to {self.config.max_prompts} are "
+                                "served in one request", param="prompt_embeds")
+        limits = self.host.llm.engine.limits
+
+        def work() -> list[TokensOrEmbeds]:
+            return [read_embeds_file(file, limits.max_len, limits.hidden_size) for file in files]
+
+        return await asyncio.to_thread(work)
+
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
                           continue_final_message: bool | None = None, add_special_tokens: bool | None = None,
@@ -123,7 +142,7 @@ class Service:
     def truncation(self, body: Prompted, side: Side = "right", num_new: int = 0) -> Truncation | None:
         return Truncation.from_body(body, self.host.llm.engine.limits.max_len, side, num_new)
 
-    async def check_sampled(self, body: SamplingFields, prompts: Sequence[list[int]], tenant: str | None,
+    async def check_sampled(self, body: SamplingFields, prompts: Sequence[TokensOrEmbeds], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
         """One request for each prompt. `more`: sampling parameters that the body spells differently."""
         params = body.sampling(**more)
@@ -137,11 +156,12 @@ class Service:
             names = (("structured_outputs.json", own), ("structured_outputs.grammar", own))
         return await self.check(body, prompts, params, tenant, names)
 
-    async def check(self, body: Scheduled, prompts: Sequence[list[int]], params: RequestParams, tenant: str | None,
-                    names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
+    async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
+                    tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
         """One request for each prompt. `names`: names in the engine's messages, each with the body's own."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
-        given: list[Prompt] = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+        given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
+                                "cache_salt": salt} for prompt in prompts]
         try:
             return await self.host.llm.check(given, params, body.priority or 0)
         except ValueError as error:
