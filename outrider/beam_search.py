@@ -5,7 +5,7 @@ The prefix cache keeps what beams have in common, so a round computes one token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
@@ -17,6 +17,8 @@ from outrider.engine.text import Tokenizer
 
 MAX_BEAMS = 64
 Generate: TypeAlias = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+# Yields the beams of a round and how to ask for their next tokens; gets their outputs; returns what it found.
+Rounds: TypeAlias = "Generator[tuple[list[list[int]], SamplingParams], list[RequestOutput], list[BeamSearchOutput]]"
 
 
 @dataclass
@@ -57,18 +59,35 @@ class BeamSearchOutput:
 def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams, generate: Generate,
                 tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
     """The `beam_width` best sequences of every prompt, by log-probability over length."""
+    rounds = beam_rounds(prompts, params, tokenizer, eos_ids, limits)
+    try:
+        asked = next(rounds)
+        while True:
+            asked = rounds.send(generate(*asked))
+    except StopIteration as end:
+        return list(end.value)
+
+
+def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:
+    """Raises ValueError for parameters that the engine cannot serve."""
     if not isinstance(params, BeamSearchParams):
         raise ValueError(f"params must be a BeamSearchParams, got {shown(params)}")
     check_fields("BeamSearchParams: ", params)
     if 2 * params.beam_width > limits.max_logprobs:
         raise ValueError(f"beam_width={params.beam_width} needs max_logprobs of at least {2 * params.beam_width}, and "
                          f"this engine has {limits.max_logprobs}")
+
+
+def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, tokenizer: Tokenizer | None,
+                eos_ids: tuple[int, ...], limits: Limits) -> Rounds:
+    """The search itself, for callers that generate in their own way."""
+    check_beam_params(params, limits)
     ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
                          detokenize=False)
     running = [[BeamSearchSequence(list(prompt), num_prompt_tokens=len(prompt))] for prompt in prompts]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
     for _ in range(params.max_tokens):
-        outputs = iter(generate([beam.tokens for beams in running for beam in beams], ask))
+        outputs = iter((yield [beam.tokens for beams in running for beam in beams], ask))
         for index, beams in enumerate(running):
             followers = [_follow(beam, next(outputs), eos_ids, params.ignore_eos) for beam in beams]
             found = sorted((beam for own in followers for beam in own), key=lambda beam: -beam.cum_logprob)

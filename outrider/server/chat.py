@@ -21,7 +21,6 @@ from outrider.server.generation import (
     named,
     named_by_id,
     top_token_ids,
-    whole_outputs,
 )
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
@@ -114,7 +113,9 @@ class _Chat:
         self._echo = plain_text(last.content) if body.echo and last.role == "assistant" else ""
 
     async def answer(self) -> dict[str, Any]:
-        (last,) = await whole_outputs(self._service.run(self._requests, self._name.engine), self._requests, self._usage)
+        skips = self._body.skip_special_tokens is not False and not self._choices
+        (last,) = await self._service.whole(self._body, self._requests, self._name.engine, self._usage,
+                                            skip_special_tokens=skips)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json()}

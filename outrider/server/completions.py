@@ -11,7 +11,7 @@ from typing import Any
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.errors import ApiError
-from outrider.server.generation import Change, ChangeReader, Usage, finite, named, whole_outputs
+from outrider.server.generation import Change, ChangeReader, Usage, finite, named
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, TokensOrEmbeds, name_request
 from outrider.server.token_log import TokenLog
@@ -68,7 +68,8 @@ class _Completion:
                             } if body.return_token_ids and body.prompt is not None else {}
 
     async def answer(self) -> dict[str, Any]:
-        outputs = await whole_outputs(self._service.run(self._requests, self._id), self._requests, self._usage)
+        outputs = await self._service.whole(self._body, self._requests, self._id, self._usage,
+                                            skip_special_tokens=self._body.skip_special_tokens is not False)
         choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
                    for i, output in enumerate(outputs) for sample in output.outputs]
         if self._body.max_tokens == 0:

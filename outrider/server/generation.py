@@ -111,6 +111,10 @@ class Usage:
             return f',"usage":{compact(self.to_json())}'
         return ',"usage":null' if body.wants_usage else ""
 
+    def count_completions(self, outputs: Sequence[RequestOutput]) -> None:
+        """Count outputs that came without increments."""
+        self._num_completion = sum(output.num_output_tokens for output in outputs)
+
     def leave_out_completions(self) -> None:
         """The client asked for no tokens and gets none."""
         self._num_completion = 0

@@ -31,8 +31,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "the tokenizer's decoder says where spaces are"),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "add_special_tokens": ((), "prompts may be token ids"),
-    "use_beam_search": ((False,), "beam search is not supported"),
-    "length_penalty": ((1, 1.0), "beam search is not supported"),
     "echo": ((False,), "the prompt is not repeated"),
     "suffix": (("",), "text is not inserted"),
     "service_tier": (("auto", "default", "standard_only"), "there is one tier; use priority"),
@@ -189,6 +187,8 @@ class SamplingFields(Generated, Prompted):
                                                                               "token_id:17")
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
+    use_beam_search: bool | None = Field(default=None, description="the n likeliest answers instead of n samples")
+    length_penalty: float | None = Field(default=None, description="of a beam search: above 1 prefers longer answers")
     response_format: ResponseFormat | None = None
     vllm_xargs: dict[str, Plain | list[Plain]] | None = Field(
         default=None, description="values for the logits processors that the server was started with")
@@ -223,6 +223,8 @@ class SamplingFields(Generated, Prompted):
         self._check_sizes()
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs is for answers that are not streamed", param="prompt_logprobs")
+        if self.length_penalty not in (None, 1):
+            raise ApiError(400, "length_penalty goes with use_beam_search", param="length_penalty")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
         try:

@@ -12,14 +12,16 @@ from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.outputs import RequestOutput
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
+from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.embeds_file import read_embeds_file
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Increments, generate
+from outrider.server.generation import Increments, Usage, generate, whole_outputs
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, Tool
 from outrider.server.response_store import ResponseStore
@@ -145,8 +147,12 @@ class Service:
     async def check_sampled(self, body: SamplingFields, prompts: Sequence[TokensOrEmbeds], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
         """One request for each prompt. `more`: sampling parameters that the body spells differently."""
-        params = body.sampling(**more)
-        vocab_size = self.host.llm.engine.limits.vocab_size
+        limits = self.host.llm.engine.limits
+        if body.use_beam_search:
+            params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
+        else:
+            params = body.sampling(**more)
+        vocab_size = limits.vocab_size
         if len(params.allowed_token_ids or ()) > vocab_size:
             raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
                                 f"has {vocab_size}", param="allowed_token_ids")
@@ -182,6 +188,17 @@ class Service:
             async with aclosing(generate(llm, requests, request_id, self.metrics)) as pairs:
                 async for pair in pairs:
                     yield pair
+
+    async def whole(self, body: SamplingFields, requests: Sequence[CheckedRequest], request_id: str, usage: Usage, *,
+                    skip_special_tokens: bool) -> list[RequestOutput]:
+        """The finished output of each prompt, sampled or found by a beam search."""
+        if not body.use_beam_search:
+            return await whole_outputs(self.run(requests, request_id), requests, usage)
+        llm = self.host.llm
+        with self.admission.admit(sum(request.num_samples for request in requests), llm.engine.limits.max_requests):
+            outputs = await beam_outputs(llm, body, requests, request_id, skip_special_tokens=skip_special_tokens)
+        usage.count_completions(outputs)
+        return outputs
 
     def check_load(self) -> None:
         """Refuse before anything is tokenized, if not even one more sample could wait."""
