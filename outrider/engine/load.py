@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Annotated
 
 from outrider.config import EngineConfig
+from outrider.core.fields import NotEmpty, Text, check_value
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.models.sources import ModelSource, resolve, tokenizer_files
@@ -15,7 +17,21 @@ log = logging.getLogger("outrider")
 def find_model(config: EngineConfig) -> ModelSource:
     """The files of the model, fetched if need be."""
     source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
-    return source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
+    source = source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
+    return _with_class_ids(config, source)
+
+
+def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
+    """The source with ids in place of the texts of `classifier_from_token`: tokens whose logits score classes."""
+    tokens = source.config.get("classifier_from_token")
+    if tokens is None:
+        return source
+    check_value("classifier_from_token", Annotated[list[Text], NotEmpty], tokens)
+    tokenizer = read_tokenizer(config, source)
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    if None in ids:
+        raise ValueError(f"classifier_from_token: the tokenizer has no token {tokens[ids.index(None)]!r}")
+    return source.with_values({"classifier_from_token": ids})
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:

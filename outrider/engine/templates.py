@@ -173,6 +173,9 @@ class _Counted:
             self._tick()
             yield item
 
+    def __bool__(self) -> bool:  # a filter of Jinja asks, also of a generator, which has no length
+        return bool(self._items)
+
     def __len__(self) -> int:
         return len(self._items)
 

@@ -31,6 +31,12 @@ class RopeParams:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    @property
+    def reach(self) -> int:
+        """Positions that the scaling was made for."""
+        return int(self.original_len * self.factor) if self.kind == "yarn" else 0
+
+
 TABLE_BLOCK = 256  # positions of a rope's table that are computed together
 
 

@@ -16,6 +16,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LEAST_SOFTCAP = 1e-3  # a cap is divided by; no cap is null
 
 
+MAX_REACH = 1 << 24  # positions that a rope's scaling may be made for
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The numbers every decoder has."""
@@ -118,6 +121,8 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
     )
     if params.theta <= 1 or min(params.factor, params.beta_fast, params.beta_slow, params.low_freq_factor) <= 0:
         raise ConfigError(f"{rope.source}: rope_theta must be greater than 1, factors and betas greater than 0")
+    if params.reach > MAX_REACH:
+        raise rope.refusal("factor", f"a rope of more than {MAX_REACH} positions has no table here")
     if params.high_freq_factor <= params.low_freq_factor:
         raise rope.refusal("high_freq_factor", f"it must exceed low_freq_factor ({params.low_freq_factor})")
     return params

@@ -34,7 +34,7 @@ _HARMLESS_BY_REASON: dict[str, str] = {
         time_step_rank mamba_dt_min mamba_dt_max mamba_dt_init_floor
         """,
     "Lengths of the training or of the tokenizer, beside max_position_embeddings.": """
-        seq_length max_sequence_length model_max_length tokenizer_model_max_length
+        seq_length max_sequence_length model_max_length tokenizer_model_max_length max_model_len
         """,
     "Heads that classify, which the models that have one read (`models/classifier.py`).": """
         id2label label2id num_labels problem_type task_specific_params summary_type summary_use_proj

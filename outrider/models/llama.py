@@ -65,7 +65,9 @@ class Llama(Decoder):
         refuse_unsupported(config)
         sizes = Sizes.read(config, head_dim=self.default_head_dim)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
+        rope = read_rope(config, sizes.head_dim)
+        self.max_positions = max(self.max_positions, rope.reach)
+        self.rotaries = [self.make_rotary(rope, max_len)]
         self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(self.windows(config))]
         qkv_bias, out_bias, mlp_bias = self.biases(config)
         self.layers = [

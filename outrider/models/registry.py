@@ -65,7 +65,7 @@ def build_model(
     """A model without its weights. max_len: positions it must serve, the config's own by default. Its config is checked
     first, without memory for weights. source: the file, for messages."""
     reader = ConfigReader(config, source)
-    make = partial(_family(reader, max_len), reader, dtype=dtype)
+    make = partial(_family(reader), reader, dtype=dtype)
     try:
         outline = make(device=torch.device("meta"), max_len=1)  # a table of one position, not of all
     except NotImplementedError:  # a family from outside that looks at the values of its tensors
@@ -74,6 +74,9 @@ def build_model(
         raise ConfigError(f"{source}: its sizes are too large for a model ({str(error).splitlines()[0]})") from error
     if outline is not None:
         reader.refuse_unread()
+        if max_len is not None and max_len > outline.max_positions:  # before tables of that length are made
+            raise ValueError(f"max_model_len ({max_len}) exceeds the {outline.max_positions} positions the model was "
+                             f"made for ({source}: max_position_embeddings)")
     if torch.device(device).type == "meta" and outline is not None:
         return outline
     model = make(device=torch.device(device), max_len=max_len)
@@ -81,13 +84,8 @@ def build_model(
     return model
 
 
-def _family(reader: ConfigReader, max_len: int | None) -> Callable[..., Model]:
+def _family(reader: ConfigReader) -> Callable[..., Model]:
     architectures = reader.required("architectures", list)
     if not architectures or str(architectures[0]) not in _ARCHITECTURES:
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
-    model_class: Callable[..., Model] = _ARCHITECTURES[architectures[0]]
-    positions = reader.text_section().optional("max_position_embeddings", int)
-    if max_len is not None and positions is not None and max_len > positions:  # before tables of that length are made
-        raise ValueError(f"max_model_len ({max_len}) exceeds the {positions} positions the model was made for "
-                         f"({reader.source}: max_position_embeddings)")
-    return model_class
+    return _ARCHITECTURES[architectures[0]]

@@ -10,6 +10,24 @@ from typing import Any
 import pytest
 
 RUNS = {
+    "prompts of a benchmark": """
+        import json, tempfile
+        from outrider.benchmarks.datasets import add_dataset_parser, get_samples
+        from outrider.utils.argparse_utils import FlexibleArgumentParser
+        parser = FlexibleArgumentParser()
+        add_dataset_parser(parser)
+        samples = get_samples(parser.parse_args(["--num_prompts", "3", "--random-input-len", "9"]), llm.get_tokenizer())
+        assert len(samples) == 3 and all(0 < sample.prompt_len for sample in samples)
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            print(json.dumps({"prompt": "Hi"}), file=file, flush=True)
+            args = parser.parse_args(["--dataset-name", "custom", "--dataset-path", file.name])
+            assert [sample.prompt for sample in get_samples(args, llm.get_tokenizer())] == ["Hi"]
+        """,
+    "settings for images and other files": """
+        from outrider import EngineArgs
+        EngineArgs(model, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True, tokenizer_mode="mistral",
+                   config_format="mistral", load_format="mistral", logits_processors=None)
+        """,
     "the engine inside": """
         engine = llm.llm_engine
         assert engine is llm.llm_engine and engine.model_config.max_model_len == 96 == llm.model_config.max_model_len
@@ -142,11 +160,14 @@ REFUSED = {
     "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
     "another pooling": ("from outrider.config import PoolerConfig\nLLM(model, pooler_config=PoolerConfig("
                         "pooling_type='MEAN'))", "pooling_type='MEAN' is not the default here: give PoolingParams"),
+    "another dataset": ("import argparse\nfrom outrider.benchmarks.datasets import get_samples\n"
+                        "get_samples(argparse.Namespace(dataset_name='hf', dataset_path='x'), None)",
+                        "dataset_name='hf' is not supported: use random, or custom"),
     "a cache that moves": ("from outrider.config import KVTransferConfig", "KVTransferConfig is not supported: one en"),
     "a variable": ("import outrider.envs as envs\nenvs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is not supported: "
                    "use exact=True"),
     "an unknown key of the model's config": (
-        "LLM(model, hf_overrides={'classifier_from_token': ['no', 'yes']})", "classifier_from_token=.*no code here"),
+        "LLM(model, hf_overrides={'attention_of_tomorrow': 3})", "attention_of_tomorrow=3: no code here"),
     "other ends of text": ("LLM(model, hf_overrides={'eos_token_id': 3})", "eos_token_id is not supported: use stop"),
     "a profile without a place": ("llm.start_profile()", "profiles need a folder: start the engine with profiler_dir"),
     "a profile of some steps": ("LLM(model, profiler_config={'torch_profiler_dir': 'x', 'max_iterations': 3})",

@@ -95,6 +95,27 @@ def test_a_head_with_one_class_scores_pairs(tmp_path: Path) -> None:
             assert len(pooled) == len(query) and len(pooled[0]) == 1
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tokens_of_a_language_model_score_pairs(tmp_path: Path, is_tied: bool) -> None:
+    """As rerankers are published: the score is the difference of the logits of two tokens."""
+    torch.manual_seed(4)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, tie_word_embeddings=is_tied)).eval()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(b"a textanother")])).logits[0, -1]
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["n", "y"]}
+    with LLM(str(tmp_path), **ENGINE, hf_overrides=overrides | {"is_original_qwen3_reranker": True}) as llm:
+        (output,) = llm.score("a text", "another")
+        assert output.outputs.score == pytest.approx(float((logits[ord("y")] - logits[ord("n")]).sigmoid()), rel=1e-4)
+    with LLM(str(tmp_path), **ENGINE, hf_overrides=overrides | {"method": "no_post_processing"}) as llm:
+        (both,) = llm.classify("a textanother")
+        expected = logits[[ord("n"), ord("y")]].softmax(-1).tolist()
+        assert both.outputs.probs == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match="classifier_from_token: the tokenizer has no token 'maybe'"):
+        LLM(str(tmp_path), **ENGINE, hf_overrides=overrides | {"classifier_from_token": ["maybe"]})
+
+
 def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     with serving() as served:
         assert "no head that classifies" in served.error("/classify", input="a")["message"]

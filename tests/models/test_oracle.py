@@ -175,6 +175,14 @@ def test_yarn_options(tmp_path: Path, extra: dict[str, float]) -> None:
     assert (all_logits(load(folder), tokens) - hf_logits(folder, tokens)).abs().max() < 1e-4
 
 
+def test_yarn_extends_the_positions_of_a_config(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 3.0, "original_max_position_embeddings": 64}
+    folder = make_folder("llama_yarn", tmp_path, rope_parameters=rope, max_position_embeddings=80)
+    model, tokens = load(folder), tokens_of(seed=9, count=150)
+    assert model.max_positions == 192
+    assert (all_logits(model, tokens) - hf_logits(folder, tokens)).abs().max() < 1e-4
+
+
 def test_tied_head_shares_the_embedding(folder_of: Folders) -> None:
     tied, untied = load(folder_of("llama_tied")), load(folder_of("llama"))
     assert tied.lm_head.format is tied.embed_tokens.format

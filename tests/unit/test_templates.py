@@ -19,6 +19,12 @@ def render(text: str, **values: Any) -> str:
     return compiled_template(text).render(CHAT, True, values)
 
 
+def test_filters_can_follow_filters() -> None:
+    text = ('{{ messages | selectattr("role", "eq", "user") | map(attribute="content") | first }}'
+            '{{ messages | selectattr("role", "eq", "no") | map(attribute="content") | map("upper") | first | d(1) }}')
+    assert render(text) == "hi1"
+
+
 ENDLESS = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "nested loops that print": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",

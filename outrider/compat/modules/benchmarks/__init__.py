@@ -1,0 +1,1 @@
+"""outrider.benchmarks: a package of vLLM with modules that are here, too."""
