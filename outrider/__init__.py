@@ -48,6 +48,7 @@ HOMES = {
     "EngineArgs": ("outrider.compat.engine_args", "EngineArgs"),
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
+    **dict.fromkeys(("ClassificationOutput", "EmbeddingOutput", "ScoringOutput"), ("outrider.outputs", "")),
     "ClassificationRequestOutput": ("outrider.core.pooling", "ClassificationRequestOutput"),
     "EmbedsPrompt": ("outrider.core.prompts", "EmbedsPrompt"),
     "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
@@ -61,6 +62,8 @@ HOMES = {
     "TokensPrompt": ("outrider.core.prompts", "TokensPrompt"),
     "StructuredOutputsParams": ("outrider.core.structured", "StructuredOutputsParams"),
 }
+# Modules that `import vllm` imports, too.
+MODULES = ("inputs", "outputs", "pooling_params", "sampling_params", "utils")
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
     "ModelRegistry": "see docs/extending.md",
@@ -73,7 +76,9 @@ __path__.append(f"{__path__[0]}/compat/modules")
 def __getattr__(name: str) -> object:
     if name in HOMES:
         module, attribute = HOMES[name]
-        return getattr(import_module(module), attribute)
+        return getattr(import_module(module), attribute or name)
+    if name in MODULES:
+        return import_module(f"outrider.{name}")
     if name in NOT_HERE:
         raise ImportError(f"outrider.{name} is not supported: {NOT_HERE[name]}")
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

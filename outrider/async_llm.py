@@ -6,7 +6,7 @@ What goes wrong with one request is raised where that request is read; a failed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, Never, cast
@@ -127,8 +127,13 @@ class AsyncLLM(Front):
             async for output in outputs:
                 yield output
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request: its reader gets what there is, with finish_reason "abort". An unknown id is no error."""
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several: its reader gets what there is, with finish_reason "abort". An unknown id is no
+        error."""
+        if not isinstance(request_id, str) and isinstance(request_id, Iterable):
+            for each in request_id:
+                await self.abort(each)
+            return
         check_value("request_id", Text, request_id)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -191,6 +196,15 @@ class AsyncLLM(Front):
     def is_running(self) -> bool:
         """Whether the engine serves requests: it was not shut down and has not failed."""
         return self._owner.error is None
+
+    @property
+    def errored(self) -> bool:
+        return not self.is_running
+
+    async def check_health(self) -> None:
+        """Raise the error that ended the engine, if one did."""
+        if self._owner.error is not None:
+            raise self._owner.error
 
     def fail(self, reason: str) -> None:
         """Ends an engine that can no longer serve, as a failed step of it would: requests raise EngineError."""

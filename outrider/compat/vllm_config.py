@@ -6,11 +6,14 @@ lists those that are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.engine.load import find_model
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class SettingsGroup:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            known = ", ".join(field.name for field in fields(self))
+            known = ", ".join(own.name for own in fields(self))
             raise AttributeError(f"{type(self).__name__} has no {name!r} here; it has {known}")
 
 
@@ -42,6 +45,21 @@ class ModelConfig(SettingsGroup):
     trust_remote_code: bool = False
     runner_type: str = "generate"
     is_multimodal_model: bool = False
+    engine_config: EngineConfig | None = field(default=None, repr=False)
+
+    @cached_property
+    def hf_config(self) -> SimpleNamespace:
+        """The values of config.json, with hf_overrides."""
+        assert self.engine_config is not None
+        values = find_model(self.engine_config).config
+        names = {int(index): name for index, name in (values.get("id2label") or {}).items()}
+        return SimpleNamespace(**values | ({"id2label": names} if names else {}))
+
+    @property
+    def hf_text_config(self) -> SimpleNamespace:
+        """The part of config.json that describes the language model."""
+        values = vars(self.hf_config).get("text_config")
+        return self.hf_config if values is None else SimpleNamespace(**values)
 
     def get_vocab_size(self) -> int:
         if self.vocab_size is None:
@@ -111,7 +129,7 @@ class VllmConfig(SettingsGroup):
         model = ModelConfig(
             config.model, config.tokenizer or config.model, config.dtype, max_len, config.revision, config.seed,
             config.enforce_eager, config.max_logprobs, config.logprobs_mode,
-            vocab_size=None if limits is None else limits.vocab_size)
+            vocab_size=None if limits is None else limits.vocab_size, engine_config=config)
         cache = CacheConfig(
             config.page_size, config.gpu_memory_utilization, config.kv_cache_dtype, config.enable_prefix_caching,
             num_pages or config.num_pages, config.num_pages, config.kv_cache_memory_bytes)

@@ -47,9 +47,33 @@ REFUSED_FIELDS = {
     "thinking_token_budget": "use max_tokens",
     "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
     "include_reasoning": "reasoning is not parsed here",
+    "logprob_token_ids": "use logprobs=-1, and choose",
     "routed_experts_prompt_start": "expert routing is not returned",
     "skip_clone": "the engine always keeps a copy of its own",
 }
+
+
+# Values of these fields that ask for nothing, beside None.
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "logits_processors": [],
+    "flat_logprobs": False, "spaces_between_special_tokens": True, "include_reasoning": True, "skip_clone": False,
+    "routed_experts_prompt_start": 0,
+}  # fmt: skip
+
+
+def asked_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The given fields without those that are not here and ask for nothing."""
+    return {name: value for name, value in given.items()
+            if name not in REFUSED_FIELDS or not (value is None or value == NEUTRAL.get(name))}
+
+
+class _SamplingParamsType(type):
+    """Checks the names of all fields before an instance is made, whose own errors would name no alternative."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        asked = asked_fields(given)
+        check_names("SamplingParams", cls, asked, REFUSED_FIELDS)
+        return super().__call__(*args, **asked)
 
 
 class RequestOutputKind(enum.Enum):
@@ -62,7 +86,7 @@ class RequestOutputKind(enum.Enum):
 
 
 @dataclass(unsafe_hash=True)
-class SamplingParams:
+class SamplingParams(metaclass=_SamplingParamsType):
     """A caller may change fields until the parameters are used: an engine checks them again and keeps a copy."""
 
     n: Annotated[int, Range(1, MAX_SAMPLES)] = 1
@@ -95,10 +119,6 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None  # values for the engine's logits processors
     guided_decoding: InitVar[StructuredOutputsParams | None] = None  # vLLM's older name of structured_outputs
 
-    def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
-        check_names("SamplingParams", cls, fields, REFUSED_FIELDS)
-        return super().__new__(cls)
-
     def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
         if guided_decoding is not None:
             self._take_form(guided_decoding)
@@ -111,7 +131,6 @@ class SamplingParams:
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Parameters of which any may be None, which leaves the field's default. `max_tokens=None` asks for as many
         tokens as fit."""
-        check_names("SamplingParams", cls, given, REFUSED_FIELDS)
         if given.get("logit_bias") is not None:  # keys from JSON are texts
             given["logit_bias"] = {int(token) if isinstance(token, str) and token.isdecimal() else token: bias
                                    for token, bias in given["logit_bias"].items()}

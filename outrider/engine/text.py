@@ -110,6 +110,17 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self.special_token_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str | None]:
+        return [self.id_to_token(token_id) for token_id in self.all_special_ids]
+
     @cached_property
     def token_texts(self) -> TokenTexts:
         """The text of each token by itself, special tokens included."""
@@ -148,6 +159,10 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._special_id("pad_token")
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)

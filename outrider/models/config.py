@@ -14,8 +14,6 @@ from outrider.models.sources.quantization import KEY, read_quantization
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LEAST_SOFTCAP = 1e-3  # a cap is divided by; no cap is null
-
-
 MAX_REACH = 1 << 24  # positions that a rope's scaling may be made for
 
 

@@ -23,6 +23,32 @@ RUNS = {
             args = parser.parse_args(["--dataset-name", "custom", "--dataset-path", file.name])
             assert [sample.prompt for sample in get_samples(args, llm.get_tokenizer())] == ["Hi"]
         """,
+    "the model's config": """
+        config = llm.llm_engine.model_config
+        assert config.hf_config.vocab_size == config.hf_text_config.vocab_size == 259 == config.get_vocab_size()
+        """,
+    "fields that ask for nothing": """
+        params = SamplingParams(best_of=1, spaces_between_special_tokens=True, truncate_prompt_tokens=None,
+                                flat_logprobs=False, use_beam_search=False, logits_processors=None, max_tokens=1)
+        assert params == SamplingParams(max_tokens=1) == SamplingParams.from_optional(max_tokens=1, best_of=None)
+        """,
+    "names at the top, and modules": """
+        import outrider
+        from outrider import ClassificationOutput, EmbeddingOutput, ScoringOutput
+        from outrider.distributed.parallel_state import destroy_model_parallel
+        destroy_model_parallel()
+        assert outrider.sampling_params.SamplingParams is SamplingParams and outrider.outputs.EmbeddingOutput
+        """,
+    "special tokens": """
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer.all_special_ids == [256, 257, 258] and tokenizer.all_special_tokens[1] == "<|end|>"
+        assert tokenizer.batch_decode([[72, 105], [33]]) == ["Hi", "!"] and tokenizer.pad_token_id is None
+        """,
+    "settings of older and newer versions": """
+        from outrider import EngineArgs
+        EngineArgs(model, num_scheduler_steps=8, disable_async_output_proc=True, optimization_level=2, nnodes=1,
+                   structured_outputs_config={"backend": "xgrammar"}, attention_backend="FLASH_ATTN")
+        """,
     "settings for images and other files": """
         from outrider import EngineArgs
         EngineArgs(model, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True, tokenizer_mode="mistral",
@@ -172,10 +198,11 @@ REFUSED = {
     "a profile without a place": ("llm.start_profile()", "profiles need a folder: start the engine with profiler_dir"),
     "a profile of some steps": ("LLM(model, profiler_config={'torch_profiler_dir': 'x', 'max_iterations': 3})",
                                 "profiler_config: max_iterations=3 is not supported: start_profile and stop_profile"),
-    "groups of devices": ("from outrider.distributed import parallel_state",
-                          "outrider.distributed.parallel_state is not supported: one engine uses one device"),
-    "a setting that the groups lack": ("llm.llm_engine.model_config.hf_config",
-                                       "ModelConfig has no 'hf_config' here; it has model, "),
+    "groups of devices": ("from outrider.distributed import init_distributed_environment",
+                          "outrider.distributed.init_distributed_environment is not supported: one engine"),
+    "a setting that the groups lack": ("llm.llm_engine.model_config.code_revision",
+                                       "ModelConfig has no 'code_revision' here; it has model, "),
+    "a field that asks for something": ("SamplingParams(best_of=2)", "best_of is not supported: use n"),
     "a request twice": ("engine = llm.llm_engine\ntry:\n    engine.add_request('a', 'x', SamplingParams())\n"
                         "    engine.add_request('a', 'x', SamplingParams())\nfinally:\n    engine.abort_request('a')",
                         "request id 'a' is in use"),

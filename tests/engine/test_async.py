@@ -101,7 +101,9 @@ def test_abort_ends_a_stream_with_what_there_is() -> None:
         await llm.abort("long")
         rest = [output async for output in stream]
         assert rest[-1].outputs[0].finish_reason == "abort" and len(rest[-1].outputs[0].token_ids) < 80
-        await llm.abort("nobody")
+        await llm.abort(["nobody", "long"])
+        await llm.check_health()
+        assert llm.is_running and not llm.errored
         await idle(rig)
 
     with_llm(body)

@@ -23,7 +23,14 @@ from outrider import LLM, SamplingParams, cli
 from outrider.benchmarks import throughput
 from outrider.commands import loading, run_prompts
 from outrider.commands.chat import LocalConversation
-from outrider.commands.parser import ENGINE_FIELDS, SAMPLING_FIELDS, engine_settings, hyphenated, sampling_params
+from outrider.commands.parser import (
+    ENGINE_FIELDS,
+    SAMPLING_FIELDS,
+    engine_config,
+    engine_settings,
+    hyphenated,
+    sampling_params,
+)
 from outrider.config import EngineConfig
 from outrider.core.status_line import is_terminal
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
@@ -451,3 +458,12 @@ def test_shipped_prompt_sets_are_readable() -> None:
 
     sets = read_sets(None)
     assert {one.name for one in sets} == {"copy-heavy", "free-text"} and all(len(one.prompts) == 16 for one in sets)
+
+
+def test_names_of_other_attention_backends_mean_the_nearest() -> None:
+    parser = cli.build_parser()
+    for name, own in {"FLASH_ATTN": "auto", "TRITON_ATTN": "triton", "torch": "torch"}.items():
+        args = parser.parse(["serve", "x", "--attention-backend", name])
+        assert engine_config(args).attention_backend == own
+    with pytest.raises(ValueError, match="attention_backend 'trton': did you mean 'triton'"):
+        engine_config(parser.parse(["serve", "x", "--attention-backend", "trton"]))
