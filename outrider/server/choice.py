@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from outrider.server.parsers import Call, Content, Event, OutputParser, Reasoning
+from outrider.server.parsers import CallArguments, CallBegin, Content, Event, OutputParser, Reasoning, settled
 
 Delta = dict[str, Any]
 
@@ -27,10 +27,17 @@ class ParsedChoice:
 
     def message(self, text: str) -> Delta:
         """The whole text at once."""
-        events = self.events(text, is_last=True)
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls = [self._call(event) for event in events if isinstance(event, Call)]
+        content, thoughts, calls = "", "", []
+        for event in settled(self.events(text, is_last=True)):
+            match event:
+                case Content(said):
+                    content += said
+                case Reasoning(said):
+                    thoughts += said
+                case CallBegin():
+                    calls.append(self._call(event))
+                case CallArguments(said):
+                    calls[-1]["function"]["arguments"] += said
         message: Delta = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if thoughts and self._includes_reasoning:
             message |= _thoughts(thoughts)
@@ -45,24 +52,23 @@ class ParsedChoice:
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])
 
     def _deltas(self, event: Event) -> list[Delta]:
+        """Clients join texts that come twice: id, type and name of a call are sent once."""
         match event:
             case Content(text):
                 return [{"content": text}]
             case Reasoning(text):
                 return [_thoughts(text)] if self._includes_reasoning else []
-            case Call():
-                index = self._num_calls
-                call = self._call(event)
-                arguments, call["function"]["arguments"] = call["function"]["arguments"], ""
-                # Clients join texts that come twice: id, type and name are sent once.
-                return [{"tool_calls": [{"index": index, **call}]},
-                        {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}]
+            case CallBegin():
+                return [{"tool_calls": [{"index": self._num_calls, **self._call(event)}]}]
+            case CallArguments(text):
+                return [{"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": text}}]}]
+        return []
 
-    def _call(self, call: Call) -> Delta:
+    def _call(self, call: CallBegin) -> Delta:
         self._num_calls += 1
         # Mistral's templates take ids of nine letters and digits only.
         own_id = secrets.token_hex(5)[:9] if self._tool_format == "mistral" else f"call_{secrets.token_hex(12)}"
-        return {"id": own_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return {"id": call.call_id or own_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
 def _thoughts(text: str) -> Delta:

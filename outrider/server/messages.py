@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.errors import ApiError
-from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import (
     Body,
     ChatMessage,
@@ -168,7 +168,7 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
     chat = ChatRequest(model=body.model, messages=messages, tools=_tools(body) or None, top_p=body.top_p,
                        top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
                        continue_final_message=continues_last(messages), reasoning_effort=body.reasoning_effort,
-                       response_format=body.response_format,
+                       response_format=body.response_format, stream=body.stream,
                        stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
                        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
     form = "output_config" if body.output_format is None else "output_format"
@@ -276,6 +276,7 @@ class ContentBlocks:
         self.blocks: list[Json] = []
         self.has_calls = False
         self._is_open = False
+        self._arguments = ""  # of the call that is open
 
     def take(self, event: Event) -> Iterable[tuple[str, Json]]:
         match event:
@@ -283,13 +284,17 @@ class ContentBlocks:
                 yield from self._grow("text", text)
             case Reasoning(text):
                 yield from self._grow("thinking", text)
-            case Call(name, arguments):
-                self.has_calls = True
+            case CallBegin(name, call_id):
+                self.has_calls, self._arguments = True, ""
                 yield from self.close()
-                block = {"type": "tool_use", "id": new_id("toolu"), "name": name, "input": json.loads(arguments)}
-                yield self._started(block, {"input": {}})
-                delta = {"type": "input_json_delta", "partial_json": arguments}
+                yield self._started({"type": "tool_use", "id": call_id or new_id("toolu"), "name": name, "input": {}})
+            case CallArguments(text):
+                self._arguments += text
+                delta = {"type": "input_json_delta", "partial_json": text}
                 yield "content_block_delta", {"index": len(self.blocks) - 1, "delta": delta}
+            case CallEnd(malformed):
+                if malformed is None:
+                    self.blocks[-1] = self.blocks[-1] | {"input": json.loads(self._arguments)}
                 yield from self.close()
 
     def close(self) -> Iterable[tuple[str, Json]]:
@@ -301,14 +306,14 @@ class ContentBlocks:
         key, delta = self.KEYS[kind]
         if not self._is_open or self.blocks[-1]["type"] != kind:
             yield from self.close()
-            yield self._started({"type": kind, key: ""} | ({"signature": ""} if kind == "thinking" else {}), {})
+            yield self._started({"type": kind, key: ""} | ({"signature": ""} if kind == "thinking" else {}))
         self.blocks[-1][key] += text
         yield "content_block_delta", {"index": len(self.blocks) - 1, "delta": {"type": delta, key: text}}
 
-    def _started(self, block: Json, shown: Json) -> tuple[str, Json]:
+    def _started(self, block: Json) -> tuple[str, Json]:
         self.blocks.append(block)
         self._is_open = True
-        return "content_block_start", {"index": len(self.blocks) - 1, "content_block": block | shown}
+        return "content_block_start", {"index": len(self.blocks) - 1, "content_block": dict(block)}
 
 
 def error_event(error: ApiError) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.service import new_id
 
 Json = dict[str, Any]
@@ -37,9 +37,16 @@ class ResponseItems:
                 yield from self._begin("reasoning", "rs")
                 self._text += text
                 yield "response.reasoning_text.delta", self._place(0) | {"delta": text}
-            case Call(name, arguments):
+            case CallBegin(name, call_id):
                 yield from self.close()
-                yield from self._call(name, arguments)
+                self._open = {"type": "function_call", "id": new_id("fc"), "call_id": call_id or new_id("call"),
+                              "name": name, "arguments": "", "status": "in_progress"}
+                yield from self._added(self._open)
+            case CallArguments(text):
+                self._text += text
+                yield "response.function_call_arguments.delta", self._item() | {"delta": text}
+            case CallEnd(malformed):
+                yield from self.close("completed" if malformed is None else "incomplete")
 
     def close(self, status: str = "completed") -> Iterable[tuple[str, Json]]:
         item, self._open = self._open, None
@@ -50,6 +57,9 @@ class ResponseItems:
         if item["type"] == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]
             yield "response.reasoning_text.done", place | {"text": text}
+        elif item["type"] == "function_call":
+            item["arguments"] = text
+            yield "response.function_call_arguments.done", self._item() | {"arguments": text, "name": item["name"]}
         else:
             logprobs, self._logprobs = self._logprobs, []
             item["content"] = [_part(text, logprobs)]
@@ -69,22 +79,15 @@ class ResponseItems:
         if kind == "message":
             yield "response.content_part.added", self._place(0) | {"part": _part("", [])}
 
-    def _call(self, name: str, arguments: str) -> Iterable[tuple[str, Json]]:
-        item: Json = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": name,
-                      "arguments": "", "status": "in_progress"}
-        yield from self._added(item)
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        yield "response.function_call_arguments.delta", place | {"delta": arguments}
-        yield "response.function_call_arguments.done", place | {"arguments": arguments, "name": name}
-        item |= {"arguments": arguments, "status": "completed"}
-        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
-
     def _added(self, item: Json) -> Iterable[tuple[str, Json]]:
         self.items.append(item)
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)}
 
+    def _item(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
     def _place(self, content_index: int) -> Json:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": content_index}
+        return self._item() | {"content_index": content_index}
 
 
 def _part(text: str, logprobs: list[Json]) -> Json:

@@ -24,7 +24,7 @@ from outrider.server.translated_chat import TranslatedChat
 from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
-SHARED = ("model", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
+SHARED = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
           "speculative", "priority", "cache_salt", "chat_template_kwargs", "reasoning_effort")
 CONVERSATION = TypeAdapter(list[Item])
 MAX_ITEMS = 100  # in one answer of input_items

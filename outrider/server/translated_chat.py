@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from outrider.server.chat import logprobs_to_json, prepare_chat
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change, ChangeReader, Usage, named
-from outrider.server.parsers import Content, Event
+from outrider.server.parsers import Content, Event, settled
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
 
@@ -38,7 +38,8 @@ class TranslatedChat:
         self.usage = Usage(requests)
 
     async def events(self, request_id: str) -> AsyncGenerator[ChatPart, None]:
-        reader = ChangeReader()
+        """As they come if the chat is streamed, and otherwise all at the end."""
+        reader, held = ChangeReader(), list[ChatPart]()
         async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:
                 self.usage.update(i, increments)
@@ -47,7 +48,14 @@ class TranslatedChat:
                     events: list[Event] = [Content(change.text)] if change.text else []
                     if self._choices:
                         events = self._choices[0].events(change.text, change.finish_reason is not None)
-                    yield ChatPart(events, self._content_logprobs(events, change))
+                    part = ChatPart(events, self._content_logprobs(events, change))
+                    if self._body.stream:
+                        yield part
+                    held.append(part)
+        if not self._body.stream:
+            logprobs = {id(part.events[-1]): part.logprobs for part in held if part.events}
+            for event in settled(event for part in held for event in part.events):
+                yield ChatPart([event], logprobs.get(id(event), []))
 
     def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
         """A parser does not say which tokens an event is made of. Those of content are the last ones whose texts are

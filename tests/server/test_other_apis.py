@@ -85,6 +85,40 @@ def test_a_message_with_thinking_and_calls(served: Served, run: int) -> None:
     assert served.post("/v1/messages", **body).status_code == 200
 
 
+@pytest.mark.parametrize("run", [1, 7])
+def test_arguments_are_streamed_as_they_come(served: Served, run: int) -> None:
+    """In all three APIs; and a call that is cut off is text in an answer that is sent whole."""
+    say(served, '<tool_call>{"name": "weather", "arguments": {"city": "Llanfairpwll"}}</tool_call>', run)
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "How?"}], "stream": True}
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    lines = served.post("/v1/chat/completions", tools=tools, **chat).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["function"] == {"name": "weather", "arguments": ""}
+    pieces = [call["function"]["arguments"] for call in calls[1:]]
+    assert len(pieces) > 2 and json.loads("".join(pieces)) == {"city": "Llanfairpwll"}
+    events = list(served.client().responses.create(model=MODEL, input="How?", tools=[TOOL], stream=True))
+    assert [event.delta for event in events if event.type.endswith("arguments.delta")] == pieces
+    blocks = streamed(served, {"max_tokens": 50, "tools": [{"name": "weather", "input_schema": {}}],
+                               "messages": chat["messages"]})
+    assert [e["delta"]["partial_json"] for e in blocks if e["type"] == "content_block_delta"] == pieces
+
+
+def test_a_call_that_is_cut_off(served: Served) -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Llanf'
+    say(served, text, 5, "length")
+    options: dict[str, Any] = {"model": MODEL, "input": "How?", "tools": [TOOL]}
+    assert served.client().responses.create(**options).output_text == text
+    (*_, last) = served.client().responses.create(stream=True, **options)
+    (call,) = last.response.output
+    assert (call.status, call.arguments) == ("incomplete", '{"city": "Llanf')
+    body: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "How?"}],
+                            "tools": [{"name": "weather", "input_schema": {}}]}
+    assert served.post("/v1/messages", **body).json()["content"] == [{"type": "text", "text": text}]
+    assert "".join(e["delta"]["partial_json"] for e in streamed(served, body) if e["type"] == "content_block_delta"
+                   ) == '{"city": "Llanf'
+
+
 def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
     text = served.post("/v1/messages", stream=True, **body).text
     events = [part.split("\ndata: ") for part in text.strip().split("\n\n")]

@@ -1,84 +1,108 @@
-"""Gemma 4: `<|tool_call>call:F{k:<|"|>text<|"|>,n:42,a:[1,2],o:{x:true}}<tool_call|>`, thoughts in a channel."""
+"""Gemma 4: `<|tool_call>call:F{k:<|"|>text<|"|>,n:42,a:[1,2],o:{x:true}}<tool_call|>`, thoughts in a channel.
+
+FunctionGemma writes the same with other markers. Values are written as JSON while they are read.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from outrider.server.parsers.machine import Call, CallRegion, ReasoningRegion, Schemas, read_json
+from outrider.server.parsers.cursor import Cursor
+from outrider.server.parsers.machine import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CallReader,
+    CallRegion,
+    ReadCalls,
+    ReasoningRegion,
+    Schemas,
+    json_text,
+    read_json,
+)
 
-QUOTE = '<|"|>'
-_WORD = re.compile(r"[^,:{}\[\]]+")
 MAX_DEPTH = 64
+_NAME = re.compile(r"[\w.:-]+")
+_WORD = re.compile(r"[^,:{}\[\]<]+")
 
 
-def parse_gemma4(body: str, schemas: Schemas) -> list[Call]:
-    found = re.match(r"\s*call:([\w.:-]+?)\s*(?=\{)", body)
-    if not found:
-        raise ValueError("no call")
-    reader = _Values(body, found.end())
-    arguments = reader.value(0)
-    if body[reader.place:].strip():
-        raise ValueError("text after the call")
-    return [Call.from_values(found[1], arguments)]
+def calls(quote: str, end: str) -> ReadCalls:
+    def read(cursor: Cursor, schemas: Schemas) -> CallReader:
+        yield from cursor.skip_space()
+        yield from cursor.needs("call:")
+        name = yield from cursor.while_matches(_NAME)
+        yield from cursor.skip_space()
+        if not name or (yield from cursor.char()) != "{":
+            raise ValueError("no call")
+        yield CallBegin(name)
+        yield from _value(cursor, quote, 0)
+        yield CallEnd()
+        yield from cursor.until(end)
+
+    return read
 
 
-class _Values:
-    """Reads one value at `place` and moves behind it."""
-
-    def __init__(self, text: str, place: int) -> None:
-        self._text, self.place = text, place
-
-    def value(self, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError("too deep")
-        if self._takes(QUOTE):
-            end = self._text.index(QUOTE, self.place)
-            text, self.place = self._text[self.place:end], end + len(QUOTE)
-            return text
-        if self._takes("{"):
-            return dict(self._items("}", depth, is_object=True))
-        if self._takes("["):
-            return [item for _, item in self._items("]", depth, is_object=False)]
-        word = self._word()
-        try:
-            return read_json(word)
-        except ValueError:
-            return word
-
-    def _items(self, end: str, depth: int, is_object: bool) -> list[tuple[str, Any]]:
-        items: list[tuple[str, Any]] = []
-        if self._takes(end):
-            return items
-        while True:
-            key = self._key() if is_object else ""
-            items.append((key, self.value(depth + 1)))
-            if self._takes(end):
-                return items
-            self._needs(",")
-
-    def _key(self) -> str:
-        key = self.value(MAX_DEPTH) if self._text.startswith(QUOTE, self.place) else self._word()
-        self._needs(":")
-        return str(key)
-
-    def _word(self) -> str:
-        found = _WORD.match(self._text, self.place)
-        if not found:
-            raise ValueError("no value")
-        self.place = found.end()
-        return found[0].strip()
-
-    def _takes(self, token: str) -> bool:
-        if not self._text.startswith(token, self.place):
-            return False
-        self.place += len(token)
-        return True
-
-    def _needs(self, token: str) -> None:
-        if not self._takes(token):
-            raise ValueError(f"no {token}")
+def _value(cursor: Cursor, quote: str, depth: int) -> CallReader:
+    if depth > MAX_DEPTH:
+        raise ValueError("too deep")
+    yield from cursor.skip_space()
+    if (yield from cursor.takes(quote)):
+        yield from stream_text(cursor, quote)
+    elif (yield from cursor.takes("{")):
+        yield from _items(cursor, quote, "{", "}", depth)
+    elif (yield from cursor.takes("[")):
+        yield from _items(cursor, quote, "[", "]", depth)
+    else:
+        yield CallArguments(_word_value((yield from cursor.while_matches(_WORD)).strip()))
 
 
-GEMMA4_CALLS = (CallRegion("<|tool_call>", "<tool_call|>", parse_gemma4),)
-GEMMA4_THOUGHTS = (ReasoningRegion("<|channel>thought\n", "<channel|>"),)
+def _items(cursor: Cursor, quote: str, begin: str, end: str, depth: int) -> CallReader:
+    yield CallArguments(begin)
+    yield from cursor.skip_space()
+    is_closed = yield from cursor.takes(end)
+    while not is_closed:
+        if end == "}":
+            yield from cursor.skip_space()
+            if (yield from cursor.takes(quote)):
+                key = yield from cursor.until_needed(quote)
+            else:
+                key = (yield from cursor.while_matches(_WORD)).strip()
+            yield from cursor.skip_space()
+            yield from cursor.needs(":" if key else "a key")
+            yield CallArguments(f"{json_text(key)}: ")
+        yield from _value(cursor, quote, depth + 1)
+        yield from cursor.skip_space()
+        is_closed = yield from cursor.takes(end)
+        if not is_closed:
+            yield from cursor.needs(",")
+            yield CallArguments(", ")
+    yield CallArguments(end)
+
+
+def _word_value(word: str) -> str:
+    if not word:
+        raise ValueError("no value")
+    try:
+        return json_text(read_json(word))
+    except ValueError:
+        return json_text(word)
+
+
+def stream_text(cursor: Cursor, end: str) -> CallReader:
+    """Text up to a marker that must come, as a JSON string."""
+    yield CallArguments('"')
+    while True:
+        text, marker = cursor.piece(end)
+        if text:
+            yield CallArguments(json_text(text)[1:-1])
+        if marker is not None:
+            break
+        if cursor.is_last:
+            raise ValueError("text without an end")
+        yield None
+    yield CallArguments('"')
+
+
+GEMMA4_CALLS = (CallRegion("<|tool_call>", calls('<|"|>', "<tool_call|>")),)
+FUNCTION_GEMMA = (CallRegion("<start_function_call>", calls("<escape>", "<end_function_call>")),)
+GEMMA4_THOUGHTS = (ReasoningRegion("<|channel>thought\n", "<channel|>"), ReasoningRegion("<|channel>", "<channel|>"))

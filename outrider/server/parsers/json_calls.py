@@ -1,105 +1,283 @@
-"""Formats whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek V3 and V3.1."""
+"""Formats whose arguments are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek V3, Kimi K2, gpt-oss and others.
+
+Arguments are handed out as the model writes them, and checked when they are whole.
+"""
 
 from __future__ import annotations
 
-import ast
-import json
 import re
+from collections.abc import Callable
 from typing import Any
 
-from outrider.server.parsers.machine import Call, CallRegion, Schemas
+from outrider.server.parsers.cursor import Cursor, Waiting
+from outrider.server.parsers.machine import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CallReader,
+    CallRegion,
+    ReadCalls,
+    Schemas,
+    json_text,
+    read_json,
+    whole_call,
+)
 
-_DECODER = json.JSONDecoder()
+NAMES = ("name", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
+_OUTSIDE = re.compile(r'[^"{}\[\]]*')
+_IN_STRING = re.compile(r'[^"\\]*')
+_ANY = re.compile(r"[\s\S]")
+_WORD = re.compile(r"[^\s,}\]]*")
+_NAME = re.compile(r"[\w.:/-]+")
+_BETWEEN = re.compile(r"[\s,;\]]*")
+_BEFORE = re.compile(r"[\s\[]*")
 
 
-def call_from(value: Any) -> Call:
-    """{"name": .., "arguments": {..}}; some models write "parameters" for arguments, or the arguments as text."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("no call")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
+class JsonValue:
+    """Finds the end of one JSON value that is an object, a list or a string."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escapes = 0, False, False
+        self.is_done = False
+
+    def take(self, cursor: Cursor) -> str:
+        """The value's text, as far as it is there."""
+        pieces = []
+        while not self.is_done and not cursor.is_at_end:
+            if not self._escapes:
+                pieces.append(cursor.match(_IN_STRING if self._in_string else _OUTSIDE))
+            char = cursor.match(_ANY)
+            pieces.append(char)
+            if self._escapes or (self._in_string and char == "\\"):
+                self._escapes = not self._escapes
+            elif char == '"':
+                self._in_string = not self._in_string
+            else:
+                self._depth += (char in ("{", "[")) - (char in ("}", "]"))
+            self.is_done = bool(char) and self._depth <= 0 and not self._in_string
+        return "".join(pieces)
+
+
+def read_value(cursor: Cursor) -> Waiting[Any]:
+    """One JSON value of any kind."""
+    if (yield from cursor.char()) not in ("{", "[", '"'):
+        return read_json((yield from cursor.while_matches(_WORD)))
+    value, pieces = JsonValue(), []
+    while not value.is_done:
+        if cursor.is_at_end:
+            if cursor.is_last:
+                raise ValueError("a value without an end")
+            yield None
+        pieces.append(value.take(cursor))
+    return read_json("".join(pieces))
+
+
+def read_arguments(cursor: Cursor) -> CallReader:
+    """An object, to the end of its call."""
+    if (yield from cursor.char()) != "{":
         raise ValueError("arguments are an object")
-    return Call.from_values(value["name"], arguments)
+    value, pieces = JsonValue(), []
+    while not value.is_done:
+        piece = value.take(cursor)
+        if piece:
+            pieces.append(piece)
+            yield CallArguments(piece)
+        elif cursor.is_last:
+            raise ValueError("arguments without an end")
+        else:
+            yield None
+    json_text(read_json("".join(pieces)))
+    yield CallEnd()
 
 
-def parse_one(body: str, schemas: Schemas) -> list[Call]:
-    return [call_from(json.loads(body))]
+def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
+    """{"name": .., "arguments": {..}} behind its first brace; some models write "parameters" for arguments, or the
+    arguments as text, or wrap the call as {"type": "function", "function": {..}}."""
+    name: Any = None
+    arguments: Any = None if needs_arguments else {}
+    while True:
+        yield from cursor.skip_space()
+        if (yield from cursor.takes("}")):
+            break
+        if (yield from cursor.char()) != '"':
+            raise ValueError("no key")
+        key = yield from read_value(cursor)
+        yield from cursor.skip_space()
+        yield from cursor.needs(":")
+        yield from cursor.skip_space()
+        if key == "function" and (yield from cursor.takes("{")):
+            yield from read_call(cursor, needs_arguments)
+            return (yield from _close(cursor))
+        if key in ARGUMENTS and name is not None and (yield from cursor.char()) == "{":
+            yield CallBegin(name)
+            yield from read_arguments(cursor)
+            return (yield from _close(cursor))
+        value = yield from read_value(cursor)
+        if key in NAMES:
+            if not isinstance(value, str) or not value:
+                raise ValueError("a call names its function")
+            name = value
+        elif key in ARGUMENTS:
+            arguments = read_json(value) if isinstance(value, str) else value
+        elif needs_arguments and name is None and key not in ("type", "id"):
+            raise ValueError("other JSON than a call")
+        yield from cursor.skip_space()
+        yield from cursor.takes(",")
+    yield from whole_call(name, arguments)
 
 
-def parse_llama3(body: str, schemas: Schemas) -> list[Call]:
-    """Objects with semicolons between them."""
-    calls, place = [], 0
-    while place < len(body.rstrip()):
-        value, place = _DECODER.raw_decode(body, place + len(body[place:]) - len(body[place:].lstrip("; \n\t")))
-        calls.append(call_from(value))
-    return _some(calls)
+def _close(cursor: Cursor) -> CallReader:
+    """The rest of the object around a call's arguments, which a model may forget."""
+    yield from cursor.skip_space()
+    while (yield from cursor.takes(",")):
+        yield from cursor.skip_space()
+        if (yield from cursor.char()) != '"':
+            return
+        yield from read_value(cursor)
+        yield from cursor.skip_space()
+        yield from cursor.takes(":")
+        yield from cursor.skip_space()
+        yield from read_value(cursor)
+        yield from cursor.skip_space()
+    yield from cursor.takes("}")
 
 
-def parse_llama3_after_brace(body: str, schemas: Schemas) -> list[Call]:
-    return parse_llama3("{" + body, schemas)
+def objects(end: str | None = None, first: str = "{", *, needs_arguments: bool = False) -> ReadCalls:
+    """Reads one call, a list of calls, or calls with semicolons between them. `end`: the marker that ends the region.
+    `first`: what the region's marker leaves to be read."""
+
+    def read(cursor: Cursor, schemas: Schemas) -> CallReader:
+        if first:
+            yield from cursor.while_matches(_BEFORE)
+            yield from cursor.needs(first)
+        yield from read_call(cursor, needs_arguments)
+        while True:
+            yield from cursor.while_matches(_BETWEEN)
+            if not (yield from cursor.takes("{")):
+                break
+            yield from read_call(cursor, needs_arguments)
+        if end is not None:
+            yield from cursor.until(end)
+
+    return read
 
 
-def parse_pythonic(body: str, schemas: Schemas) -> list[Call]:
-    """[f(a=1), g()] without its first bracket."""
-    try:
-        tree = ast.parse("[" + body.strip(), mode="eval").body
-    except (SyntaxError, MemoryError) as error:
-        raise ValueError("no calls") from error
-    if not isinstance(tree, ast.List):
-        raise ValueError("no list")
-    return _some([_pythonic(node) for node in tree.elts])
-
-
-def _pythonic(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
-        raise ValueError("no call")
-    arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg is not None}
-    return Call.from_values(node.func.id, arguments)
-
-
-def parse_mistral(body: str, schemas: Schemas) -> list[Call]:
+def read_mistral(cursor: Cursor, schemas: Schemas) -> CallReader:
     """Until version 10 a list of objects; from 11 on `F[ARGS]{..}`, with the marker before each."""
-    if body.lstrip().startswith("["):
-        return _some([call_from(value) for value in json.loads(body)])
-    calls = []
-    for part in body.split("[TOOL_CALLS]"):
-        name, args, arguments = part.partition("[ARGS]")
-        if not args:
-            raise ValueError("no call")
-        name = name.partition("[CALL_ID]")[0].strip()
-        calls.append(call_from({"name": name, "arguments": json.loads(arguments)}))
-    return calls
+    yield from cursor.skip_space()
+    if (yield from cursor.char()) in ("[", "{"):
+        return (yield from objects()(cursor, schemas))
+    name = yield from cursor.while_matches(_NAME)
+    yield from cursor.skip_space()
+    if (yield from cursor.takes("[CALL_ID]")):
+        yield from cursor.until_needed("[ARGS]")
+    else:
+        yield from cursor.takes("[ARGS]")
+    yield from cursor.skip_space()
+    yield from _named_call(name, cursor)
 
 
-def parse_list_after_bracket(body: str, schemas: Schemas) -> list[Call]:
-    """[{"name": .., "arguments": {..}}, ..] without its first bracket: forced calls of models without JSON calls."""
-    return _some([call_from(value) for value in json.loads("[" + body)])
-
-
-def parse_deepseek(body: str, schemas: Schemas) -> list[Call]:
-    """V3: `function<sep>F` and a fenced object; V3.1: `F<sep>{..}`."""
-    calls = []
-    for text in re.findall(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|$)", body, re.DOTALL):
-        first, _, second = text.partition("<｜tool▁sep｜>")
-        fenced = re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", second, re.DOTALL)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (first.strip(), second)
-        calls.append(call_from({"name": name, "arguments": json.loads(arguments)}))
-    return _some(calls)
-
-
-def _some(calls: list[Call]) -> list[Call]:
-    if not calls:
+def _named_call(name: str, cursor: Cursor, call_id: str | None = None) -> CallReader:
+    if not name or (yield from cursor.char()) != "{":
         raise ValueError("no call")
-    return calls
+    yield CallBegin(name, call_id)
+    yield from read_arguments(cursor)
 
 
-HERMES = (CallRegion("<tool_call>", "</tool_call>", parse_one),)
-LLAMA3 = (CallRegion("<|python_tag|>", None, parse_llama3, only_first=True),
-          CallRegion("{", None, parse_llama3_after_brace, only_first=True))
-PYTHONIC = (CallRegion("<|python_start|>[", "<|python_end|>", parse_pythonic, only_first=True),
-            CallRegion("[", None, parse_pythonic, only_first=True))
-MISTRAL = (CallRegion("[TOOL_CALLS]", None, parse_mistral),)
-DEEPSEEK = (CallRegion("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", parse_deepseek),)
-FORCED_LIST = (CallRegion("[", None, parse_list_after_bracket, only_first=True),)
+def sections(call_begin: str, call_end: str, end: str,
+             read_one: Callable[[Cursor], CallReader]) -> ReadCalls:
+    """Reads calls with markers around each, up to the marker that ends all."""
+
+    def read(cursor: Cursor, schemas: Schemas) -> CallReader:
+        num_calls = 0
+        while (yield from cursor.until(call_begin, end))[1] == call_begin:
+            yield from read_one(cursor)
+            num_calls += 1
+            if (yield from cursor.until(call_end, end))[1] != call_end:
+                break
+        if not num_calls:
+            raise ValueError("no call")
+
+    return read
+
+
+def _read_deepseek(cursor: Cursor) -> CallReader:
+    """V3: `function<sep>F` and a fenced object; V3.1: `F<sep>{..}`."""
+    name = yield from cursor.until_needed("<｜tool▁sep｜>")
+    yield from cursor.skip_space()
+    if (yield from cursor.char()) != "{":
+        name = yield from cursor.until_needed("```json")
+        yield from cursor.skip_space()
+    yield from _named_call(name.strip(), cursor)
+
+
+def _read_kimi(cursor: Cursor) -> CallReader:
+    """`functions.F:0<begin>{..}`, where the text before the marker is the call's id."""
+    call_id = (yield from cursor.until_needed("<|tool_call_argument_begin|>")).strip()
+    yield from cursor.skip_space()
+    name = re.sub(r":\d+$", "", call_id).split(".")[-1]
+    yield from _named_call(name, cursor, call_id)
+
+
+def read_harmony(cursor: Cursor, schemas: Schemas) -> CallReader:
+    """`F<|channel|>commentary <|constrain|>json<|message|>{..}<|call|>`, where the last token may be hidden, because it
+    also ends the answer."""
+    name = yield from cursor.while_matches(_NAME)
+    yield from cursor.until_needed("<|message|>")
+    yield from cursor.skip_space()
+    if (yield from cursor.char()) == "{":
+        yield from _named_call(name, cursor)
+    else:
+        yield from whole_call(name, {})
+    yield from cursor.skip_space()
+    yield from cursor.takes("<|call|>")
+
+
+def read_apertus(cursor: Cursor, schemas: Schemas) -> CallReader:
+    """`[{"F": {..}}, ..]`."""
+    yield from cursor.while_matches(_BEFORE)
+    yield from cursor.needs("{")
+    while True:
+        yield from cursor.skip_space()
+        if (yield from cursor.char()) != '"':
+            raise ValueError("no name")
+        name = yield from read_value(cursor)
+        yield from cursor.skip_space()
+        yield from cursor.needs(":")
+        yield from cursor.skip_space()
+        yield from _named_call(name, cursor)
+        yield from _close(cursor)
+        yield from cursor.while_matches(_BETWEEN)
+        if not (yield from cursor.takes("{")):
+            break
+    yield from cursor.takes("<|tools_suffix|>")
+
+
+def _between(begin: str, end: str) -> CallRegion:
+    return CallRegion(begin, objects(end))
+
+
+HERMES = (_between("<tool_call>", "</tool_call>"),)
+LONGCAT = (_between("<longcat_tool_call>", "</longcat_tool_call>"),)
+INTERNLM = (_between("<|action_start|><|plugin|>", "<|action_end|>"),)
+TOOL_CALLS_LIST = (_between("<tool_calls>", "</tool_calls>"),)
+COHERE = (_between("<|START_ACTION|>", "<|END_ACTION|>"),)
+GRANITE = (CallRegion("<|tool_call|>", objects()), CallRegion("<tool_call>", objects()))
+GRANITE_20B = (CallRegion("<function_call>", objects()),)
+PHI4_MINI = (CallRegion("functools", objects()),)
+GIGACHAT3 = (CallRegion("<|function_call|>", objects()), CallRegion("<|message_sep|>\n\nfunction call<|role_sep|>\n",
+                                                                   objects()))
+XLAM = (CallRegion("[TOOL_CALLS]", objects()), *HERMES, _between("```json", "```"), _between("```", "```"),
+        CallRegion("[", objects(), only_first=True))
+APERTUS = (CallRegion("<|tools_prefix|>", read_apertus),)
+LLAMA3 = (CallRegion("<|python_tag|>", objects()),
+          CallRegion("{", objects(first="", needs_arguments=True), ends_reasoning=False))
+MISTRAL = (CallRegion("[TOOL_CALLS]", read_mistral),)
+DEEPSEEK = (CallRegion("<｜tool▁calls▁begin｜>", sections(
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", _read_deepseek)),)
+KIMI_K2 = (CallRegion("<|tool_calls_section_begin|>", sections(
+    "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", _read_kimi)),)
+HARMONY_CALLS = (CallRegion("<|channel|>commentary to=functions.", read_harmony),
+                 CallRegion("<|start|>assistant to=functions.", read_harmony))
+FORCED_LIST = (CallRegion("[", objects(), only_first=True),)

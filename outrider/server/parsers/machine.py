@@ -2,18 +2,22 @@
 
     content ... <think> reasoning </think> content <tool_call> body </tool_call> ...
 
-A format is a list of regions. Reasoning and content are handed out as they come; a call is handed out when its region
-ends, whole. Text that could be the beginning of a marker waits for the rest, so the events do not depend on how the
-text was cut. White space around markers is dropped. A body that is no valid call is content, as it was written.
+A format is a list of regions. Reasoning, content and the arguments of calls are handed out as they come. Text that
+could be the beginning of a marker waits for the rest, so the events do not depend on how the text was cut. White space
+around markers is dropped, unless content goes on behind a call. Text that is no valid call is content, as it was
+written. A stream cannot take back what it has said of a call whose text goes wrong; `settled` does that for answers
+that are sent whole.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
+
+from outrider.server.parsers.cursor import Cursor
 
 
 class Content(NamedTuple):
@@ -24,28 +28,48 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+class CallBegin(NamedTuple):
     name: str
-    arguments: str  # a JSON object
-
-    @classmethod
-    def from_values(cls, name: str, arguments: Mapping[str, Any]) -> Call:
-        """Raises ValueError where there is no name, or where a value is not JSON: a set, bytes, NaN."""
-        if not name:
-            raise ValueError("a call names its function")
-        try:
-            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            text.encode()
-        except TypeError as error:
-            raise ValueError("no JSON") from error
-        except UnicodeEncodeError:  # half of a character that is written as two escapes
-            text = json.dumps(arguments, allow_nan=False)
-        return cls(name, text)
+    call_id: str | None = None  # where the model itself names its calls
 
 
-Event = Content | Reasoning | Call
+class CallArguments(NamedTuple):
+    text: str  # all of a call's together: a JSON object
+
+
+class CallEnd(NamedTuple):
+    malformed: str | None = None  # all text of the call, if it turned out to be none
+
+
+CallEvent = CallBegin | CallArguments | CallEnd
+Event = Content | Reasoning | CallEvent
 Schemas = Mapping[str, Mapping[str, Any]]  # by function: the JSON schema of its parameters
-ParseCalls = Callable[[str, Schemas], list[Call]]  # raises ValueError for a body that is no call
+CallReader = Generator[CallEvent | None, None, None]  # None: more text is needed; ValueError: the text is no call
+ReadCalls = Callable[[Cursor, Schemas], CallReader]
+
+
+def whole_call(name: object, arguments: object, call_id: str | None = None) -> CallReader:
+    """The events of a call whose values are known. Raises ValueError where there is no name, or where a value is not
+    JSON: a set, bytes, NaN."""
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call names its function")
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    text = json_text(arguments)
+    yield CallBegin(name, call_id)
+    yield CallArguments(text)
+    yield CallEnd()
+
+
+def json_text(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return text
+    except TypeError as error:
+        raise ValueError("no JSON") from error
+    except UnicodeEncodeError:  # half of a character that is written as two escapes
+        return json.dumps(value, allow_nan=False)
 
 
 def read_json(text: str) -> Any:
@@ -57,6 +81,31 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """The events with arguments that follow each other as one."""
+    result: list[Event] = []
+    for kind, run in groupby(events, type):
+        if kind is CallArguments:
+            result.append(CallArguments("".join(event.text for event in run if isinstance(event, CallArguments))))
+        else:
+            result += run
+    return result
+
+
+def settled(events: Iterable[Event]) -> list[Event]:
+    """The events of a whole text, with content in the place of calls that turned out to be malformed."""
+    result: list[Event] = []
+    begin = 0
+    for event in events:
+        if isinstance(event, CallBegin):
+            begin = len(result)
+        if isinstance(event, CallEnd) and event.malformed is not None:
+            result[begin:] = [Content(event.malformed)]
+        else:
+            result.append(event)
+    return result
+
+
 @dataclass(frozen=True)
 class ReasoningRegion:
     begin: str
@@ -66,9 +115,9 @@ class ReasoningRegion:
 @dataclass(frozen=True)
 class CallRegion:
     begin: str
-    end: str | None  # None: the end of the text
-    parse: ParseCalls
+    read: ReadCalls  # from behind the marker to the end of the region
     only_first: bool = False  # begins only where the text does, or where it does after the reasoning
+    ends_reasoning: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,93 +136,107 @@ class OutputParser:
     def __init__(self, regions: Sequence[Region], schemas: Schemas | None = None, prompt_end: str = "") -> None:
         self._schemas = schemas or {}
         self._first = [r for r in regions if isinstance(r, CallRegion) and r.only_first]
-        self._regions = [r for r in regions if r not in self._first]
-        self._calls = [r for r in self._regions if isinstance(r, CallRegion)]
+        self._regions = {r.begin: r for r in reversed(regions) if r not in self._first}
+        self._in_reasoning = {begin: r for begin, r in self._regions.items()
+                              if isinstance(r, CallRegion) and r.ends_reasoning}
         self._open = next((r for r in regions if isinstance(r, ReasoningRegion)
                            and prompt_end.rstrip().endswith(r.begin.rstrip())), None)
-        self._call: CallRegion | None = None
+        self._reader: CallReader | None = None
+        self._has_begun = False  # a call, whose name was handed out
         self._is_start = bool(self._first) and self._open is None
-        self._text = ""  # not yet understood
+        self._cursor = Cursor()
         self._space = ""  # white space that belongs to the text if text follows it
+        self._outer_space = ""  # of the content before the reasoning
         self._skips_space = self._open is not None
+        self._has_content, self._ends_with_call = False, False
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        self._text += text
-        return self._advance(is_last=False)
+        self._cursor.feed(text)
+        self._events = []
+        while self._step():
+            pass
+        return _merged(self._events)
 
     def finish(self) -> list[Event]:
-        return self._advance(is_last=True)
-
-    def _advance(self, is_last: bool) -> list[Event]:
-        self._events = []
-        while self._step(is_last):
-            pass
-        if is_last and self._space and not self._skips_space:
-            self._events.append(self._of_kind(self._space))
+        self._cursor.is_last = True
+        events = self.feed("")
+        if self._space and not self._skips_space and not self._ends_with_call:
+            events.append(self._of_kind(self._space))
             self._space = ""
-        return self._events
+        return events
 
-    def _step(self, is_last: bool) -> bool:
+    def _step(self) -> bool:
         """Moves on by one region, or as far as the text goes; False if no more can be said yet."""
-        if self._call is not None:
-            return self._end_call(self._call, is_last)
+        if self._reader is not None:
+            return self._read_call(self._reader)
         if self._is_start:
-            begun = self._begin_first(is_last)
-            if begun is None:
-                return False
-            if begun:
-                return True
-        regions = self._regions if self._open is None else self._calls
+            self._reader = self._read_first()
+            return True
+        regions = self._regions if self._open is None else self._in_reasoning
         ends = [] if self._open is None else [self._open.end]
-        where, marker = _find(self._text, [r.begin for r in regions] + ends, is_last)
-        self._emit(self._text[:where])
-        self._text = self._text[where + len(marker or ""):]
+        again = [] if self._open is None or not self._skips_space else [self._open.begin]
+        text, marker = self._cursor.piece(*regions, *ends, *again)
+        self._emit(text)
+        if marker in again:  # a model may open the reasoning that its prompt has opened
+            self._emit("" if self._skips_space else marker)
+            return True
         if marker is None:
+            self._cursor.mark()
             return False
-        self._enter(None if marker in ends else next(r for r in regions if r.begin == marker))
+        self._cursor.mark(len(marker))
+        self._enter(None if marker in ends else regions[marker])
         return True
 
-    def _begin_first(self, is_last: bool) -> bool | None:
-        """Whether the text begins with a call; None while that cannot be said."""
-        text = self._text.lstrip()
-        if not is_last and (not text or any(r.begin.startswith(text) and r.begin != text for r in self._first)):
-            return None
+    def _read_first(self) -> CallReader:
+        """A call where the text begins, if there is one."""
+        space = yield from self._cursor.skip_space()
+        self._space += "" if self._skips_space else space
+        self._cursor.mark()
+        for region in self._first:
+            if (yield from self._cursor.takes(region.begin)):
+                self._is_start = False
+                yield from region.read(self._cursor, self._schemas)
+                return
         self._is_start = False
-        region = next((r for r in self._first if text.startswith(r.begin)), None)
-        if region is None:
-            return False
-        self._text = text[len(region.begin):]
-        self._enter(region)
-        return True
 
     def _enter(self, region: Region | None) -> None:
         """None: the reasoning has ended."""
         match region:
             case CallRegion():
-                self._call, self._open = region, None
+                self._open = None
+                self._reader = region.read(self._cursor, self._schemas)
                 return  # white space before the call is kept until the call is known to be one
             case ReasoningRegion():
-                self._open = region
+                self._open, self._outer_space = region, self._space
+                self._space, self._skips_space = "", True
             case None:
                 self._open, self._is_start = None, bool(self._first)
-        self._space, self._skips_space = "", True
+                self._space, self._skips_space = self._outer_space, not self._has_content
+            case Skipped():
+                self._space, self._skips_space = "", True
 
-    def _end_call(self, region: CallRegion, is_last: bool) -> bool:
-        end = -1 if region.end is None else self._text.find(region.end)
-        if end < 0 and not is_last:
-            return False
-        body = self._text if end < 0 else self._text[:end]
-        closing = "" if end < 0 else region.end or ""
-        self._text, self._call = self._text[len(body) + len(closing):], None
+    def _read_call(self, reader: CallReader) -> bool:
         try:
-            calls = region.parse(body, self._schemas)
+            for event in reader:
+                if event is None:
+                    return False
+                self._events.append(event)
+                self._has_begun = not isinstance(event, CallEnd)
+                if not self._has_begun:
+                    self._cursor.mark()
+                    self._ends_with_call = True
+                    if not self._has_content:
+                        self._space, self._skips_space = "", True
         except (ValueError, RecursionError):
-            self._emit(region.begin + body + closing)
-        else:
-            self._events += calls
-            self._space, self._skips_space = "", True
-        return bool(self._text)
+            written = self._cursor.since_mark()
+            if self._has_begun:
+                self._events.append(CallEnd(self._space + written))
+                self._space, self._skips_space, self._has_begun, self._ends_with_call = "", False, False, False
+            else:
+                self._emit(written)
+        self._reader = None
+        return True
 
     def _emit(self, text: str) -> None:
         if self._skips_space:
@@ -184,19 +247,8 @@ class OutputParser:
         self._space = text[len(said):]
         if said:
             self._events.append(self._of_kind(said))
+            self._has_content |= self._open is None
+            self._ends_with_call = False
 
     def _of_kind(self, text: str) -> Content | Reasoning:
         return Content(text) if self._open is None else Reasoning(text)
-
-
-def _find(text: str, markers: Sequence[str], is_last: bool) -> tuple[int, str | None]:
-    """(place, marker) of the first marker in the text; without one, the length that cannot be part of one, and None."""
-    longest = max(map(len, markers), default=0)
-    found = re.search("|".join(map(re.escape, sorted(markers, key=len, reverse=True))), text) if markers else None
-    place = found.start() if found else len(text)
-    if not is_last:
-        for start in range(max(0, len(text) - longest + 1), min(place + 1, len(text))):
-            tail = text[start:]
-            if any(marker.startswith(tail) and marker != tail for marker in markers):
-                return start, None
-    return (place, found[0]) if found else (place, None)
