@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native, ops
+from outrider.kernels.gguf_kinds import KINDS
+from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.native.products import PACKED_FOR_ROWS, make_product
-from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedRows
+from outrider.kernels.quantized import empty_rows
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 SHAPES = {
@@ -72,15 +74,14 @@ def make_weights() -> dict[str, list[Tensor]]:
 
 
 def kept_bits(kind: str) -> dict[str, list[native.Matrix]]:
-    """Weights of random bits. Their scales are random too: no product depends on them for its time."""
-    return {
-        name: [
-            QuantizedRows(kind, torch.randint(0, 60, (outputs, inputs // BLOCK * BLOCK_BYTES[kind]), dtype=torch.uint8))
-            .matrix(None)
-            for _ in range(count)
-        ]
-        for name, (outputs, inputs, count) in SHAPES.items()
-    }  # fmt: skip
+    """Weights of random bits, on which no product depends for its time."""
+
+    def matrix(outputs: int, inputs: int) -> native.Matrix:
+        rows = empty_rows(kind, outputs, -(-inputs // KINDS[kind].block) * KINDS[kind].block, torch.device("cpu"))
+        rows.data.random_(0, 60)
+        return PackedMatrix([rows], None)
+
+    return {name: [matrix(outputs, inputs) for _ in range(count)] for name, (outputs, inputs, count) in SHAPES.items()}
 
 
 def bench_products(repeats: int) -> None:

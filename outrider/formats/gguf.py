@@ -1,47 +1,90 @@
-"""GgufLinear: a weight in the bits of a GGUF file (Q8_0, Q4_0, Q4_1), for float32 models on the CPU.
+"""GgufLinear: a weight in the bits of a GGUF file, for float32 models on the CPU. Its matrices may be of several kinds.
 
-The products have exactly the bits that they would have with the dequantised weight, unless token rows are rounded to
-8 bits on request.
+The bits are packed in another order while they are loaded, in about as many bytes. Products are as close as float32 is,
+unless token rows are rounded to 8 bits on request, and a token row has the same bits alone and among others.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from outrider.formats.base import EmbeddingFormat, NativeProduct
-from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
-from outrider.kernels.buffers import empty_weight
-from outrider.kernels.quantized import BLOCK, BLOCK_BYTES, QuantizedProduct, QuantizedRows, kept_bits_are_fast
+from outrider.formats.declared import LinearDeclaration, Segment, StoredFormat, StoredTensor
+from outrider.formats.slots import WeightSlot, join_names
+from outrider.kernels import native
+from outrider.kernels.gguf_kinds import KINDS
+from outrider.kernels.quantized import draw_rows, empty_rows, kept_bits_are_fast, rounding_error, store_rows
+
+
+@dataclass(frozen=True)
+class PackedSlot(WeightSlot):
+    """A slot for blocks of a file, which are packed into its target."""
+
+    rows: native.PackedRows | None = None
+    stored_shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """The target has another shape than the file's tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored_shape
+
+    def store(self, tensor: torch.Tensor) -> None:
+        assert self.rows is not None and self.kind is not None
+        store_rows(self.kind, self.own_part(tensor), self.rows)
+
+
+def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: native.PackedRows) -> PackedSlot:
+    """The slot of the file's blocks for one segment."""
+    block = KINDS[kind].block
+    shape = declared.num_outputs, declared.num_inputs // block, KINDS[kind].block_bytes
+    blocks = StoredTensor("weight", torch.empty(shape, dtype=torch.uint8, device="meta"), kind, inputs_per_column=block)
+    slot = declared.slot(segment, blocks)
+    return PackedSlot(rows.data, slot.layout, slot.cut, kind, partial(draw_rows, kind), rows=rows,
+                      stored_shape=slot.shape)
+
+
+def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+    """Whether packed products serve a weight; its input features that this rank holds are whole blocks."""
+    inputs = declared.inputs
+    are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))
+    return are_whole and declared.dtype == torch.float32 and device.type == "cpu" and kept_bits_are_fast()
 
 
 class GgufLinear(EmbeddingFormat):
     def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
         super().__init__(declared, stored)
-        kind = stored[0].kind
-        row_bytes = declared.num_inputs // BLOCK * BLOCK_BYTES[kind]
-        data = empty_weight(declared.num_outputs, row_bytes, dtype=torch.uint8, device=declared.device)
-        self._rows = QuantizedRows(kind, data)
-        self._product: QuantizedProduct | None = None  # made by `finalize`: the native code looks at the scales
-        self._activation_bits = 32
+        self._kinds = [held.kind for held in stored]
+        self._rows = [empty_rows(kind, len(segment.rows), declared.num_inputs, declared.device)
+                      for kind, segment in zip(self._kinds, declared.segments, strict=True)]
+        self._matrix: native.PackedMatrix | None = None
+        self._activation_bits = 24
 
     @classmethod
     def serves(cls, declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-        is_one_kind = len({held.kind for held in stored}) == 1
-        return (is_one_kind and declared.num_inputs % BLOCK == 0 and declared.dtype == torch.float32
-                and device.type == "cpu" and kept_bits_are_fast())
+        return keeps_blocks(declared, stored, device)
 
     def tensors(self) -> Sequence[StoredTensor]:
-        rows = self._rows
-        return (StoredTensor("weight", rows.blocks(), rows.kind, inputs_per_column=BLOCK, draw=rows.draw_blocks),)
+        return ()
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        held = zip(self.declared.segments, self._kinds, self._rows, strict=True)
+        packed: dict[str, WeightSlot] = {join_names(prefix, segment.name, "weight"): packed_slot(
+            self.declared, segment, kind, rows) for segment, kind, rows in held}
+        return packed | super().slots(prefix)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(rows.data.nbytes for rows in self._rows)
 
     def finalize(self) -> None:
-        self._product = QuantizedProduct(self._rows, self._bias, self._activation_bits)
-
-    def prepare(self, allow_copy: bool) -> int:
-        return self._finalized.extra_bytes
+        self._matrix = native.PackedMatrix(self._rows, self._bias, self._activation_bits)
 
     def set_exact(self, exact: bool) -> None:
         """The products are exact in any mode."""
@@ -49,18 +92,22 @@ class GgufLinear(EmbeddingFormat):
     def use_int8_activations(self) -> float:
         self._activation_bits = 8
         self.finalize()
-        return self._finalized.rounding_error()
+        return rounding_error(self._rows, self._bias)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._finalized(x)
+        return native.product(x, self._finalized)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._rows.look_up(tokens)
+        (rows,) = self._rows  # an embedding is one matrix
+        return rows.look_up(tokens)
+
+    def dense(self) -> torch.Tensor:
+        return torch.cat([rows.look_up(torch.arange(rows.outputs)) for rows in self._rows])
 
     def native_product(self) -> NativeProduct:
-        return NativeProduct(self._finalized.matrix, sys.maxsize)
+        return NativeProduct(self._finalized, sys.maxsize)
 
     @property
-    def _finalized(self) -> QuantizedProduct:
-        assert self._product is not None, "the weights are not loaded"
-        return self._product
+    def _finalized(self) -> native.PackedMatrix:
+        assert self._matrix is not None, "the weights are not loaded"
+        return self._matrix

@@ -20,7 +20,7 @@ from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
 from outrider.formats.weight_format import WeightFormat
-from outrider.kernels.quantized import KINDS
+from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.scaled import CODES
 
 Format = TypeVar("Format", bound=WeightFormat[Any])

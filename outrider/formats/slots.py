@@ -117,7 +117,11 @@ class WeightSlot:
         cut = None if self.cut is None else TensorCut(self.cut.shape[1:], self.cut.axis - 1, self.cut.ranges)
         return [WeightSlot(target, None, cut, self.kind, self.draw) for target in self.target.unbind()]
 
+    def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's tensor, or the rank's part of it, in the layer's order."""
+        part = tensor if self.cut is None else self.cut.part(tensor)
+        return part if self.layout is None else self.layout.sort(part)
+
     def store(self, tensor: torch.Tensor) -> None:
         """Copy the checkpoint's tensor, or the rank's part of it."""
-        part = tensor if self.cut is None else self.cut.part(tensor)
-        self.target.copy_(part if self.layout is None else self.layout.sort(part))
+        self.target.copy_(self.own_part(tensor))

@@ -13,6 +13,7 @@ import torch
 from outrider.formats.base import LinearFormat
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredTensor
 from outrider.formats.experts import ExpertsFormat
+from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
 
 
@@ -25,6 +26,13 @@ class SummedLinear(LinearFormat):
 
     def tensors(self) -> Sequence[StoredTensor]:
         return self._inner.tensors()
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return self._inner.slots(prefix) | super().slots(prefix)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._inner.weight_bytes
 
     def finalize(self) -> None:
         self._inner.finalize()

@@ -1,7 +1,7 @@
-"""Weights kept in the bits of a GGUF file, and the product with them on the CPU.
+"""Weights in the bits of a GGUF file: as the file has them, and packed for products on the CPU.
 
-A weight stands for the float32 numbers that dequantising gives, and the product has exactly the bits it would have
-with those: they are made on the way into the registers. Knows GGUF's layouts, not its files.
+A weight stands for the float32 numbers that dequantising gives. Packed weights stand for the same numbers in about as
+many bytes (`native/packed.c`). Knows GGUF's kinds, not its files.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
+from outrider.kernels.buffers import empty_weight
+from outrider.kernels.gguf_kinds import GROUP, KINDS
 from outrider.kernels.native.measured import remembered
+from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_rows, packed_shape
 
-BLOCK = 32  # weights that share a scale: GGUF's unit
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-KINDS = tuple(BLOCK_BYTES)
 EXPONENT_BITS = 0x7C00  # exponent of a float16; with all bits set it is an infinity or NaN
+DUMMY_SCALE = 2.0**-14  # of random weights
+PACKED_AT_ONCE = 1 << 24  # weights that are unpacked into bytes at a time while they are packed
 TRIAL_SHAPE = (8192, 2048)  # shape of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
@@ -30,98 +32,82 @@ TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A weight [outputs, inputs] as `data` [outputs, bytes of a row]."""
+    """A weight [outputs, inputs] as the file has it: `data` [outputs, bytes of a row]."""
 
     kind: str
     data: Tensor
 
     def __post_init__(self) -> None:
-        assert self.kind in BLOCK_BYTES and self.data.dtype is torch.uint8 and self.data.is_contiguous()
-        assert self.data.shape[1] % BLOCK_BYTES[self.kind] == 0, "rows are whole blocks"
+        assert self.data.dtype is torch.uint8 and self.data.is_contiguous()
+        assert self.data.shape[1] % KINDS[self.kind].block_bytes == 0, "rows are whole blocks"
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.data.shape[1] // BLOCK_BYTES[self.kind] * BLOCK
+        kind = KINDS[self.kind]
+        return self.data.shape[0], self.data.shape[1] // kind.block_bytes * kind.block
 
     def parts(self) -> dict[str, Tensor]:
         return {"weight": self.blocks()}
 
-    def is_finite(self) -> bool:
-        """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
-        halves = self.data.view(torch.int16).view(self.data.shape[0], -1, BLOCK_BYTES[self.kind] // 2).numpy()
-        scales = (halves[..., at] for at in range(self._num_scales))  # both at once would take three times as long
-        return all(int((scale & EXPONENT_BITS).max(initial=0)) < EXPONENT_BITS for scale in scales)
-
-    @property
-    def _num_scales(self) -> int:
-        return 2 if self.kind == "Q4_1" else 1
-
     def blocks(self) -> Tensor:
         """[outputs, blocks of a row, bytes of a block]."""
-        return self.data.view(self.data.shape[0], -1, BLOCK_BYTES[self.kind])
+        return self.data.view(self.data.shape[0], -1, KINDS[self.kind].block_bytes)
 
-    def _scales(self) -> list[Tensor]:
-        """Numbers of each block [outputs, blocks, 1]: its scale and, for Q4_1, what is added."""
-        blocks = self.blocks()
-        return [blocks[..., 2 * at : 2 * at + 2].contiguous().view(torch.float16).float()
-                for at in range(self._num_scales)]
+    def is_finite(self) -> bool:
+        """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
+        halves = ((self.blocks()[..., at + 1].numpy() & (EXPONENT_BITS >> 8)) for at in KINDS[self.kind].halves)
+        return all(int(half.max(initial=0)) < EXPONENT_BITS >> 8 for half in halves)
 
     def dequantize(self) -> Tensor:
-        """The weight [outputs, inputs] in float32, by plain torch operations: this defines what the bits mean."""
-        blocks, scales = self.blocks(), self._scales()
-        if self.kind == "Q8_0":
-            weights = blocks[..., 2:].contiguous().view(torch.int8).float() * scales[0]
-        else:
-            nibbles = blocks[..., 2 * len(scales) :]
-            values = torch.cat((nibbles & 15, nibbles >> 4), dim=-1).float()
-            weights = values * scales[0] + scales[1] if self.kind == "Q4_1" else (values - 8) * scales[0]
-        return weights.view(self.shape)
+        """The weight [outputs, inputs] in float32."""
+        return KINDS[self.kind].dequantize(self.blocks())
 
-    def look_up(self, rows: Tensor) -> Tensor:
-        """The numbers of some rows, by the native code."""
-        found = torch.empty(len(rows), self.shape[1])
-        native.dequantize(QuantizedRows(self.kind, self.data[rows]).matrix(None), 0, found)
-        return found
+    def pack(self) -> PackedRows:
+        packed = empty_rows(self.kind, *self.shape, torch.device("cpu"))
+        store_rows(self.kind, self.blocks(), packed)
+        return packed
 
-    def draw_blocks(self, target: Tensor, generator: torch.Generator) -> None:
-        """Random values in blocks [rows, blocks, bytes] whose scales are the smallest normal float16."""
-        target.random_(0, 256, generator=generator)
-        target[..., : 2 * self._num_scales] = torch.tensor([0, 4] * self._num_scales, dtype=torch.uint8)
 
-    def matrix(self, bias: Tensor | None, activation_bits: int = 32) -> native.Matrix:
-        """For the native code; with 8 activation bits its products round token rows: see `round_activations`."""
-        kind = {"Q8_0": native.Q8_0, "Q4_0": native.Q4_0, "Q4_1": native.Q4_1}[self.kind]
-        make = native.int8_matrix if activation_bits == 8 else native.Matrix
-        return make(self.data, bias, kind, self.shape[1])
+def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> PackedRows:
+    """Room for packed rows of a kind; `device` may be torch's meta device."""
+    kind = KINDS[name]
+    data = empty_weight(*packed_shape(kind.form, outputs, inputs, kind.block), dtype=torch.uint8, device=device)
+    table = None if kind.table is None else torch.tensor(kind.table, dtype=torch.int8)
+    return PackedRows(kind.form, table, data, outputs, inputs)
+
+
+def store_rows(name: str, blocks: Tensor, packed: PackedRows) -> None:
+    """Pack blocks [outputs, blocks of a row, bytes of a block], some weight rows at a time."""
+    lanes = native.packed_lanes()
+    step = max(1, PACKED_AT_ONCE // (lanes * packed.inputs))
+    for first in range(0, packed.data.shape[0], step):
+        rows = blocks[first * lanes : (first + step) * lanes]
+        pack_rows(*KINDS[name].unpack(rows), packed.form, packed.data[first : first + step])
+
+
+def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
+    """Random codes, and small scales, in the data of packed rows."""
+    numbers = 2 if len(KINDS[name].halves) == 2 else 1
+    target.random_(0, 256, generator=generator)
+    heads = target.view(*target.shape[:2], -1)[..., : 4 * numbers * native.packed_lanes()]
+    heads.copy_(torch.tensor([DUMMY_SCALE]).view(torch.uint8).repeat(heads.shape[-1] // 4))
 
 
 def round_activations(x: Tensor) -> Tensor:
     """x [tokens, inputs] as products with 8 activation bits see it: every 32 inputs share a scale, by which the
     largest of them becomes 127 or -127, and are rounded to integers."""
-    blocks = x.view(x.shape[0], -1, BLOCK)
+    blocks = x.view(x.shape[0], -1, GROUP)
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # a number over a tensor would be rounded twice
     return ((blocks * inverse.nan_to_num(0, 0, 0)).round() * (largest / 127)).view_as(x)
 
 
-class QuantizedProduct:
-    """x [tokens, inputs] -> x @ weight.T + bias by the native code, for any number of token rows: a row has the same
-    bits alone and among others. With 8 activation bits it is rounded first: see `round_activations`."""
-
-    def __init__(self, rows: QuantizedRows, bias: Tensor | None, activation_bits: int = 32) -> None:
-        self.rows, self.bias = rows, bias
-        self.matrix = rows.matrix(bias, activation_bits)
-        is_copied = self.matrix.data.data_ptr() != rows.data.data_ptr()
-        self.extra_bytes = self.matrix.data.nbytes if is_copied else 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return native.product(x, self.matrix)
-
-    def rounding_error(self) -> float:
-        """The largest error of a product with normally distributed activations, as a share of the largest result."""
-        x = torch.randn(1, self.matrix.inputs, generator=torch.Generator().manual_seed(0))
-        exact = native.product(x, self.rows.matrix(self.bias))
-        return float((self(x) - exact).abs().max() / exact.abs().max().clamp_min(1e-30))
+def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None) -> float:
+    """The largest error of a product whose activations, normally distributed, are rounded to 8 bits, as a share of its
+    largest result."""
+    x = torch.randn(1, parts[0].inputs, generator=torch.Generator().manual_seed(0))
+    rounded, close = (native.product(x, PackedMatrix(parts, bias, bits)) for bits in (8, 24))
+    return float((rounded - close).abs().max() / close.abs().max().clamp_min(1e-30))
 
 
 @functools.cache
@@ -137,9 +123,10 @@ def kept_bits_are_fast() -> bool:
 def _time_kept_bits() -> bool:
     """Multiplies one weight larger than the caches both ways, about 0.2 s."""
     outputs, inputs = TRIAL_SHAPE
-    rows = QuantizedRows("Q4_1", torch.zeros(outputs, inputs // BLOCK * BLOCK_BYTES["Q4_1"], dtype=torch.uint8))
+    packed = empty_rows("Q4_1", outputs, inputs, torch.device("cpu"))
+    packed.data.zero_()
     dense = native.Matrix(torch.ones(TRIAL_SHAPE), None, native.FLOATS, inputs)
-    kept_seconds, dense_seconds = product_seconds([rows.matrix(None), dense])
+    kept_seconds, dense_seconds = product_seconds([PackedMatrix([packed], None), dense])
     return kept_seconds <= TRIAL_MARGIN * dense_seconds
 
 

@@ -176,9 +176,9 @@ def use_int8_activations(model: LayeredModule) -> str:
     linears = find_modules([model], Linear)
     errors = [error for linear in linears if (error := linear.format.use_int8_activations()) is not None]
     if not errors:
-        raise ValueError("activation_bits=8 works with weights that stay in a GGUF file's bits (Q8_0, Q4_0 or Q4_1, on "
-                         "the CPU, in float32, with keep_quantized, a C compiler and a processor that is as fast with "
-                         "them as with float32), and this model has none")
+        raise ValueError("activation_bits=8 works with weights that stay in a GGUF file's bits (on the CPU, in "
+                         "float32, with keep_quantized, a C compiler and a processor that is as fast with them as with "
+                         "float32), and this model has none")
     return (f"activation_bits=8: {len(errors)} of {len(linears)} weights multiply activations rounded to 8 bits; the "
             f"largest error of a product on random activations is {max(errors):.2%} of its largest result")
 

@@ -6,6 +6,8 @@ most about one tensor of the files is in memory beside the model.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -16,6 +18,7 @@ from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
 
+log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
@@ -95,6 +98,7 @@ def _in_parts(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, with the parts of a stored weight in its place where the layer's format keeps them, and its numbers
     elsewhere."""
+    expanded: Counter[str] = Counter()
     for name, tensor in tensors:
         slot = slots.get(name)
         if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
@@ -102,9 +106,16 @@ def _in_parts(
             tensor = slot.quantize(tensor.to(slot.target.device))
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
+        elif parts := _kept_parts(name, tensor, slots):
+            yield from parts
+            del parts
         else:
-            yield from _kept_parts(name, tensor, slots) or [(name, tensor.dequantize())]
+            expanded[tensor.kind] += 1
+            yield name, tensor.dequantize()
         del tensor  # before the next one is read
+    if expanded:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in expanded.items())
+        log.warning("weights that are expanded, because no product here keeps their bits: %s", kinds)
 
 
 def _kept_parts(

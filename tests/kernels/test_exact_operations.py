@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.kernels import moe, native, ops, scaled
+from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
+from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.ops import Exactness, NotExact, Operation
-from outrider.kernels.quantized import BLOCK_BYTES, QuantizedProduct, QuantizedRows
+from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 
 ON_CARD = torch.cuda.is_available()
@@ -292,16 +294,17 @@ def test_attention_has_the_same_bits_for_prompts_and_decoding(window: int, cuts:
 
 
 @pytest.mark.skipif(ON_CARD, reason="GGUF bits are kept on a CPU only")
-@pytest.mark.parametrize("bits", [8, 32])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("bits", [8, 24])
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_with_gguf_bits_are_exact_for_any_number_of_rows(kind: str, bits: int) -> None:
-    num_bytes = BLOCK_BYTES[kind] * 3
-    stored = torch.randint(0, 60, (50, num_bytes), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    product = QuantizedProduct(QuantizedRows(kind, stored), None, activation_bits=bits)
-    x = random(ROWS, 96)
-    whole = product(x)
+    if not native.available():
+        pytest.skip(native.reason())
+    shape = 50, 256 // KINDS[kind].block * KINDS[kind].block_bytes
+    stored = torch.randint(0, 60, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    matrix, x = PackedMatrix([QuantizedRows(kind, stored).pack()], None, bits), random(ROWS, 256)
+    whole = native.product(x, matrix)
     for count in (1, 2, 3, 5, 8, 9, 17, 64, 65, 128):
-        assert torch.equal(product(x[3 : 3 + count]), whole[3 : 3 + count]), count
+        assert torch.equal(native.product(x[3 : 3 + count], matrix), whole[3 : 3 + count]), count
 
 
 @pytest.mark.skipif(ON_CARD, reason="one thread of a CPU computes another part")

@@ -13,7 +13,7 @@ from outrider.server import response_store
 from outrider.server.choice import ParsedChoice
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change
-from outrider.server.parsers import Call, Content, Event, Reasoning
+from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
 from outrider.server.service import Service
@@ -160,7 +160,7 @@ def test_log_probabilities_of_a_parsed_answer_are_those_of_its_text() -> None:
     class Parser:
         def events(self, text: str, is_last: bool) -> list[Event]:
             return {"<think>": [], "so</think>hi": [Reasoning("so"), Content("hi")], " you": [Content(" you")],
-                    "<call>": [], "f()": [Call("f", "{}")], "!": [Content("!")]}[text]
+                    "<call>": [], "f()": [CallBegin("f"), CallArguments("{}"), CallEnd()], "!": [Content("!")]}[text]
 
     body = ChatRequest(messages=[ChatMessage(role="user", content="x")])
     chat = TranslatedChat(cast(Service, None), body, {})

@@ -7,22 +7,8 @@ asked by the table of operations: the functions rely on it. Knows no models.
 from outrider.kernels.native.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
 from outrider.kernels.native.build import available, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
-from outrider.kernels.native.matrix import (
-    FLOATS,
-    HALVES,
-    INT8,
-    LANES,
-    Q4_0,
-    Q4_1,
-    Q8_0,
-    Matrix,
-    dense_matrix,
-    dequantize,
-    int8_matrix,
-    interleaved,
-    linear,
-    product,
-)
+from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, linear, product
+from outrider.kernels.native.packed import PackedMatrix, PackedRows, packed_lanes
 from outrider.kernels.native.rows import (
     add_rms_norm,
     cap_logits,
@@ -38,16 +24,14 @@ from outrider.kernels.native.sampling import count_runs, draw_tokens
 __all__ = [
     "FLOATS",
     "HALVES",
-    "INT8",
-    "LANES",
-    "Q4_0",
-    "Q4_1",
-    "Q8_0",
+    "PACKED",
     "Attention",
     "BoundLayer",
     "LayerStep",
     "LayerWeights",
     "Matrix",
+    "PackedMatrix",
+    "PackedRows",
     "Requests",
     "RopeWrite",
     "add_rms_norm",
@@ -56,15 +40,13 @@ __all__ = [
     "count_runs",
     "decoder_layer",
     "dense_matrix",
-    "dequantize",
     "draw_tokens",
     "find_ngram",
     "gelu_scale",
     "gelu_tanh_mul",
-    "int8_matrix",
-    "interleaved",
     "linear",
     "make_requests",
+    "packed_lanes",
     "paged_attention",
     "product",
     "reason",

@@ -23,13 +23,10 @@ from outrider.kernels.native.structures import STRUCTURES, layout_source
 HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / name
-    for name in ("native.c", "product.c", "int8.c", "int8_lanes.c", "attention.c", "step.c", "sampling.c",
-                 "sampling_draw.c", "sampling_edits.c", "sampling_filters.c", "sampling_logprobs.c")
+    for name in ("native.c", "product.c", "packed.c", "attention.c", "step.c", "sampling.c", "sampling_draw.c",
+                 "sampling_edits.c", "sampling_filters.c", "sampling_logprobs.c")
 )  # fmt: skip
-HEADERS = tuple(
-    HERE / name
-    for name in ("native.h", "sampling.h", "blocks_neon.h", "int8_neon.h", "int8_x86.h", "panel_neon.h", "row_neon.h")
-)
+HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
@@ -43,10 +40,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "count_runs": (_I, [_P, _P, _P, _L, _L, _P, _L, _L]),
     "rope_write": (_L, [_P, _L, _L, _P, _I]),
     "product": (None, [_P, _P, _L, _P, _L, _I]),
-    "find_exact_least": (_L, [_P]),
-    "interleaved_rows": (_L, []),
-    "interleave": (None, [_P, _P, _I]),
-    "dequantize": (None, [_P, _L, _L, _P, _I]),
+    "packed_lanes": (_L, []),
+    "packed_unit_bytes": (_L, [_L]),
+    "pack_rows": (None, [_P, _P, _L, _I]),
+    "unpack_rows": (None, [_P, _L, _P, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
     "prepare_step": (_I, [_P, _P, _P, _P, _P]),
     "commit_step": (_I, [_P, _P, _P]),

@@ -276,15 +276,41 @@ static inline void meet(Team *team) {
 
 /* ---- structs ---- */
 
-/* How a weight's rows are stored. GGUF's kinds hold blocks of 32 weights, each with a scale in float16. INT8: the
- * product rounds token rows to 8 bits. LANES: so it does, and weight rows are interleaved (see int8_lanes.c). */
-enum { FLOATS, HALVES, Q8_0, Q4_0, Q4_1, INT8_Q8_0, INT8_Q4_0, INT8_Q4_1, LANES_Q8_0, LANES_Q4_0, LANES_Q4_1 };
+/* How a weight's rows are stored: float32, bfloat16, or quantised and packed (see packed.c). */
+enum { FLOATS, HALVES, PACKED };
+
+/* Forms of packed weights: see packed.c. A number is that of the bits of a code; LEAST: a value is added to each scaled
+ * code; HALVES: a scale for every 16 inputs; NESTED: scales have scales; TABLE: 4 bits number the entries of a table. */
+enum {
+    PACKED_8, PACKED_TABLE, PACKED_4, PACKED_4_LEAST, PACKED_5, PACKED_5_LEAST, NESTED_TABLE, NESTED_4_LEAST,
+    NESTED_5_LEAST, NESTED_6_HALVES, NESTED_3_HALVES, NESTED_2_LEAST_HALVES
+};
+
+/* Weight rows [first, first + outputs) of a matrix of the kind PACKED, all in one form. */
+typedef struct {
+    const uint8_t *data;
+    const int8_t *table; /* 16 entries, or null */
+    int64_t first, outputs, form;
+} PackedPart;
+
+/* What the data of such a matrix is. `digits`: of token rows, 1 or 3. */
+typedef struct {
+    const PackedPart *parts;
+    int64_t count, digits;
+} PackedParts;
+
+/* Weight rows before they are packed, of `inputs` codes each: scales in float32, and those that these scale, or null. */
+typedef struct {
+    const uint8_t *codes;
+    const float *scale, *least;
+    const int8_t *inner_scale, *inner_least;
+    int64_t rows, inputs;
+} UnpackedRows;
 
 typedef struct {
     const void *data;
     const float *bias; /* or null */
     int64_t row_bytes, inputs, outputs, kind;
-    int64_t least_is_exact; /* of Q4_1 on ARM: see row_neon.h */
 } Matrix;
 
 /* The requests of a step: [requests] counts, and a page table of `table_width` columns. */
@@ -422,12 +448,10 @@ void share_norm(const float *x, int64_t x_stride, float *residual, int64_t resid
  * what they are for applies them at once, while both are in its cache. */
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
                    Team *team);
-/* The same for the kinds INT8, with token rows rounded to 8 bits. */
-void share_int8_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                        const Gates *gates, Team *team);
-/* Likewise for the kinds LANES. Gates come in multiples of 16 here and above. */
-void share_lanes_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                         const Gates *gates, Team *team);
+/* The same for the kind PACKED, whose parts begin at multiples of 16 if there are gates. */
+void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                          const Gates *gates, Team *team);
+int packed_is_aligned(const Matrix *w);
 void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */

@@ -1,19 +1,13 @@
-/* Products with few token rows, for weights in float32, in bfloat16 that stands for float32, and in GGUF's own bits.
- * Weights in other forms than float32 are turned into the float32 numbers they stand for, bit for bit, on their way
- * into the registers, so a product's bits do not depend on how its weight is stored.
+/* Products with few token rows, for weights in float32 and in bfloat16 that stands for float32. Weights in bfloat16 are
+ * turned into float32 on their way into the registers, so a product's bits do not depend on how its weight is stored.
+ * Products with quantised weights are in packed.c.
  */
 #include "native.h"
 #if defined(__aarch64__)
-#include "blocks_neon.h"
 #include "panel_neon.h"
-#include "row_neon.h"
 #endif
 
-#define BLOCK 32    /* weights that share a scale */
 #define MAX_SUMS (VL > 8 ? 32 : 16) /* of a tile: the registers hold them, and trees add them up, VL at a time */
-
-typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
-typedef int8_t vc __attribute__((vector_size(VL), aligned(1), may_alias));
 
 /* Token rows are packed: vectors of the same inputs lie side by side, so a tile reads one aligned run of memory. */
 typedef struct {
@@ -23,124 +17,20 @@ typedef struct {
     int64_t tokens;
 } Product;
 
-/* Inputs that a kind of weight is read by. */
-#define UNIT(kind) ((kind) <= HALVES ? VL : BLOCK)
-
-/* Weight rows whose units are in registers together, so that a load of x serves all of them. With one token row blocks
- * are unpacked one by one: x stays in registers then. */
-#define AT_ONCE(rows, cols, kind) ((kind) <= HALVES ? (cols) : VL < 16 || (rows) == 1 ? 1 : (cols) <= 3 ? (cols) : 2)
-
 INLINE int64_t padded(int64_t inputs) { return (inputs + VL - 1) / VL * VL; }
 
-INLINE vf half(const uint8_t *at) {
-    uint16_t bits;
-    memcpy(&bits, at, 2);
-#if defined(__F16C__)
-    return splat(_cvtsh_ss(bits));
-#else /* the exponent is rebiased by a product, which is exact also for the smallest numbers */
-    uint32_t wide = (uint32_t)(bits & 0x7fff) << 13;
-    float size;
-    memcpy(&size, &wide, 4);
-    size *= 0x1p112f;
-    return splat(bits & 0x8000 ? -size : size);
-#endif
+INLINE int64_t unit_bytes(const int kind) { return kind == FLOATS ? VL * 4 : VL * 2; }
+
+INLINE vf load_unit(const uint8_t *at, const int kind) {
+    if (kind == FLOATS) return load((const float *)at);
+    return (vf)(__builtin_convertvector(*(const vh *)at, vu) << 16);
 }
 
-/* VL bytes as integers. Compilers take the plain conversion apart byte by byte. */
-INLINE vi unsigned_bytes(const uint8_t *at) {
-#if defined(__AVX512F__)
-    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
-#elif defined(__AVX2__)
-    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
-#else
-    return __builtin_convertvector(*(const vb *)at, vi);
-#endif
-}
-
-INLINE vi signed_bytes(const uint8_t *at) {
-#if defined(__AVX512F__)
-    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at));
-#elif defined(__AVX2__)
-    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at));
-#else
-    return __builtin_convertvector(*(const vc *)at, vi);
-#endif
-}
-
-INLINE vf floats_of(vi q) { return __builtin_convertvector(q, vf); }
-
-/* A block's scale and, in the kinds that have it, its minimum. */
-INLINE void scales(const uint8_t *block, vf *scale, vf *least) {
-#if defined(__AVX512F__) /* Both by one conversion, then from memory into all lanes: that takes no vector unit. */
-    float both[2] __attribute__((aligned(8)));
-    __m128 pair;
-    __asm__("vcvtph2ps %1, %0" : "=v"(pair) : "m"(*(const uint8_t(*)[8])block));
-    _mm_storel_pi((__m64 *)both, pair);
-    __asm__("" : "+m"(both)); /* or they are copied from the register after all */
-    *scale = splat(both[0]);
-    *least = splat(both[1]);
-#else
-    *scale = half(block);
-    *least = half(block + 2);
-#endif
-}
-
-/* A block of weights as vectors. A scale has 11 bits and a weight at most 8, so their product is exact and fusing it
- * with the addition of a minimum gives the bits of a product and a sum. */
-INLINE void unpack(const uint8_t *block, vf *w, const int kind) {
-#if defined(__aarch64__)
-    unpack_neon(block, w, kind);
-    return;
-#endif
-    vf scale, least;
-    scales(block, &scale, &least);
-    if (kind == Q8_0) {
-        UNROLL for (int v = 0; v < BLOCK / VL; v++)
-            w[v] = scale * floats_of(signed_bytes(block + 2 + v * VL));
-        return;
-    }
-    const uint8_t *nibbles = block + (kind == Q4_1 ? 4 : 2);
-#if defined(__AVX512F__) /* the 16 weights there can be, picked by the lower four bits of an index */
-    const vf count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    __m512 weights = (__m512)(kind == Q4_1 ? fused(scale, count, least) : scale * (count - 8.0f));
-    vi q = unsigned_bytes(nibbles);
-    w[0] = (vf)_mm512_permutexvar_ps((__m512i)q, weights);
-    w[1] = (vf)_mm512_permutexvar_ps((__m512i)(q >> 4), weights);
-#else
-    UNROLL for (int v = 0; v < BLOCK / VL / 2; v++) { /* the lower halves of 16 bytes, then the upper ones */
-        vi q = unsigned_bytes(nibbles + v * VL), low = q & 15, high = q >> 4;
-        if (kind == Q4_1) {
-            w[v] = fused(scale, floats_of(low), least);
-            w[v + BLOCK / VL / 2] = fused(scale, floats_of(high), least);
-        } else {
-            w[v] = scale * floats_of(low - 8);
-            w[v + BLOCK / VL / 2] = scale * floats_of(high - 8);
-        }
-    }
-#endif
-}
-
-INLINE int64_t unit_bytes(const int kind) {
-    return kind == FLOATS ? VL * 4 : kind == HALVES ? VL * 2 : kind == Q8_0 ? 34 : kind == Q4_0 ? 18 : 20;
-}
-
-INLINE void load_unit(const uint8_t *at, vf *w, const int kind) {
-    if (kind == FLOATS)
-        w[0] = load((const float *)at);
-    else if (kind == HALVES)
-        w[0] = (vf)(__builtin_convertvector(*(const vh *)at, vu) << 16);
-    else
-        unpack(at, w, kind);
-}
-
-/* Only floats and halves have a tail: blocks are whole. */
 INLINE vf load_unit_tail(const uint8_t *at, int n, const int kind) {
     if (kind == FLOATS) return load_tail((const float *)at, n);
     uint16_t lanes[VL] = {0};
-    vf w;
     memcpy(lanes, at, n * 2);
-    load_unit((const uint8_t *)lanes, &w, HALVES);
-    return w;
+    return load_unit((const uint8_t *)lanes, HALVES);
 }
 
 /* Keeps the compiler from loading the same vector again for each use. */
@@ -183,28 +73,21 @@ INLINE const uint8_t *tile_row(const TileRows *rows, const int c) {
  * const int is a constant where this is inlined. */
 INLINE void add_products(vf *sums, const float *x, Weights at, int64_t inputs, const int rows, const int cols,
                          const int fetched, const int kind) {
-    const int at_once = AT_ONCE(rows, cols, kind), keeps_x = rows == 1 && kind > HALVES && VL == 16;
     TileRows weights = find_rows(at, cols);
     int64_t i = 0;
-    for (; i + UNIT(kind) <= inputs; i += UNIT(kind), x += rows * UNIT(kind)) {
-        vf kept_x[BLOCK / VL];
-        if (keeps_x) UNROLL for (int v = 0; v < BLOCK / VL; v++) kept_x[v] = in_register(load(x + v * VL));
+    for (; i + VL <= inputs; i += VL, x += rows * VL) {
         UNROLL for (int line = 0; line < fetched * unit_bytes(kind); line += 64) __builtin_prefetch(at.next + line);
-        UNROLL for (int g = 0; g < cols; g += at_once) {
-            vf units[8][BLOCK / VL];
-            UNROLL for (int c = 0; c < at_once; c++) load_unit(tile_row(&weights, g + c), units[c], kind);
-            UNROLL for (int v = 0; v < UNIT(kind) / VL; v++)
-                UNROLL for (int r = 0; r < rows; r++) {
-                    vf a = keeps_x ? kept_x[v] : load(x + (v * rows + r) * VL);
-                    if (at_once > 1) a = in_register(a);
-                    UNROLL for (int c = 0; c < at_once; c++)
-                        sums[r * cols + g + c] = fused(a, units[c][v], sums[r * cols + g + c]);
-                }
+        vf units[8];
+        UNROLL for (int c = 0; c < cols; c++) units[c] = load_unit(tile_row(&weights, c), kind);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf a = load(x + r * VL);
+            if (cols > 1) a = in_register(a);
+            UNROLL for (int c = 0; c < cols; c++) sums[r * cols + c] = fused(a, units[c], sums[r * cols + c]);
         }
         at.next += fetched * unit_bytes(kind);
         UNROLL for (int f = 0; f * 4 < cols; f++) weights.fours[f] += unit_bytes(kind);
     }
-    if (kind <= HALVES && i < inputs)
+    if (i < inputs)
         UNROLL for (int c = 0; c < cols; c++) {
             vf unit = load_unit_tail(tile_row(&weights, c), (int)(inputs - i), kind);
             UNROLL for (int r = 0; r < rows; r++)
@@ -246,68 +129,14 @@ INLINE void product_tile(const Product *p, int64_t o, const int rows, const int 
 
 /* Weight rows per tile for each number of token rows: up to 16 sums, which the registers hold and one tree adds up. */
 #if NV == 4 /* with vectors of four lanes, the fetches of eight weight rows take longer than their products */
-#define COLS(rows, kind)                                                                                               \
-    ((rows) <= 1 && VL > 8 && (kind) > HALVES ? 16                                                                     \
-     : (rows) <= 2 && VL > 4                  ? 8                                                                      \
-     : (rows) <= 4                            ? 4                                                                      \
-     : (rows) <= 5                            ? 3                                                                      \
-                                              : 2)
+#define COLS(rows) ((rows) <= 2 && VL > 4 ? 8 : (rows) <= 4 ? 4 : (rows) <= 5 ? 3 : 2)
 #else
-#define COLS(rows, kind) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
-#endif
-
-#if defined(__aarch64__)
-#define ROW_GROUPS 48 /* fours of weight rows whose sums are kept before they are added up */
-
-/* One token row, weight rows four by four. In the last four the last row stands in for missing ones. */
-INLINE void product_row_blocks(const Product *p, int64_t from, int64_t to, const int kind) {
-    const Matrix *m = &p->w;
-    for (int64_t o = from; o < to;) {
-        vf sums[4 * ROW_GROUPS];
-        const uint8_t *w[4];
-        int64_t groups = (to - o) / 4 > ROW_GROUPS ? ROW_GROUPS : to - o < 4 ? 1 : (to - o) / 4;
-        int64_t end = to - o < 4 * groups ? to : o + 4 * groups;
-        for (int c = 0; c < 4; c++) w[c] = weight_row(p, o + c < to ? o + c : to - 1);
-        multiply_rows(w, groups, m->inputs / BLOCK, unit_bytes(kind), 4 * m->row_bytes, p->x, sums, kind);
-        for (vf *four = sums; o < end; four += 4) {
-            float totals[4];
-            store(totals, sum_each(four));
-            for (int c = 0; c < 4 && o < end; c++, o++) p->y[o] = totals[c] + (m->bias ? m->bias[o] : 0.0f);
-        }
-    }
-}
-
-/* Weight rows two by two; a last one without a partner is its own. */
-INLINE void product_few_blocks(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
-    const Matrix *m = &p->w;
-    for (int64_t o = from; o < to; o += 2) {
-        vf sums[MAX_SUMS];
-        float totals[MAX_SUMS];
-        int64_t other = o + 1 < to ? o + 1 : o, ahead = o + 3 < to ? 2 * m->row_bytes : 0;
-        multiply_blocks(weight_row(p, o), weight_row(p, other), m->inputs / BLOCK, unit_bytes(kind), ahead, p->x, sums,
-                        rows, kind);
-        UNROLL for (int s = 0; s < MAX_SUMS; s += VL)
-            if (s % 8 < rows) store(totals + s, sum_each(sums + s));
-        for (int r = 0; r < rows; r++)
-            for (int64_t c = o; c <= other; c++)
-                p->y[r * m->outputs + c] = totals[(c - o) * 8 + r] + (m->bias ? m->bias[c] : 0.0f);
-    }
-}
+#define COLS(rows) ((rows) <= 1 ? 8 : (rows) <= 2 ? 4 : (rows) <= 4 ? 3 : 1)
 #endif
 
 INLINE void product_few(const Product *p, int64_t from, int64_t to, const int rows, const int kind) {
-#if defined(__aarch64__)
-    if (kind > HALVES && rows == 1 && (kind != Q4_1 || p->w.least_is_exact)) {
-        product_row_blocks(p, from, to, kind);
-        return;
-    }
-    if (kind > HALVES) {
-        product_few_blocks(p, from, to, rows, kind);
-        return;
-    }
-#endif
     int64_t o = from;
-    const int cols = COLS(rows, kind);
+    const int cols = COLS(rows);
     for (; o + cols <= to; o += cols) product_tile(p, o, rows, cols, cols, kind);
     for (; o < to; o++) product_tile(p, o, rows, 1, 0, kind);
 }
@@ -315,11 +144,7 @@ INLINE void product_few(const Product *p, int64_t from, int64_t to, const int ro
 /* A weight row as floats; `stride` from one vector to the next. */
 INLINE void floats_row(const uint8_t *row, float *out, int64_t stride, int64_t inputs, const int kind) {
     int64_t i = 0;
-    for (; i + UNIT(kind) <= inputs; i += UNIT(kind), row += unit_bytes(kind)) {
-        vf w[BLOCK / VL];
-        load_unit(row, w, kind);
-        for (int v = 0; v < UNIT(kind) / VL; v++, out += stride) store(out, w[v]);
-    }
+    for (; i + VL <= inputs; i += VL, row += unit_bytes(kind), out += stride) store(out, load_unit(row, kind));
     if (i < inputs) store(out, load_unit_tail(row, (int)(inputs - i), kind));
 }
 
@@ -329,7 +154,7 @@ static _Thread_local size_t panel_size, x_size;
 #define GROUP 4          /* token rows that pass by together where there are many */
 #define PANEL (28 << 10) /* bytes of weights in floats that they pass by: about half of a nearest cache */
 #define SLICE 128        /* token rows packed at once */
-#define SLICE8 64        /* token rows rounded to 8 bits and multiplied at once: that many stay in a core's cache */
+#define SLICE8 64        /* token rows with packed weights: see MANY in packed.c */
 #define PIECE 48         /* weight rows that a thread takes at once: whole tiles for every number of token rows */
 
 #if defined(__aarch64__)
@@ -376,7 +201,7 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int k
     }
 }
 #else
-#define PANEL_COLS (VL > 8 ? 6 : COLS(GROUP, FLOATS)) /* weight rows of a tile */
+#define PANEL_COLS (VL > 8 ? 6 : COLS(GROUP)) /* weight rows of a tile */
 #define PART 768 /* inputs that pass by at once: of more, token rows and panel do not stay in the nearest cache together */
 
 /* Some inputs, from `first` on. */
@@ -417,7 +242,7 @@ INLINE void product_panel(const Product *p, int64_t t, int64_t o, int64_t count,
 INLINE void product_many(const Product *p, int64_t from, int64_t to, const int kind) {
     const Matrix *m = &p->w;
     const int64_t parts = kind == FLOATS ? 1 : (m->inputs + PART - 1) / PART;
-    const int64_t inputs = parts == 1 ? m->inputs : (m->inputs / parts + BLOCK) / BLOCK * BLOCK; /* of a part */
+    const int64_t inputs = parts == 1 ? m->inputs : (m->inputs / parts + 32) / 32 * 32; /* of a part */
     const int64_t row_bytes = kind == FLOATS ? m->row_bytes : padded(inputs) * (int64_t)sizeof(float);
     const int64_t tiles = PANEL / row_bytes / PANEL_COLS, size = (tiles < 1 ? 1 : tiles) * PANEL_COLS;
     uint8_t *panel = kind == FLOATS ? NULL : kept(&kept_panel, &panel_size, size * row_bytes);
@@ -429,7 +254,7 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int k
             if (m->inputs - part.first < inputs) part.count = m->inputs - part.first;
             Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
             for (int64_t c = 0; kind != FLOATS && c < count; c++)
-                floats_row(weight_row(p, o + c) + part.first / UNIT(kind) * unit_bytes(kind),
+                floats_row(weight_row(p, o + c) + part.first / VL * unit_bytes(kind),
                            (float *)(panel + c * row_bytes), VL, part.count, kind);
             for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / PANEL_COLS * row_bytes)
                 product_panel(p, t, o, count, at, part, so_far + t * size, kind == FLOATS);
@@ -454,13 +279,8 @@ INLINE void product_piece(const Product *p, int64_t from, int64_t to, const int 
 
 static void product_floats(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, FLOATS); }
 static void product_halves(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, HALVES); }
-static void product_q8_0(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, Q8_0); }
-static void product_q4_0(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, Q4_0); }
-static void product_q4_1(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, Q4_1); }
-
 static void (*const PRODUCTS[])(const Product *, int64_t, int64_t) = {
-    [FLOATS] = product_floats, [HALVES] = product_halves, [Q8_0] = product_q8_0,
-    [Q4_0] = product_q4_0,     [Q4_1] = product_q4_1,
+    [FLOATS] = product_floats, [HALVES] = product_halves,
 };
 
 /* Token rows in groups of `group`, each packed, the last one filled up with zeros. */
@@ -496,17 +316,16 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
 
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
                    Team *team) {
-    const int64_t slice = w->kind < INT8_Q8_0 ? SLICE : SLICE8;
+    const int64_t slice = w->kind == PACKED ? SLICE8 : SLICE;
     for (int64_t t = 0; t < tokens; t += slice) {
         const float *from = x + t * x_stride;
         float *to = y + t * w->outputs;
         const int64_t count = tokens - t < slice ? tokens - t : slice;
         Gates part = gates ? (Gates){gates->out + t * gates->width, gates->width, gates->gelu} : (Gates){0};
-        const int at_once = gates && gates->width % 16 == 0; /* or they would not be whole tiles of weight rows */
-        if (w->kind >= LANES_Q8_0)
-            share_lanes_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
-        else if (w->kind >= INT8_Q8_0)
-            share_int8_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
+        /* or they would not be whole tiles of weight rows */
+        const int at_once = gates && gates->width % 16 == 0 && (w->kind != PACKED || packed_is_aligned(w));
+        if (w->kind == PACKED)
+            share_packed_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
         else
             share_slice(w, from, x_stride, to, count, at_once ? &part : NULL, team);
         if (!gates || at_once) continue;
@@ -520,29 +339,4 @@ void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_
     if (w->inputs * w->outputs < 16384) threads = 1;
     Team team = {.threads = threads};
     PARALLEL(threads) share_product(w, x, x_stride, y, tokens, NULL, &team);
-}
-
-/* See row_neon.h; 0 on other machines, which do not ask. */
-int64_t find_exact_least(const Matrix *w) {
-#if defined(__aarch64__)
-    return w->kind == Q4_1 && least_is_exact(w);
-#else
-    return 0 * w->kind;
-#endif
-}
-
-/* Weight rows [first, first + count) as float32, for kinds stored in blocks. */
-void dequantize(const Matrix *w, int64_t first, int64_t count, float *out, int threads) {
-    PARALLEL(threads) {
-#pragma omp for
-        for (int64_t o = 0; o < count; o++) {
-            const uint8_t *row = (const uint8_t *)w->data + (first + o) * w->row_bytes;
-            float *to = out + o * w->inputs;
-            switch (w->kind) {
-            case Q8_0: floats_row(row, to, VL, w->inputs, Q8_0); break;
-            case Q4_0: floats_row(row, to, VL, w->inputs, Q4_0); break;
-            case Q4_1: floats_row(row, to, VL, w->inputs, Q4_1); break;
-            }
-        }
-    }
 }

@@ -1,8 +1,7 @@
-"""Single tensors of a GGUF file: their names in Hugging Face's form, and their bytes."""
+"""Single tensors of a GGUF file: which kinds are read, and their bytes."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,33 +9,12 @@ import numpy as np
 from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import TensorEntry
 
-TENSOR_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_TENSOR_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1")  # kinds that a layer can keep in the file's own bits
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
-
-
-def hf_name(name: str, path: Path) -> str:
-    if name in TENSOR_NAMES:
-        return TENSOR_NAMES[name]
-    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-    if found and found[2] in LAYER_TENSOR_NAMES:
-        return f"model.layers.{found[1]}.{LAYER_TENSOR_NAMES[found[2]]}"
-    raise SourceError(f"{path}: tensor {name!r} does not belong to a Llama model as Outrider knows it")
+FLOAT_KINDS = ("F32", "F16", "BF16")
+# Kinds that a layer can keep in the file's own bits, and those of which only the gguf library knows what the bits mean.
+KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+              "IQ4_XS")  # fmt: skip
+EXPANDED_KINDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
+KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 
 
 def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
@@ -46,9 +24,9 @@ def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
     return raw
 
 
-def dequantised(raw: np.ndarray, entry: TensorEntry) -> np.ndarray:
+def dequantised(raw: np.ndarray, kind: int) -> np.ndarray:
     """The numbers of stored rows, by the gguf library."""
     from gguf.constants import GGMLQuantizationType  # with YAML and more, which most files do not need
     from gguf.quants import dequantize
 
-    return dequantize(raw, GGMLQuantizationType(entry.kind))
+    return dequantize(raw, GGMLQuantizationType(kind))

@@ -1,0 +1,438 @@
+/* Products with weights that were repacked from a file's blocks into one common form, whatever their kind there.
+ *
+ * A weight is scale * (code - offset) + least. Codes have 2 to 8 bits. Every 32 inputs of a weight row are a group. Either
+ * each group has a scale (and a least value) in float32, or 256 inputs share one, which is multiplied with an integer of
+ * 8 bits for every 32 or 16 inputs. VL weight rows are interleaved: a register holds codes of four inputs of each of
+ * them and meets the same four inputs of a token row, so a lane is a weight row and nothing is added across lanes.
+ *
+ * Token rows are rounded to integers, a scale for every 32 inputs: x = scale * (q0 + q1 / 254 + q2 / 254^2), each q within
+ * -127 and 127. With one such digit that is a rounding to 8 bits; with three the error is 2^-24 of the largest input, as
+ * in float32. Sums of a group are integers, hence exact; groups are added up in float32, from first to last. So a token
+ * row has the same bits alone and among others.
+ */
+#include "native.h"
+#include <float.h>
+
+#define INPUTS 32          /* of a group */
+#define GROUPS 8           /* that share a scale in float32, in the forms that have scales of scales */
+#define REGISTER (4 * VL)  /* bytes: codes of four inputs of VL weight rows */
+#define MAX_DIGITS 3
+#define BASE 254.0f        /* from a digit to the next one */
+#define START 0x1.8p23f    /* its bits with a sum added, read as a float, are 3 * 2^22 plus the sum: no conversion */
+#define PIECE 16           /* weight rows that a thread takes at once: whole lanes on every machine */
+
+#if defined(__AVX512VNNI__) && VL == 16
+#define RAISED 128 /* added to signed codes: these dot products take them without a sign */
+#else
+#define RAISED 0
+#endif
+
+typedef uint8_t Bytes __attribute__((vector_size(REGISTER), aligned(1), may_alias));
+typedef int8_t Small __attribute__((vector_size(VL), aligned(1), may_alias));
+
+typedef struct {
+    int bits;      /* of a code */
+    int offset;    /* taken from every code */
+    int has_least; /* whether a value is added to each scaled code */
+    int is_nested; /* whether scales have scales */
+    int halves;    /* scales of a group: one, or two for 16 inputs each */
+    int is_signed; /* whether codes are numbers with a sign: 8 bits, or found in a table by 4 bits */
+} Form;
+
+static const Form FORMS[] = {
+    [PACKED_8] = {8, 0, 0, 0, 1, 1},         [PACKED_TABLE] = {4, 0, 0, 0, 1, 1},
+    [PACKED_4] = {4, 8, 0, 0, 1, 0},         [PACKED_4_LEAST] = {4, 0, 1, 0, 1, 0},
+    [PACKED_5] = {5, 16, 0, 0, 1, 0},        [PACKED_5_LEAST] = {5, 0, 1, 0, 1, 0},
+    [NESTED_TABLE] = {4, 0, 0, 1, 1, 1},     [NESTED_4_LEAST] = {4, 0, 1, 1, 1, 0},
+    [NESTED_5_LEAST] = {5, 0, 1, 1, 1, 0},   [NESTED_6_HALVES] = {6, 32, 0, 1, 2, 0},
+    [NESTED_3_HALVES] = {3, 4, 0, 1, 2, 0},  [NESTED_2_LEAST_HALVES] = {2, 0, 1, 1, 2, 0},
+};
+
+/* 32 inputs of a token row, without those of the sums that are of other digits than there are: they are followed by the
+ * digits, int8_t [digits][32]. */
+typedef struct {
+    float scale, total[2];       /* total: the sum of what the digits of each half stand for */
+    int16_t sums[MAX_DIGITS][2]; /* of the digits of each half */
+    int16_t unused[4];
+} Inputs;
+
+/* The same group of VL weight rows. */
+typedef struct {
+    Bytes codes[8];
+    vf scale[2], least[2];
+} Group;
+
+typedef struct {
+    const PackedPart *part;
+    const uint8_t *x; /* Inputs with their digits [groups][tokens] */
+    const float *bias;
+    float *y;
+    int64_t groups, tokens, outputs; /* outputs: of the whole weight */
+} Product;
+
+INLINE int64_t head_bytes(const Form f) { return (1 + f.has_least) * VL * 4; }
+INLINE int64_t group_bytes(const Form f) {
+    return f.bits * REGISTER + (f.is_nested ? (1 + f.has_least) * f.halves * VL : head_bytes(f));
+}
+INLINE int64_t unit_groups(const Form f) { return f.is_nested ? GROUPS : 1; }
+INLINE int64_t unit_bytes(const Form f) { return f.is_nested ? head_bytes(f) + GROUPS * group_bytes(f) : group_bytes(f); }
+INLINE int64_t digits_at(int digits) { return digits == 1 ? 16 : sizeof(Inputs); }
+INLINE int64_t inputs_bytes(int digits) { return digits_at(digits) + digits * INPUTS; }
+
+int64_t packed_lanes(void) { return VL; }
+int64_t packed_unit_bytes(int64_t form) { return unit_bytes(FORMS[form]); }
+
+/* ---- registers ---- */
+
+#if defined(__ARM_FEATURE_DOTPROD)
+/* sums plus the products of four registers with 16 inputs. */
+INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+    const int8x16_t inputs = vld1q_s8(x);
+    int32x4_t out = (int32x4_t)sums;
+    out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
+    out = vdotq_laneq_s32(out, (int8x16_t)codes[1], inputs, 1);
+    out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
+    return (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
+}
+#else
+/* sums plus products of one register with the same four inputs in all lanes. Codes are within 0 and 127 unless they
+ * are signed, and digits within -127 and 127, so that sums of two products never exceed 16 bits. */
+INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
+#if RAISED
+    return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX512BW__)
+    __m512i a = (__m512i)codes, b = _mm512_set1_epi32(four);
+    if (is_signed) {
+        b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+        a = _mm512_abs_epi8(a);
+    }
+    return sums + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && VL == 8
+    __m256i a = (__m256i)codes, b = _mm256_set1_epi32(four);
+    if (is_signed) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
+    return sums + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+#else
+    int8_t x[4], w[REGISTER];
+    memcpy(x, &four, 4);
+    memcpy(w, &codes, REGISTER);
+    for (int i = 0; i < VL; i++) sums[i] += w[4 * i] * x[0] + w[4 * i + 1] * x[1] + w[4 * i + 2] * x[2] + w[4 * i + 3] * x[3];
+    return sums;
+#endif
+}
+
+INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        int32_t four;
+        memcpy(&four, x + 4 * i, 4);
+        sums = dot4(sums, codes[i], four, is_signed);
+    }
+    return sums;
+}
+#endif
+
+/* The entries of a table of 16 bytes. */
+INLINE Bytes look_up(const int8_t *table, Bytes at) {
+#if defined(__aarch64__)
+    return (Bytes)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at);
+#elif defined(__AVX512BW__)
+    __m128i entries = _mm_loadu_si128((const __m128i *)table);
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)at);
+#elif defined(__AVX2__) && VL == 8
+    __m128i entries = _mm_loadu_si128((const __m128i *)table);
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)at);
+#else
+    UNROLL for (int i = 0; i < REGISTER; i++) at[i] = (uint8_t)table[at[i]];
+    return at;
+#endif
+}
+
+/* VL signed bytes as floats. */
+INLINE vf small_numbers(const uint8_t *at) {
+#if defined(__aarch64__)
+    uint32_t four;
+    memcpy(&four, at, 4);
+    vi wide = (vi)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
+#else
+    vi wide = __builtin_convertvector(*(const Small *)at, vi);
+#endif
+    return (vf)(wide + (vi)splat(START)) - START;
+}
+
+/* Bytes shifted to the right, or to the left by a negative number, and masked. */
+INLINE Bytes take_bits(const uint8_t *at, const int shift, const int mask) {
+    const Bytes bytes = *(const Bytes *)at;
+    const Bytes shifted = shift < 0 ? (Bytes)(bytes << -shift) : (Bytes)(bytes >> shift);
+    return shift >= 0 && mask == 255 >> shift ? shifted : (Bytes)(shifted & (uint8_t)mask);
+}
+
+INLINE void open_codes(const uint8_t *at, const int8_t *table, Bytes *codes, const Form f) {
+    const int has_nibbles = f.bits >= 4 && f.bits < 8, has_twos = f.bits == 2 || f.bits == 3 || f.bits == 6;
+    const int below_twos = has_nibbles ? 4 : 0, below_ones = f.bits - 1;
+    const uint8_t *twos = at + below_twos * REGISTER, *ones = twos + (has_twos ? 2 * REGISTER : 0);
+    UNROLL for (int r = 0; r < 8; r++) {
+        Bytes code = {0};
+        if (f.bits == 8) code = *(const Bytes *)(at + r * REGISTER);
+        if (has_nibbles) code = take_bits(at + r % 4 * REGISTER, r / 4 * 4, 15);
+        if (has_nibbles && f.is_signed) code = look_up(table, code);
+        if (has_twos) code |= take_bits(twos + r % 2 * REGISTER, r / 2 * 2 - below_twos, 3 << below_twos);
+        if (f.bits & 1) code |= take_bits(ones, r - below_ones, 1 << below_ones);
+        if (f.is_signed && RAISED) code ^= 128;
+        codes[r] = code;
+    }
+}
+
+/* `head`: the scales in float32, which a nested form has before its first group. */
+INLINE void open_group(const uint8_t *head, const uint8_t *at, const int8_t *table, Group *g, const Form f) {
+    const vf scale = load((const float *)head), least = f.has_least ? load((const float *)head + VL) : (vf){0};
+    UNROLL for (int h = 0; h < f.halves; h++) {
+        g->scale[h] = f.is_nested ? scale * small_numbers(at + h * VL) : scale;
+        if (f.has_least) g->least[h] = f.is_nested ? least * small_numbers(at + (f.halves + h) * VL) : least;
+    }
+    open_codes(at + group_bytes(f) - f.bits * REGISTER, table, g->codes, f);
+}
+
+/* Adds the products of a group with a token row. */
+INLINE vf add_group(vf sum, const Group *g, const uint8_t *x, const int digits, const Form f) {
+    const Inputs *in = (const Inputs *)x;
+    const int8_t *q = (const int8_t *)x + digits_at(digits);
+    UNROLL for (int h = 0; h < f.halves; h++) {
+        vf found = {0};
+        UNROLL for (int d = digits - 1; d >= 0; d--) {
+            const int lowered = f.offset + (f.is_signed ? RAISED : 0);
+            vi dots = (vi)splat(START);
+            if (lowered) dots = dots - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0));
+            dots = dot16(dots, g->codes + 4 * h, q + d * INPUTS + 16 * h, f.is_signed);
+            if (f.halves == 1) dots = dot16(dots, g->codes + 4, q + d * INPUTS + 16, f.is_signed);
+            vf digit = (vf)dots - START;
+            found = d == digits - 1 ? digit : fused(found, splat(1.0f / BASE), digit);
+        }
+        sum = fused(found, g->scale[h] * in->scale, sum);
+        if (f.has_least) sum = fused(g->least[h], splat(in->total[h] + (f.halves == 1 ? in->total[1] : 0.0f)), sum);
+    }
+    return sum;
+}
+
+/* ---- token rows ---- */
+
+/* The scale is NaN where an input is NaN: as integers, sizes of numbers are in the order of the numbers, and NaN is the
+ * largest. Where no float32 number is 127 / largest, the inputs count for zero. */
+static void round_inputs(const float *x, uint8_t *to, int digits) {
+    const vf bias = splat(START);
+    Inputs *out = (Inputs *)to;
+    int8_t *q = (int8_t *)to + digits_at(digits);
+    vi sizes = {0};
+    UNROLL for (int i = 0; i < INPUTS; i += VL) {
+        vi size = (vi)load(x + i) & 0x7fffffff, is_larger = size > sizes;
+        sizes = (is_larger & size) | (~is_larger & sizes);
+    }
+    int32_t lanes[VL], most = 0;
+    memcpy(lanes, &sizes, sizeof sizes);
+    UNROLL for (int i = 0; i < VL; i++) most = lanes[i] > most ? lanes[i] : most;
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    float inverse = 127.0f / largest;
+    if (!(inverse <= FLT_MAX)) inverse = 0.0f;
+    float rest[INPUTS];
+    int32_t whole[INPUTS];
+    for (int i = 0; i < INPUTS; i++) rest[i] = x[i] * inverse;
+    float total[2] = {0};
+    for (int d = 0; d < digits; d++) {
+        UNROLL for (int i = 0; i < INPUTS; i += VL) {
+            vf shifted = load(rest + i) + bias;
+            vi integers = (vi)shifted - (vi)bias;
+            memcpy(whole + i, &integers, sizeof integers);
+            store(rest + i, (load(rest + i) - (shifted - bias)) * BASE);
+        }
+        for (int h = 0; h < 2; h++) {
+            int32_t sum = 0;
+            for (int i = 16 * h; i < 16 * h + 16; i++) q[d * INPUTS + i] = (int8_t)whole[i], sum += q[d * INPUTS + i];
+            out->sums[d][h] = (int16_t)sum;
+        }
+    }
+    out->scale = largest / 127.0f;
+    for (int h = 0; h < 2; h++) {
+        for (int d = digits - 1; d >= 0; d--) total[h] = total[h] * (1.0f / BASE) + (float)out->sums[d][h];
+        out->total[h] = out->scale * total[h];
+    }
+}
+
+/* ---- products ---- */
+
+INLINE void store_sums(const Product *p, int64_t t, int64_t o, vf sums) {
+    const int64_t live = p->part->first + p->part->outputs - o;
+    float *y = p->y + t * p->outputs + o, lanes[VL];
+    if (live >= VL && !p->bias) {
+        store(y, sums);
+        return;
+    }
+    store(lanes, sums);
+    for (int64_t i = 0; i < live && i < VL; i++) y[i] = lanes[i] + (p->bias ? p->bias[o + i] : 0.0f);
+}
+
+#define MANY 64 /* token rows at once: that many stay in a core's cache */
+
+/* VL weight rows with one token row, or with many: twice VL, so that inputs serve more rows, of which the second half may
+ * be the first again. */
+INLINE void multiply_lanes(const Product *p, int64_t o, const int lanes, const int digits, const Form f) {
+    const PackedPart *part = p->part;
+    const int64_t tokens = lanes == 1 ? 1 : p->tokens, lane_bytes = p->groups / unit_groups(f) * unit_bytes(f);
+    const int64_t other = lanes > 1 && o + VL < part->first + part->outputs ? lane_bytes : 0;
+    const uint8_t *at = part->data + (o - part->first) / VL * lane_bytes, *x = p->x;
+    vf sums[MANY][2], only = {0}; /* `only`: of one token row, in a register */
+    for (int64_t t = 0; t < tokens; t++) sums[t][0] = sums[t][1] = (vf){0};
+    for (int64_t i = 0; i < p->groups; i += unit_groups(f)) {
+        const uint8_t *head = at;
+        if (f.is_nested) at += head_bytes(f);
+        for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f)) {
+            Group group[2];
+            UNROLL for (int l = 0; l < lanes; l++)
+                open_group(head + l * other, at + l * other, part->table, group + l, f);
+            if (lanes == 1) {
+                only = add_group(only, group, x, digits, f);
+                x += inputs_bytes(digits);
+                continue;
+            }
+            for (int64_t t = 0; t < tokens; t++, x += inputs_bytes(digits))
+                UNROLL for (int l = 0; l < lanes; l++) sums[t][l] = add_group(sums[t][l], group + l, x, digits, f);
+        }
+    }
+    for (int64_t t = 0; t < tokens; t++)
+        for (int l = 0; l < (other ? 2 : 1); l++) store_sums(p, t, o + l * VL, lanes == 1 ? only : sums[t][l]);
+}
+
+typedef void Multiply(const Product *, int64_t);
+#define VARIANTS(form)                                                                                                 \
+    static void form##_one_1(const Product *p, int64_t o) { multiply_lanes(p, o, 1, 1, FORMS[form]); }                 \
+    static void form##_one_3(const Product *p, int64_t o) { multiply_lanes(p, o, 1, 3, FORMS[form]); }                 \
+    static void form##_many_1(const Product *p, int64_t o) { multiply_lanes(p, o, 2, 1, FORMS[form]); }                \
+    static void form##_many_3(const Product *p, int64_t o) { multiply_lanes(p, o, 2, 3, FORMS[form]); }
+#define EACH_FORM(use)                                                                                                 \
+    use(PACKED_8) use(PACKED_TABLE) use(PACKED_4) use(PACKED_4_LEAST) use(PACKED_5) use(PACKED_5_LEAST)                \
+    use(NESTED_TABLE) use(NESTED_4_LEAST) use(NESTED_5_LEAST) use(NESTED_6_HALVES) use(NESTED_3_HALVES)                \
+    use(NESTED_2_LEAST_HALVES)
+EACH_FORM(VARIANTS)
+
+#define NAMED(form) [form] = {{form##_many_1, form##_one_1}, {form##_many_3, form##_one_3}},
+static Multiply *const PRODUCTS[][2][2] = {EACH_FORM(NAMED)}; /* [form][has three digits][one token row] */
+
+/* The lanes of every part that begin within weight rows [from, to). */
+static void multiply(const Matrix *w, Product *p, int64_t from, int64_t to) {
+    const PackedParts *parts = w->data;
+    for (int64_t i = 0; i < parts->count; i++) {
+        const PackedPart *part = parts->parts + i;
+        const int64_t skipped = from > part->first ? (from - part->first + VL - 1) / VL * VL : 0;
+        const int64_t end = part->first + part->outputs < to ? part->first + part->outputs : to;
+        p->part = part;
+        for (int64_t o = part->first + skipped; o < end; o += p->tokens == 1 ? VL : 2 * VL)
+            PRODUCTS[part->form][parts->digits == 3][p->tokens == 1](p, o);
+    }
+}
+
+static _Thread_local void *kept_inputs;
+static _Thread_local size_t inputs_size;
+
+/* Whether lanes never begin before a piece and end within it. */
+int packed_is_aligned(const Matrix *w) {
+    const PackedParts *parts = w->data;
+    for (int64_t i = 0; i < parts->count; i++)
+        if (parts->parts[i].first % PIECE) return 0;
+    return 1;
+}
+
+/* Each thread rounds the token rows for itself, so that none waits for them. */
+void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                          const Gates *gates, Team *team) {
+    const int digits = (int)((const PackedParts *)w->data)->digits;
+    const int64_t groups = w->inputs / INPUTS, step = inputs_bytes(digits);
+    uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * tokens * step);
+    if (!inputs) abort(); /* nothing would run on without so little */
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t g = 0; g < groups; g++)
+            round_inputs(x + t * x_stride + g * INPUTS, inputs + (g * tokens + t) * step, digits);
+    Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs};
+    const int64_t outputs = gates ? gates->width : w->outputs;
+    Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;) {
+        int64_t from = i * PIECE, to = outputs - from < PIECE ? outputs : from + PIECE;
+        multiply(w, &p, from, to);
+        if (!gates) continue;
+        multiply(w, &p, outputs + from, outputs + to);
+        apply_gates(gates, y, w->outputs, 0, tokens, from, to);
+    }
+    meet(team);
+}
+
+/* ---- packing ---- */
+
+/* Where the bits of a code lie: reads it, or adds `code` to zeros. `position`: of its byte in register `r`. */
+INLINE int access_code(uint8_t *at, int r, int position, int code, const int writes, const Form f) {
+    const int has_nibbles = f.bits >= 4 && f.bits < 8, has_twos = f.bits == 2 || f.bits == 3 || f.bits == 6;
+    const int sizes[] = {f.bits == 8 ? 8 : 0, has_nibbles ? 4 : 0, has_twos ? 2 : 0, f.bits & 1};
+    int done = 0, found = 0;
+    for (int s = 0; s < 4; s++) {
+        const int size = sizes[s];
+        if (!size) continue;
+        uint8_t *byte = at + r % size * REGISTER + position;
+        const int shift = r / size * size, mask = (1 << size) - 1;
+        if (writes) *byte |= (uint8_t)((code >> done & mask) << shift);
+        found |= (*byte >> shift & mask) << done;
+        at += size * REGISTER, done += size;
+    }
+    return found;
+}
+
+/* Weight rows as they are unpacked from a file, `rows` of them, into lanes, of which missing ones are filled with zeros. */
+void pack_rows(const UnpackedRows *from, uint8_t *out, int64_t form, int threads) {
+    const Form f = FORMS[form];
+    const int64_t per_unit = unit_groups(f), units = from->inputs / INPUTS / per_unit;
+    PARALLEL(threads) {
+#pragma omp for
+        for (int64_t i = 0; i < (from->rows + VL - 1) / VL * units; i++) {
+            uint8_t *unit = out + i * unit_bytes(f);
+            memset(unit, 0, unit_bytes(f));
+            for (int lane = 0; lane < VL; lane++) {
+                const int64_t row = i / units * VL + lane, u = row * units + i % units;
+                if (row >= from->rows) continue;
+                memcpy(unit + 4 * lane, from->scale + u, 4);
+                if (f.has_least) memcpy(unit + 4 * (VL + lane), from->least + u, 4);
+                for (int64_t g = 0; g < per_unit; g++) {
+                    uint8_t *at = unit + (f.is_nested ? head_bytes(f) : 0) + g * group_bytes(f);
+                    for (int h = 0; f.is_nested && h < f.halves; h++) {
+                        at[h * VL + lane] = (uint8_t)from->inner_scale[(u * GROUPS + g) * f.halves + h];
+                        if (f.has_least)
+                            at[(f.halves + h) * VL + lane] = (uint8_t)from->inner_least[(u * GROUPS + g) * f.halves + h];
+                    }
+                    const uint8_t *codes = from->codes + (u * per_unit + g) * INPUTS;
+                    at += group_bytes(f) - f.bits * REGISTER;
+                    for (int k = 0; k < INPUTS; k++) access_code(at, k / 4, 4 * lane + k % 4, codes[k], 1, f);
+                }
+            }
+        }
+    }
+}
+
+/* Some weight rows of a part as the numbers that they stand for. */
+void unpack_rows(const PackedPart *part, int64_t inputs, const int64_t *rows, int64_t count, float *out, int threads) {
+    const Form f = FORMS[part->form];
+    const int64_t groups = inputs / INPUTS, units = groups / unit_groups(f);
+    PARALLEL(threads) {
+#pragma omp for
+        for (int64_t i = 0; i < count; i++) {
+            const int lane = (int)(rows[i] % VL);
+            for (int64_t g = 0; g < groups; g++) {
+                uint8_t *unit = (uint8_t *)part->data + (rows[i] / VL * units + g / unit_groups(f)) * unit_bytes(f);
+                uint8_t *at = unit + (f.is_nested ? head_bytes(f) : 0) + g % unit_groups(f) * group_bytes(f);
+                float scales[2] = {0};
+                memcpy(scales, unit + 4 * lane, 4);
+                if (f.has_least) memcpy(scales + 1, unit + 4 * (VL + lane), 4);
+                for (int k = 0; k < INPUTS; k++) {
+                    const int h = k * f.halves / INPUTS, inner = f.is_nested ? (int8_t)at[h * VL + lane] : 1;
+                    const int least = f.is_nested && f.has_least ? (int8_t)at[(f.halves + h) * VL + lane] : 1;
+                    int code = access_code(at + group_bytes(f) - f.bits * REGISTER, k / 4, 4 * lane + k % 4, 0, 0, f);
+                    code = f.bits == 8 ? (int8_t)code : f.is_signed ? part->table[code] : code - f.offset;
+                    out[i * inputs + g * INPUTS + k] = scales[0] * (float)inner * (float)code + scales[1] * (float)least;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+"""Weights in the packed forms of packed.c, which serves every kind of quantised weight with one product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.native.build import library
+from outrider.kernels.native.matrix import PACKED, Matrix
+from outrider.kernels.native.structures import PACKED_PART, PACKED_PARTS, UNPACKED_ROWS
+
+
+class PackedRows(NamedTuple):
+    """Weight rows [outputs, inputs] in one form."""
+
+    form: int
+    table: Tensor | None  # int8 [16], in forms whose codes number its entries
+    data: Tensor  # uint8 [lanes of weight rows, units of inputs, bytes of a unit]
+    outputs: int
+    inputs: int
+
+    def describe(self, first: int = 0) -> bytes:
+        """For the C code, as rows from `first` on of a matrix."""
+        return PACKED_PART.pack(data=self.data.data_ptr(), table=_address(self.table), first=first,
+                                outputs=self.outputs, form=self.form)
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """The numbers that some weight rows stand for, in float32."""
+        rows = rows.contiguous()
+        assert rows.dtype is torch.int64
+        found = torch.empty(len(rows), self.inputs)
+        library().unpack_rows(self.describe(), self.inputs, rows.data_ptr(), len(rows), found.data_ptr(),
+                              torch.get_num_threads())
+        return found
+
+
+def packed_lanes() -> int:
+    """How many weight rows are interleaved on this machine."""
+    return int(library().packed_lanes())
+
+
+def packed_shape(form: int, outputs: int, inputs: int, unit: int) -> tuple[int, int, int]:
+    """The shape of the data of weight rows; `unit`: how many inputs have their own scale in float32."""
+    return -(-outputs // packed_lanes()), inputs // unit, library().packed_unit_bytes(form)
+
+
+def pack_rows(codes: Tensor, scale: Tensor, least: Tensor | None, inner_scale: Tensor | None,
+              inner_least: Tensor | None, form: int, out: Tensor) -> None:
+    """Pack codes [rows, inputs] and their scales: see `gguf_kinds.Unpacked`."""
+    given = dict(codes=codes, scale=scale, least=least, inner_scale=inner_scale, inner_least=inner_least)
+    held = {name: None if tensor is None else tensor.contiguous() for name, tensor in given.items()}
+    addresses = {name: _address(tensor) for name, tensor in held.items()}
+    assert out.is_contiguous() and out.shape[0] == -(-codes.shape[0] // packed_lanes())
+    given_rows = UNPACKED_ROWS.pack(**addresses, rows=codes.shape[0], inputs=codes.shape[1])
+    library().pack_rows(given_rows, out.data_ptr(), form, torch.get_num_threads())
+
+
+class PackedMatrix(Matrix):
+    """Weight rows of one form after another, as one matrix. Products round token rows, of which every 32 inputs share a
+    scale, to 8 bits or to 24, which is as close as float32 is."""
+
+    def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None, activation_bits: int = 24) -> None:
+        firsts = [sum(part.outputs for part in parts[:at]) for at in range(len(parts) + 1)]
+        described = b"".join(part.describe(first) for part, first in zip(parts, firsts, strict=False))
+        self._parts, self._described = tuple(parts), _in_memory(described)
+        whole = PACKED_PARTS.pack(parts=self._described.data_ptr(), count=len(parts), digits=activation_bits // 8)
+        super().__init__(_in_memory(whole), bias, PACKED, parts[0].inputs, firsts[-1])
+
+
+def _in_memory(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
