@@ -1,6 +1,6 @@
 """Formats of experts: the weights of equal MLPs without biases, and the products of token rows with chosen experts.
 
-The only format of the package is dense; `register_format` adds others.
+The dense format is here, that of GGUF's bits in `gguf_experts.py`; `register_format` adds others.
 """
 
 from __future__ import annotations

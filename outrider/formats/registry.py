@@ -18,6 +18,7 @@ from outrider.formats.declared import StoredFormat
 from outrider.formats.expansion import ExpansionFormat
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
+from outrider.formats.gguf_experts import GgufExperts
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
 from outrider.formats.weight_format import WeightFormat
 from outrider.kernels.gguf_kinds import KINDS
@@ -27,7 +28,7 @@ Format = TypeVar("Format", bound=WeightFormat[Any])
 # For each way to use a weight, the formats by kind of stored weights.
 _FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
     LinearFormat: {**dict.fromkeys(KINDS, GgufLinear), **dict.fromkeys(CODES, ScaledLinear)},
-    ExpertsFormat: dict.fromkeys(CODES, ScaledExperts),
+    ExpertsFormat: {**dict.fromkeys(KINDS, GgufExperts), **dict.fromkeys(CODES, ScaledExperts)},
     ExpansionFormat: {},
 }
 

@@ -1,0 +1,62 @@
+"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU. One product for each chosen expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTensor
+from outrider.formats.experts import ExpertsFormat
+from outrider.formats.gguf import keeps_blocks, packed_slot
+from outrider.formats.slots import WeightSlot, join_names
+from outrider.kernels import moe, native, ops
+from outrider.kernels.experts_on_host import plan_on_host
+from outrider.kernels.quantized import empty_rows
+
+
+class GgufExperts(ExpertsFormat):
+    def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat]) -> None:
+        super().__init__(declared, stored)
+        segments = [(projection, segment) for projection in declared.projections for segment in projection.segments]
+        kinds = iter(held.kind for held in stored)  # expert by expert, as `ExpertsDeclaration.matrices` names them
+        self._held = [[(projection, segment, kind, empty_rows(kind, len(segment.rows), projection.num_inputs,
+                                                              declared.device))
+                       for (projection, segment), kind in zip(segments, kinds, strict=False)]
+                      for _ in range(declared.num_experts)]  # fmt: skip
+        self._matrices: list[list[native.PackedMatrix]] = []  # of each expert: the first projection, and down
+
+    @classmethod
+    def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
+        return not declared.is_joint and all(keeps_blocks(made, stored, device) for made in declared.projections)
+
+    def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
+        return (), ()
+
+    def slots(self, prefix: str) -> dict[str, WeightSlot]:
+        return {join_names(prefix, str(expert), segment.name, "weight"): packed_slot(projection, segment, kind, rows)
+                for expert, held in enumerate(self._held) for projection, segment, kind, rows in held}
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(rows.data.nbytes for held in self._held for *_, rows in held)
+
+    def finalize(self) -> None:
+        self._matrices = [[native.PackedMatrix([rows for made, _, _, rows in held if made is projection], None)
+                           for projection in self.declared.projections] for held in self._held]
+
+    def set_exact(self, exact: bool) -> None:
+        """The products are exact in any mode."""
+
+    def mix(
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_tokens, top_k = routed.ids.shape
+        made = x.new_empty(num_tokens * top_k, self.declared.hidden_size)
+        for expert, pairs in plan_on_host(routed.ids, self.declared.num_experts):
+            first, down = self._matrices[expert]
+            projected = native.product(x[pairs // top_k], first)
+            gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
+            made[pairs] = native.product(gated, down)
+        out = moe.combine(made.view(num_tokens, top_k, -1), routed.weights)
+        return out if added is None else out.add_(added)
