@@ -118,11 +118,12 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
         for key in named:
             if key in meta:
                 kinds[int(meta[key])] = CONTROL
-    for i, kind in enumerate(kinds):
-        if kind == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True)])
-        elif kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(tokens[i], normalized=False, special=False)])
+    # Each call builds the search for added tokens anew, and Gemma has thousands of them.
+    control, user_defined = ([AddedToken(token, normalized=False, special=which == CONTROL)
+                              for token, kind in zip(tokens, kinds, strict=True) if kind == which]
+                             for which in (CONTROL, USER_DEFINED))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(user_defined)
 
 
 def _add_ends(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
