@@ -1,4 +1,4 @@
-"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU, with one product for each chosen."""
+"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU. One product for each expert."""
 
 from __future__ import annotations
 
