@@ -15,15 +15,46 @@ from outrider.commands.loading import load
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
+from outrider.commands.word_wrap import WordWrap
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
-from outrider.core.status_line import is_terminal
+from outrider.core.status_line import CLEAR, is_terminal
+from outrider.engine.stats import EngineStats
 from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
 
 COMMANDS = ("/exit", "/help", "/quit", "/reset")
 COMMAND = re.compile(r"(/[a-z?]*)\s*")
 HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+class PromptProgress:
+    """A line on a terminal with the share of a prompt that is computed, until the answer begins."""
+
+    def __init__(self, stats: EngineStats, prompt_len: int) -> None:
+        self._stats, self._before, self._prompt_len = stats, stats.num_step_tokens + stats.num_hit_tokens, prompt_len
+        self._is_shown, self._has_ended = False, not is_terminal(sys.stderr)
+
+    def show(self) -> None:
+        """Before each step: after the first of a long prompt."""
+        done = self._stats.num_step_tokens + self._stats.num_hit_tokens - self._before
+        if not self._has_ended and 0 < done < self._prompt_len:
+            self._is_shown = True
+            sys.stderr.write(f"{CLEAR}reading the prompt: {done:,} of {self._prompt_len:,} tokens")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        self._has_ended = True
+        if self._is_shown:
+            self._is_shown = False
+            sys.stderr.write(CLEAR)
+            sys.stderr.flush()
+
+    def __enter__(self) -> PromptProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
 
 class LocalConversation(Conversation):
@@ -36,9 +67,16 @@ class LocalConversation(Conversation):
         said = ""
         with interruptible() as interrupt, suppress(Interrupted):
             prompt = self._llm.encode_chat(messages)
-            for output in self._llm.follow([prompt], self._params, priority=priority, before_step=interrupt.check):
-                show(output.outputs[0].text[len(said) :])
-                said = output.outputs[0].text
+            with PromptProgress(self._llm.engine.stats, len(prompt)) as progress:
+
+                def before_step() -> None:
+                    interrupt.check()
+                    progress.show()
+
+                for output in self._llm.follow([prompt], self._params, priority=priority, before_step=before_step):
+                    progress.end()
+                    show(output.outputs[0].text[len(said) :])
+                    said = output.outputs[0].text
         raise_failed([output])
         return output
 
@@ -104,7 +142,7 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
         return
     start = time.perf_counter()
     try:
-        output = conversation.answer(text, _show, args.priority)
+        output = conversation.answer(text, _shower(), args.priority)
     except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
         print(f"outrider: error: {error} (/reset starts over)", file=sys.stderr)
         return
@@ -113,9 +151,14 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
         print(_stats(output, time.perf_counter() - start), file=sys.stderr)
 
 
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _shower() -> Callable[[str], None]:
+    wrap = WordWrap().write if is_terminal(sys.stdout) else str
+
+    def show(text: str) -> None:
+        sys.stdout.write(wrap(text))
+        sys.stdout.flush()
+
+    return show
 
 
 def _stats(output: RequestOutput, seconds: float) -> str:

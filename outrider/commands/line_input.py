@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import select
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from outrider.core.status_line import is_terminal
 from outrider.models.sources.smollm2 import cache_folder
 
 HISTORY_LINES = 1000
+LONG_PASTE = 1000  # characters
 PASTE_SECONDS = 0.02  # a line that follows another sooner than this was pasted with it
 
 
@@ -24,6 +26,7 @@ class LineInput:
         self._prompt = prompt if self.on_terminal else ""
         if self.on_terminal:
             _start_readline(cache_folder() / "chat_history")
+            _hide_control_characters()
 
     def read(self) -> str:
         """The next text. Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
@@ -33,7 +36,32 @@ class LineInput:
                 lines.append(input())
             except EOFError:
                 break
-        return "\n".join(lines)
+        text = "\n".join(lines)
+        if self.on_terminal and len(text) > LONG_PASTE:
+            self._shorten(text)
+        return text
+
+    def _shorten(self, text: str) -> None:
+        """Put a line in the place of a long text that the terminal has shown, as far as that is on the screen."""
+        columns, rows = shutil.get_terminal_size()
+        lines = text.split("\n")
+        shown = sum(1 + len(line) // columns for line in [self._prompt + lines[0], *lines[1:]])
+        count = f"{len(text):,} characters" + (f" in {len(lines):,} lines" if len(lines) > 1 else "")
+        print(f"\x1b[{min(shown, rows - 1)}A\r\x1b[J{self._prompt}({count})")
+
+
+def _hide_control_characters() -> None:
+    """Ctrl-C stops an answer and leaves no ^C in it. The terminal is as it was at the end of the process."""
+    try:
+        import termios
+    except ImportError:  # not on this system
+        return
+    with suppress(termios.error):
+        before = termios.tcgetattr(sys.stdin)
+        now = [*before]
+        now[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, now)
+        atexit.register(termios.tcsetattr, sys.stdin, termios.TCSANOW, before)
 
 
 def _start_readline(history: Path) -> None:

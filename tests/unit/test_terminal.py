@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM
+from outrider.commands.chat import PromptProgress
+from outrider.commands.word_wrap import WordWrap
+from outrider.engine.stats import EngineStats
 from outrider.kernels.native import build
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
@@ -105,6 +108,28 @@ class Terminal:
                 time.sleep(0.01)
 
 
+class Screen:
+    """What a terminal shows: lines of so many columns, a cursor that waits behind the last one, and two commands."""
+
+    def __init__(self, columns: int) -> None:
+        self.rows, self._columns = [""], columns
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[\d*[A-Z]|.|\n", text):
+            last = self.rows[-1]
+            if part == "\n":
+                self.rows.append("")
+            elif part.endswith("G") and part[0] == "\x1b":
+                at = int(part[2:-1]) - 1  # wide characters have two columns
+                while sum(2 if ord(c) > 0x2E80 else 1 for c in last) > at:
+                    last = last[:-1]
+                self.rows[-1] = last
+            elif part != "\x1b[K":
+                if sum(2 if ord(c) > 0x2E80 else 1 for c in last + part) > self._columns:
+                    self.rows.append("")
+                self.rows[-1] += part
+
+
 @pytest.fixture(scope="module")
 def terminal(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     terminal = Terminal(folder, tmp_path_factory.mktemp("cache"), "--max-tokens", "3")
@@ -166,6 +191,42 @@ def test_a_long_paste_is_whole(chat: Terminal) -> None:
     chat.expect("forgotten")
     chat.expect("> ")
     assert chat.ask("x" * 5000 + "\r") == FRAME + 5000
+
+
+def test_a_long_paste_becomes_a_line_with_its_length(chat: Terminal) -> None:
+    chat.send("\x1b[200~" + "word " * 1200 + "end\x1b[201~\r")
+    chat.expect(r"\x1b\[\d+A\r\x1b\[J> \(6,003 characters\)")
+    chat.expect(r"prompt \d+ tokens")
+    chat.expect("> ")
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "rows"), [
+    ("one two three four", ["one two", "three four"]), ("a bb ccc dddd eeeee", ["a bb ccc", "dddd eeeee"]),
+    ("0123456789 next", ["0123456789", "next"]), ("0123456789abcde word", ["0123456789", "abcde word"]),
+    ("line\nnext line is", ["line", "next line", "is"]), ("漢字漢字 漢字", ["漢字漢字", "漢字"]),
+    ("x" * 10 + "\ny", ["x" * 10, "y"]),
+])  # fmt: skip
+def test_words_are_wrapped_whole(text: str, rows: list[str], pieces: int) -> None:
+    wrap, screen = WordWrap(10), Screen(10)
+    for start in range(0, len(text), pieces):
+        screen.write(wrap.write(text[start : start + pieces]))
+    assert [row.rstrip() for row in screen.rows] == rows
+
+
+def test_a_long_prompt_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr := FakeTerminal())
+    stats = EngineStats()
+    with PromptProgress(stats, 3000) as progress:
+        progress.show()
+        assert stderr.getvalue() == "", "the first step may be all"
+        stats.num_step_tokens += 1024
+        progress.show()
+        assert stderr.getvalue() == "\r\x1b[Kreading the prompt: 1,024 of 3,000 tokens"
+        progress.end()
+        stats.num_step_tokens += 5
+        progress.show()
+    assert stderr.getvalue().endswith("tokens\r\x1b[K")
 
 
 def test_unicode_arrives(chat: Terminal) -> None:

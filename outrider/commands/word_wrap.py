@@ -1,0 +1,45 @@
+"""Text on a terminal as it streams in, broken between words: a terminal itself breaks in the middle of one."""
+
+from __future__ import annotations
+
+import shutil
+import unicodedata
+
+
+class WordWrap:
+    """What to write to a terminal for pieces of a text. A word that reaches the edge is taken back from the end of its
+    line and written on the next one. A word longer than a line is left to the terminal."""
+
+    def __init__(self, columns: int | None = None) -> None:
+        self._columns = columns or shutil.get_terminal_size().columns
+        self._column = 0
+        self._word = ""  # the word that the text ends with, as far as it has come
+
+    def write(self, text: str) -> str:
+        return "".join(map(self._place, text))
+
+    def _place(self, character: str) -> str:
+        if character == "\n":
+            self._column, self._word = 0, ""
+            return character
+        width = _width(character)
+        if self._column + width <= self._columns:
+            self._column += width
+            self._word = "" if character.isspace() else self._word + character
+            return character
+        if character.isspace():  # in place of it the line ends
+            self._column, self._word = 0, ""
+            return "\n"
+        word_width = sum(map(_width, self._word))
+        if word_width + width > self._columns or word_width >= self._column:
+            self._column, self._word = width, self._word + character
+            return character
+        word, begin = self._word, self._column - word_width
+        self._column, self._word = word_width + width, word + character
+        return (f"\x1b[{begin + 1}G\x1b[K" if word else "") + "\n" + word + character
+
+
+def _width(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
