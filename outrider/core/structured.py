@@ -15,10 +15,7 @@ from outrider.core.fields import NotEmpty, Text, check_fields, check_names
 MAX_GRAMMAR_BYTES = 1 << 18  # most bytes of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # most objects and lists of a schema inside each other
 MAX_REASON = 300  # characters of what a grammar library says
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
-
-# Fields of vLLM's StructuredOutputsParams that Outrider does not have, with what to do instead.
-REFUSED_FIELDS = {"structural_tag": "write the tags into a grammar"}
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class OwnFailure(str):
@@ -37,7 +34,8 @@ class FormFailure(OwnFailure):
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one form: a JSON schema, a regular expression, one of several texts, a grammar, or any JSON object.
+    """Exactly one form: a JSON schema, a regular expression, one of several texts, a grammar, any JSON object, or a
+    structural tag: free text in which some parts have a form.
 
     JSON is written as `json.dumps` writes it, with one space behind each comma and colon."""
 
@@ -46,19 +44,20 @@ class StructuredOutputsParams:
     choice: Annotated[list[Text], NotEmpty] | None = None
     grammar: Text | None = None  # in Lark's form, or GBNF
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None  # in either of vLLM's spellings
     disable_fallback: bool = False  # there is one grammar library, and nothing to fall back to
     disable_any_whitespace: bool = False  # no spaces behind commas and colons
     disable_additional_properties: bool = False  # objects have no properties but those that the schema names
     whitespace_pattern: Text | None = None  # a regular expression of the white space between the parts of JSON
 
     def __new__(cls, *args: Any, **fields: Any) -> StructuredOutputsParams:
-        check_names("structured_outputs", cls, fields, REFUSED_FIELDS)
+        check_names("structured_outputs", cls, fields)
         return super().__new__(cls)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
         """From a JSON object, whose names may be anything."""
-        check_names("structured_outputs", cls, fields, REFUSED_FIELDS)
+        check_names("structured_outputs", cls, fields)
         return cls(**fields)
 
     def __post_init__(self) -> None:
@@ -92,7 +91,9 @@ class StructuredOutputsParams:
         large."""
         own = self
         if self.json is not None:
-            own = replace(self, json=self._schema_text())
+            own = replace(self, json=self._json_text(self.json, "schema"))
+        if self.structural_tag is not None:
+            own = replace(self, structural_tag=self._json_text(self.structural_tag, "structural tag"))
         if self.choice is not None:
             own = replace(own, choice=list(self.choice))
         num_bytes = sum(len(text.encode()) for text in own._texts())
@@ -106,15 +107,15 @@ class StructuredOutputsParams:
         texts = form if isinstance(form, list) else [form] if isinstance(form, str) else []
         return [*texts, self.whitespace_pattern or ""]
 
-    def _schema_text(self) -> str:
-        where = "structured_outputs.json"
+    def _json_text(self, given: str | dict[str, Any], kind: str) -> str:
+        where = f"structured_outputs.{self.form}"
         try:
-            if isinstance(self.json, str):
-                if len(self.json) > MAX_GRAMMAR_BYTES:
-                    return self.json  # refused for its size
-                schema = json_text.loads(self.json)
+            if isinstance(given, str):
+                if len(given) > MAX_GRAMMAR_BYTES:
+                    return given  # refused for its size
+                schema = json_text.loads(given)
             else:
-                schema = self.json
+                schema = given
             text = json_text.dumps(schema, allow_nan=False)
         except json_text.JSONDecodeError as error:
             raise ValueError(f"{where} is no JSON: {error}") from None
@@ -123,7 +124,7 @@ class StructuredOutputsParams:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} cannot be written as JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise ValueError(f"{where} must be a schema, which is an object")
+            raise ValueError(f"{where} must be a {kind}, which is an object")
         if _depth(schema) > MAX_DEPTH:
             raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other")
         return text

@@ -12,7 +12,7 @@ from outrider.core.outputs import CompletionOutput, Logprob
 from outrider.server.choice import ParsedChoice
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
-from outrider.server.forms import ForcedCalls, chat_form, forced_calls
+from outrider.server.forms import ForcedCalls, chat_form, forced_calls, with_allowed_tools
 from outrider.server.generation import (
     Change,
     ChangeReader,
@@ -42,6 +42,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
                        tenant: str | None) -> tuple[str, list[CheckedRequest], list[ParsedChoice]]:
     """The model's name, the one checked request, and parsers by sample if the model's text needs any."""
     model = service.check_model(body.model)
+    body = with_allowed_tools(body)
     _check(body, service.config.tool_call_parser)
     forced = forced_calls(body, service.config.tool_call_parser)
     service.check_load()

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.grammar.compiler import INSTALL
 from outrider.engine.grammar.schemas import asked_schema, json_options
+from outrider.engine.grammar.structural import regex_terminal
 from outrider.engine.text import Tokenizer
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.parsers.formats import FORCED_LIST, REASONING_FORMATS, TOOL_FORMATS
@@ -21,7 +23,7 @@ from outrider.server.protocol import ChatRequest, Tool
 
 MAX_CALLS = 16  # most calls of an answer whose calls are forced
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-NEWLINE, COMMA = r'"\n"', '", "'  # in a grammar
+NEWLINE, NEWLINES, COMMA = r'"\n"', r"/\n{0,2}/", '", "'  # in a grammar
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -80,6 +82,26 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
     return ForcedCalls(chosen[:1], True, 1, own_format)
 
 
+def with_allowed_tools(body: ChatRequest) -> ChatRequest:
+    """The body as if its client had sent only those tools that `tool_choice` allows. OpenAI's chats nest the list, and
+    its responses do not."""
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return body
+    given = choice.get("allowed_tools", choice)
+    mode, allowed = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(allowed, list) or not allowed:
+        raise ApiError(400, 'allowed_tools needs a mode, "auto" or "required", and a list of tools',
+                       param="tool_choice")
+    names = [_named(tool) if isinstance(tool, dict) else None for tool in allowed]
+    tools = [tool for tool in body.tools or [] if tool.function.name in names]
+    for name in names:
+        if name not in [tool.function.name for tool in tools]:
+            raise ApiError(400, f"allowed_tools names {str(name)[:100]!r}, which is none of the tools",
+                           param="tool_choice")
+    return body.model_copy(update={"tools": tools, "tool_choice": mode})
+
+
 def _named(choice: str | dict[str, Any]) -> str | None:
     """OpenAI's chats nest the name, and its responses do not."""
     if isinstance(choice, str) or choice.get("type") != "function":
@@ -105,37 +127,42 @@ def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | No
 
 def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | None:
     """The first rules of a grammar in which `form` follows the model's reasoning; None where there is none."""
-    regions = REASONING_FORMATS[reasoning]
-    if len(regions) != 1 or not isinstance(regions[0], ReasoningRegion):
-        raise ApiError(400, f"structured output and forced calls are not served with the reasoning parser {reasoning}")
-    begin, end = regions[0].begin, regions[0].end
+    region = next(region for region in REASONING_FORMATS[reasoning] if isinstance(region, ReasoningRegion))
     said = prompt_end.rstrip()
-    if said.endswith(end):
+    if said.endswith(region.end):
         return None
-    if _is_special(end, tokenizer):
-        thoughts = f"thoughts: /(?s:.*)/ {_marker(end, tokenizer)}"
+    if _is_special(region.end, tokenizer):
+        thoughts = f"thoughts: /(?s:.*)/ {_marker(region.end, tokenizer)}"
     else:
-        thoughts = f"thoughts[suffix={json.dumps(end)}]: /(?s:.*)/"
-    first = "start: thoughts gap form" if said.endswith(begin.rstrip()) else (
-        f"start: ({_marker(begin, tokenizer)} thoughts gap)? form")
-    return f"{first}\ngap: /\\n{{0,2}}/\n{thoughts}"
+        thoughts = f"thoughts[suffix={json.dumps(region.end)}]: /(?s:.*)/"
+    begin, gap, answer = (_markers(text, tokenizer) for text in (region.begin, region.gap, region.answer))
+    first = f"start: thoughts gap {answer} form" if said.endswith(region.begin.rstrip()) else (
+        f"start: ({begin} thoughts gap)? {answer} form")
+    return f"{first}\ngap: {gap or NEWLINES}\n{thoughts}"
 
 
 def _rules(asked: StructuredOutputsParams) -> str:
     """The form of `asked` as a rule of a grammar."""
     try:
         asked = asked.to_plain()
+        if asked.is_json:
+            return f"form: %json {json.dumps(asked_schema(asked) | {'x-guidance': json_options(asked)})}"
+        if asked.choice is not None:
+            return "form: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice))
+        if asked.regex is not None:
+            return f"form: {regex_terminal(asked.regex)}"
+        from outrider.engine.grammar.texts import lark_text
+
+        return f"form: %lark {{\n{lark_text(asked)}\n}}"
     except ValueError as error:
         raise bad_value(error, ChatRequest.model_fields) from None
-    if asked.is_json:
-        return f"form: %json {json.dumps(asked_schema(asked) | {'x-guidance': json_options(asked)})}"
-    if asked.choice is not None:
-        return "form: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice))
-    if asked.regex is not None:
-        escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], asked.regex, flags=re.DOTALL)
-        return f"form: /{escaped}/"
-    raise ApiError(400, "a grammar cannot follow the reasoning of this server's model: use json, regex or choice",
-                   param="structured_outputs")
+    except ImportError:
+        raise ApiError(400, INSTALL, param="structured_outputs") from None
+
+
+def _markers(text: str, tokenizer: Tokenizer) -> str:
+    """Text that may hold several markers."""
+    return " ".join(_marker(part, tokenizer) for part in re.split(r"(<\|?[^<>|]+\|?>)", text) if part)
 
 
 def _is_special(marker: str, tokenizer: Tokenizer) -> bool:

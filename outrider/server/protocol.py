@@ -133,18 +133,25 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """`json_schema` without a schema is any JSON object, as `json_object` is."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = Field(default=None, description="of a structural tag, with triggers")
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = Field(default=None, description="of a structural tag, in its newer spelling")
 
     @model_validator(mode="after")
     def check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError("schema", "json_schema goes with the type json_schema", {})
+        if (self.type == "structural_tag") != ((self.structures is None) != (self.format is None)):
+            raise PydanticCustomError("schema", "structures or format goes with the type structural_tag", {})
         return self
 
     def form(self) -> StructuredOutputsParams | None:
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=self.model_dump(exclude_none=True))
         if self.json_schema is None or self.json_schema.definition is None:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=self.json_schema.definition)
@@ -193,7 +200,8 @@ class SamplingFields(Generated, Prompted):
     vllm_xargs: dict[str, Plain | list[Plain]] | None = Field(
         default=None, description="values for the logits processors that the server was started with")
     structured_outputs: dict[str, Any] | None = Field(
-        default=None, description="the form of the text: json, regex, choice, grammar or json_object")
+        default=None, description="the form of the text: json, regex, choice, grammar, json_object or "
+                                  "structural_tag")
 
     def form(self) -> StructuredOutputsParams | None:
         """The form that the text must have, if the body asks for one."""

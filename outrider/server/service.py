@@ -159,7 +159,8 @@ class Service:
         names: tuple[tuple[str, str], ...] = ()
         if body.structured_outputs is None:  # the form is another field's; behind reasoning it is part of a grammar
             own = "tools" if body.response_format is None else "response_format.json_schema.schema"
-            names = (("structured_outputs.json", own), ("structured_outputs.grammar", own))
+            names = (("structured_outputs.json", own), ("structured_outputs.grammar", own),
+                     ("structured_outputs.structural_tag", "response_format"))
         return await self.check(body, prompts, params, tenant, names)
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,

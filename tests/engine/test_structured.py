@@ -15,6 +15,7 @@ import torch
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.grammar import GrammarCompiler
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import (
@@ -307,13 +308,71 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [({}, "must be exactly one of json, .* got none"), ({"regex": "a", "choice": ["a"]}, "got regex and choice"),
-     ({"regx": "a"}, "did you mean regex"), ({"structural_tag": "x"}, "structural_tag is not supported"),
+     ({"regx": "a"}, "did you mean regex"), ({"structural_tag": 3}, "structured_outputs.structural_tag must be"),
      ({"choice": []}, "structured_outputs.choice must be"), ({"regex": 3}, "structured_outputs.regex must be"),
      ({"regex": "a", "whitespace_pattern": " "}, "are for JSON")],
 )  # fmt: skip
 def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutputsParams(**fields)
+
+
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+OLD_TAG = {"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+                          {"begin": "[g]", "schema": {"type": "boolean"}, "end": "[/g]"},
+                          {"begin": "<f=b>", "schema": {"type": "null"}, "end": "</f>"}], "triggers": ["<f", "[g"]}
+
+
+def tag(name: str, content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tag", "begin": f"<{name}>", "content": content, "end": f"</{name}>"}
+
+
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag("a", NUMBER)]}
+
+
+@pytest.mark.parametrize(("given", "right", "wrong"), [
+    (OLD_TAG, ["", "hi < f", "a <f=a>1</f> [g]true[/g] b <f=b>null</f>", "x [g]true[/g]<f=a>2</f> y"],
+     ["[g]1", "x<f=c>", "a<f=a>1", "a<f=a>1</f><f"]),
+    ({"format": {"type": "sequence", "elements": [tag("t", {"type": "any_text"}), {"type": "or", "elements": [
+        {"type": "const_string", "value": "no"}, NUMBER, {"type": "regex", "pattern": "a/b+"},
+        {"type": "grammar", "grammar": 'root ::= "z" "y"'}]}]}},
+     ["<t>x <</t>no", "<t></t>5", "<t></t>a/bb", "<t></t>zy"], ["5", "<t>x</t>q", "<t>x</t>"]),
+    ({"format": {"type": "tags_with_separator", "separator": ",", "at_least_one": True, "tags": [tag("a", NUMBER)]}},
+     ["<a>1</a>", "<a>1</a>,<a>2</a>"], ["", "<a>1</a><a>2</a>", "x"]),
+    ({"format": TRIGGERED | {"at_least_one": True}}, ["x<a>1</a>", "<a>1</a> y"], ["", "x"]),
+    ({"format": TRIGGERED | {"stop_after_first": True}}, ["x<a>1</a>", "x"], ["<a>1</a> y"]),
+])  # fmt: skip
+def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    compiler = GrammarCompiler(byte_tokenizer, (END,))
+    for asked in (form(structural_tag=given), form(structural_tag=json.dumps(given))):
+        compiler.check(asked.to_plain())
+        for text in [*right, *wrong]:
+            matcher = compiler.start(asked.to_plain()).result()
+            matcher.advance(list(text.encode()))
+            assert (matcher.error is None and matcher.inner.is_accepting()) == (text in right), text
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ("no JSON", "is no JSON"), ("[]", "must be a structural tag, which is an object"), ({}, "format must be a dict"),
+    ({"format": {"type": "poem"}}, "'poem' is none of const_string"),
+    ({"structures": [], "triggers": []}, "empty list"),
+    ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}, "no tag begins with the trigger 'c'"),
+    ({"format": {"type": "sequence", "elements": [3]}}, "type must be a str"),
+    ({"format": {"type": "const_string"}}, "value must be a str"),
+    ({"format": {"type": "triggered_tags", "triggers": [3], "tags": [tag("a", NUMBER)]}}, "triggers must be texts"),
+])  # fmt: skip
+def test_structural_tags_that_are_none(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"structured_outputs.structural_tag.*{words}"):
+        GrammarCompiler(byte_tokenizer, (END,)).check(form(structural_tag=given).to_plain())
+
+
+def test_structural_tags_with_and_without_drafts() -> None:
+    given = {"format": {"type": "sequence", "elements": [tag("t", {"type": "regex", "pattern": "[a-c]{9}"}), NUMBER]}}
+    ask = Ask(prompt_of(3, 8), greedy(40, structured_outputs=form(structural_tag=given)))
+    with rig_of() as rig, rig_of(speculative_config=NGRAM) as drafting:
+        (plain,), (drafted,) = rig.run([ask]), drafting.run([ask])
+    assert tokens_of([plain]) == tokens_of([drafted]) and drafted.metrics.num_accepted_tokens > 0
+    assert re.match(r"<t>[a-c]{9}</t>-?\d", bytes(plain.outputs[0].token_ids).decode())
 
 
 def test_models_without_a_tokenizer_or_an_end_are_refused() -> None:

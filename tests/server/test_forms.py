@@ -19,7 +19,7 @@ from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.grammar import compiler as compiler_module
 from outrider.engine.request_checks import RequestChecks
 from outrider.server.errors import ApiError
-from outrider.server.forms import chat_form, forced_calls
+from outrider.server.forms import chat_form, forced_calls, with_allowed_tools
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
 from tests.counted import count_calls
@@ -201,7 +201,7 @@ def body(**fields: Any) -> ChatRequest:
 def takes(form: StructuredOutputsParams, text: str) -> bool:
     """Whether the whole text has the form."""
     matcher = GrammarCompiler(chat_tokenizer, (2,)).start(form.to_plain()).result()
-    matcher.advance(list(text.encode()))
+    matcher.advance(chat_tokenizer().encode(text, add_special_tokens=False))
     return matcher.error is None and matcher.inner.is_accepting()
 
 
@@ -226,6 +226,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
     ({"json": OBJECT, "disable_any_whitespace": True}, '{"a":1,"b":2}', '{"a": 1, "b": 2}'),
     ({"json": OBJECT, "whitespace_pattern": "~?"}, '{"a":~1,~"b":2}', '{"a": 1, "b": 2}'),
     ({"json": OBJECT, "disable_additional_properties": True}, '{"a": 1}', '{"a": 1, "c": 2}'),
+    ({"grammar": 'start: "a" b\nb: "b" | "c"'}, "ac", "ad"), ({"grammar": 'root ::= "x" "y"'}, "xy", "x"),
     ({"regex": "a/b"}, "a/b", "a\\/b"), ({"regex": r"a\/b"}, "a/b", "a\\/b"), ({"regex": r"a\\/b"}, r"a\/b", "a/b"),
 ])  # fmt: skip
 def test_all_of_a_form_holds_behind_reasoning(fields: dict[str, Any], right: str, wrong: str) -> None:
@@ -251,7 +252,6 @@ def test_a_schema_that_fails_is_named_as_the_client_gave_it(served: Served, pars
 @pytest.mark.parametrize(("fields", "words"), [
     ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),
-    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice must be"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools"),
 ])  # fmt: skip
 def test_choices_that_cannot_be_forced(fields: dict[str, Any], words: str) -> None:
@@ -265,10 +265,60 @@ def test_what_a_form_cannot_be_combined_with() -> None:
         chat_form(both, forced_calls(both, None), None, "", chat_tokenizer())
     asked = body(structured_outputs={"grammar": 'start: "a"'})
     assert chat_form(asked, None, None, "", chat_tokenizer()) == StructuredOutputsParams(grammar='start: "a"')
-    with pytest.raises(ApiError, match="cannot follow the reasoning"):
-        chat_form(asked, None, "qwen3", "", chat_tokenizer())
-    with pytest.raises(ApiError, match="reasoning parser openai_gptoss"):
-        chat_form(body(response_format={"type": "json_object"}), None, "openai_gptoss", "", chat_tokenizer())
+
+
+def test_a_form_behind_the_channels_of_gpt_oss() -> None:
+    asked = body(structured_outputs={"choice": ["yes", "no"]})
+    form = chat_form(asked, None, "openai_gptoss", "<|start|>assistant", chat_tokenizer())
+    assert form is not None and takes(form, "<|channel|>final<|message|>yes") and not takes(form, "yes")
+    thoughts = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    assert takes(form, f"{thoughts}<|channel|>final<|message|>no") and not takes(form, f"{thoughts}no")
+
+
+def test_structural_tags_in_a_response_format(served: Served, parsed: Served) -> None:
+    tag = {"begin": "<f>", "schema": {"type": "boolean"}, "end": "</f>"}
+    newer = {"type": "tags_with_separator", "separator": ";", "at_least_one": True, "tags": [
+        {"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"type": "boolean"}}, "end": "</f>"}]}
+    asked = body(response_format={"type": "structural_tag", "structures": [tag], "triggers": ["<f>"]})
+    form = chat_form(asked, None, "qwen3", "<think>", chat_tokenizer())
+    assert form is not None and takes(form, "<f>1</think>so <f>true</f>") and not takes(form, "</think><f>1</f>")
+    options: Any = {"model": MODEL, "messages": CHAT, "max_tokens": 9, "temperature": 0,
+                    "response_format": {"type": "structural_tag", "format": newer}}
+    answer = served.client().chat.completions.create(**options)
+    assert re.match("<f>(true|false)<?", answer.choices[0].message.content or "")
+    same = served.client().chat.completions.create(**options, extra_body={"speculative": False})
+    assert same.choices[0].message.content == answer.choices[0].message.content
+    empty = {"type": "structural_tag", "format": {}}
+    wrong = served.error("/v1/chat/completions", messages=CHAT, response_format=empty)
+    assert wrong["param"] == "response_format" and "type must be a str" in wrong["message"]
+    neither = served.error("/v1/chat/completions", messages=CHAT, response_format={"type": "structural_tag"})
+    assert "structures or format" in neither["message"]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_tools_may_be_allowed(served: Served) -> None:
+    options: Any = {"model": MODEL, "messages": CHAT, "tools": TOOLS}
+    answer = served.client().chat.completions.create(tool_choice=allowed("required", "time"), **options).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert {call.function.name for call in answer.message.tool_calls or []} == {"time"}
+    auto = with_allowed_tools(body(tools=TOOLS, tool_choice=allowed("auto", "weather")))
+    assert auto.tool_choice == "auto" and [tool.function.name for tool in auto.tools or []] == ["weather"]
+    flat = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
+    (tool,) = with_allowed_tools(body(tools=TOOLS, tool_choice=flat)).tools or []
+    assert tool.function.name == "time"
+
+
+@pytest.mark.parametrize(("choice", "words"), [
+    ({"type": "allowed_tools"}, "needs a mode"), (allowed("never", "time"), "needs a mode"),
+    (allowed("auto"), "needs a mode"), (allowed("auto", "fly"), "'fly', which is none of the tools"),
+])  # fmt: skip
+def test_tools_that_cannot_be_allowed(choice: dict[str, Any], words: str) -> None:
+    with pytest.raises(ApiError, match=words):
+        with_allowed_tools(body(tools=TOOLS, tool_choice=choice))
 
 
 @pytest.mark.parametrize("stop", [[], ["c本"], ["é"]])

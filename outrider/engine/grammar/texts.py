@@ -12,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.grammar.schemas import asked_schema, json_options
+from outrider.engine.grammar.structural import structural_grammar
 
 MAX_GBNF_LENGTH = 1 << 13  # characters: the time of a conversion grows with the square
 
@@ -25,8 +26,16 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\n{choice_rule(asked.choice)}")
+    return LLMatcher.grammar_from_lark(lark_text(asked))
+
+
+def lark_text(asked: StructuredOutputsParams) -> str:
+    """The grammar of a request with a grammar or a structural tag, in Lark's form."""
+    if asked.structural_tag is not None:
+        assert isinstance(asked.structural_tag, str)
+        return structural_grammar(asked.structural_tag, _lark, json_options(asked))
     assert asked.grammar is not None
-    return LLMatcher.grammar_from_lark(_lark(asked.grammar))
+    return _lark(asked.grammar)
 
 
 def choice_rule(texts: Sequence[str]) -> str:

@@ -65,7 +65,8 @@ _THINK = (ReasoningRegion("<think>", "</think>"),)
 _COHERE = (ReasoningRegion("<|START_THINKING|>", "<|END_THINKING|>"), Skipped("<|START_RESPONSE|>"),
            Skipped("<|END_RESPONSE|>"), Skipped("<|START_TEXT|>"), Skipped("<|END_TEXT|>"))
 # Harmony: every message has a channel. `analysis` is reasoning, `commentary to=functions.F` a call, the rest content.
-_HARMONY = (ReasoningRegion("<|channel|>analysis<|message|>", "<|end|>"), Skipped("<|start|>assistant"),
+_HARMONY = (ReasoningRegion("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>",
+                            "<|start|>assistant"), Skipped("<|start|>assistant"),
             Skipped("<|channel|>final<|message|>"), Skipped("<|channel|>commentary<|message|>"), Skipped("<|end|>"),
             Skipped("<|return|>"))
 REASONING_FORMATS: dict[str, Sequence[Region]] = {

@@ -110,6 +110,8 @@ def settled(events: Iterable[Event]) -> list[Event]:
 class ReasoningRegion:
     begin: str
     end: str
+    answer: str = ""  # markers that begin the answer
+    gap: str = ""  # markers between the reasoning and those
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class OutputParser:
                 self._open, self._is_start = None, bool(self._first)
                 self._space, self._skips_space = self._outer_space, not self._has_content
             case Skipped():
+                self._is_start = bool(self._first) and not self._has_content
                 self._space, self._skips_space = "", True
 
     def _read_call(self, reader: CallReader) -> bool:

@@ -1,0 +1,124 @@
+"""Structural tags: free text in which some parts have a form, in vLLM's two spellings, as a grammar in Lark's form.
+
+    {"structures": [{"begin": "<f>", "schema": {..}, "end": "</f>"}], "triggers": ["<f"]}
+    {"format": {"type": "triggered_tags", "triggers": [..], "tags": [{"begin": .., "content": {..}, "end": ..}]}}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+ANY_TEXT = "/(?s:.*)/"
+KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag", "triggered_tags",
+         "tags_with_separator")  # fmt: skip
+
+
+def structural_grammar(tag: str, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> str:
+    """`tag`: JSON. `to_lark`: turns grammars inside of it into Lark's form. Raises ValueError for what is wrong."""
+    given = json.loads(tag)
+    if "structures" in given:
+        tags = [{"begin": _field(each, "begin", str), "end": _field(each, "end", str),
+                 "content": {"type": "json_schema", "json_schema": each.get("schema")}}
+                for each in _field(given, "structures", list)]
+        given = {"format": {"type": "triggered_tags", "triggers": given.get("triggers"), "tags": tags}}
+    builder = _Builder(to_lark, json_options)
+    start = builder.expression(_field(given, "format", dict))
+    return "\n".join([f"start: {start}", *builder.rules])
+
+
+def regex_terminal(pattern: str) -> str:
+    """A regular expression between slashes."""
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def _field(given: Any, name: str, kind: type) -> Any:
+    if not isinstance(given, dict) or not isinstance(given.get(name), kind):
+        raise ValueError(f"{name} must be a {kind.__name__} in every object of its kind")
+    return given[name]
+
+
+class _Builder:
+    """Collects rules; expressions name them."""
+
+    def __init__(self, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> None:
+        self.rules: list[str] = []
+        self._to_lark, self._json_options = to_lark, json_options
+
+    def expression(self, form: dict[str, Any]) -> str:
+        match _field(form, "type", str):
+            case "const_string":
+                return _text(_field(form, "value", str))
+            case "json_schema":
+                schema = form.get("json_schema")
+                schema = schema if isinstance(schema, dict) else {}
+                return self._rule(f"%json {json.dumps(schema | {'x-guidance': self._json_options})}")
+            case "regex":
+                return self._rule(regex_terminal(_field(form, "pattern", str)))
+            case "grammar":
+                return self._rule(f"%lark {{\n{self._to_lark(_field(form, 'grammar', str))}\n}}")
+            case "any_text":
+                return self._rule(ANY_TEXT)
+            case "sequence":
+                return self._group(form, "elements", " ")
+            case "or":
+                return self._group(form, "elements", " | ")
+            case "tag":
+                return self._tag(form, _field(form, "begin", str))
+            case "triggered_tags":
+                return self._triggered(form)
+            case "tags_with_separator":
+                return self._separated(form)
+            case other:
+                raise ValueError(f"the type {other[:40]!r} is none of {', '.join(KINDS)}")
+
+    def _group(self, form: dict[str, Any], name: str, between: str) -> str:
+        return f"({between.join(self.expression(each) for each in _some(form, name))})"
+
+    def _tag(self, tag: Any, begin: str) -> str:
+        """`begin`: what of the tag's own beginning is still to be written."""
+        content, end = _field(tag, "content", dict), _field(tag, "end", str)
+        if content.get("type") == "any_text" and end:
+            return f"({_text(begin)} {self._rule(ANY_TEXT, end)})"
+        return f"({_text(begin)} {self.expression(content)} {_text(end)})"
+
+    def _triggered(self, form: dict[str, Any]) -> str:
+        """Free text; where it comes to a trigger, a tag that begins with the trigger follows."""
+        tags, chunks = _some(form, "tags"), []
+        for trigger in _some(form, "triggers"):
+            if not isinstance(trigger, str) or not trigger:
+                raise ValueError("triggers must be texts")
+            rests = [self._tag(tag, tag["begin"].removeprefix(trigger)) for tag in tags
+                     if _field(tag, "begin", str).startswith(trigger)]
+            if not rests:
+                raise ValueError(f"no tag begins with the trigger {trigger[:40]!r}")
+            chunks.append(f"{self._rule(ANY_TEXT, trigger)} ({' | '.join(rests)})")
+        chunk = self._rule(" | ".join(chunks))
+        if form.get("stop_after_first"):
+            return chunk if form.get("at_least_one") else f"({chunk} | {self._rule(ANY_TEXT)})"
+        return f"({chunk}{'+' if form.get('at_least_one') else '*'} {self._rule(ANY_TEXT)})"
+
+    def _separated(self, form: dict[str, Any]) -> str:
+        tag = self._rule(" | ".join(self._tag(tag, _field(tag, "begin", str)) for tag in _some(form, "tags")))
+        more = "" if form.get("stop_after_first") else f" ({_text(_field(form, 'separator', str))} {tag})*"
+        return f"({tag}{more}){'' if form.get('at_least_one') else '?'}"
+
+    def _rule(self, body: str, suffix: str = "") -> str:
+        """`suffix`: the text that ends the rule, where it first comes."""
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{f'[suffix={json.dumps(suffix)}]' if suffix else ''}: {body}")
+        return name
+
+
+def _some(form: dict[str, Any], name: str) -> list[Any]:
+    given = _field(form, name, list)
+    if not given:
+        raise ValueError(f"{name} is an empty list")
+    return list(given)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if text else ""
