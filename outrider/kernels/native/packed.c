@@ -94,7 +94,7 @@ INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signe
     out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
     return (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
 }
-#else
+#elif RAISED || defined(__AVX512BW__) || (defined(__AVX2__) && VL == 8)
 /* sums plus products of one register with the same four inputs in all lanes. Codes are within 0 and 127 unless they
  * are signed, and digits within -127 and 127, so that sums of two products never exceed 16 bits. */
 INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
@@ -107,16 +107,10 @@ INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
         a = _mm512_abs_epi8(a);
     }
     return sums + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1));
-#elif defined(__AVX2__) && VL == 8
+#else
     __m256i a = (__m256i)codes, b = _mm256_set1_epi32(four);
     if (is_signed) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
     return sums + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-#else
-    int8_t x[4], w[REGISTER];
-    memcpy(x, &four, 4);
-    memcpy(w, &codes, REGISTER);
-    for (int i = 0; i < VL; i++) sums[i] += w[4 * i] * x[0] + w[4 * i + 1] * x[1] + w[4 * i + 2] * x[2] + w[4 * i + 3] * x[3];
-    return sums;
 #endif
 }
 
@@ -128,23 +122,42 @@ INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signe
     }
     return sums;
 }
+#else
+/* Not inlined: in every product it would take a compiler minutes. */
+static __attribute__((noinline)) vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+    const int8_t *w = (const int8_t *)codes;
+    int32_t lanes[VL];
+    memcpy(lanes, &sums, sizeof lanes);
+    for (int i = 0; i < 4; i++)
+        for (int lane = 0; lane < VL; lane++)
+            for (int j = 0; j < 4; j++) lanes[lane] += w[i * REGISTER + 4 * lane + j] * x[4 * i + j];
+    memcpy(&sums, lanes, sizeof lanes);
+    return sums;
+}
 #endif
 
 /* The entries of a table of 16 bytes. */
+#if defined(__aarch64__) || defined(__AVX512BW__) || (defined(__AVX2__) && VL == 8)
 INLINE Bytes look_up(const int8_t *table, Bytes at) {
 #if defined(__aarch64__)
     return (Bytes)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at);
 #elif defined(__AVX512BW__)
     __m128i entries = _mm_loadu_si128((const __m128i *)table);
     return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)at);
-#elif defined(__AVX2__) && VL == 8
+#else
     __m128i entries = _mm_loadu_si128((const __m128i *)table);
     return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)at);
-#else
-    UNROLL for (int i = 0; i < REGISTER; i++) at[i] = (uint8_t)table[at[i]];
-    return at;
 #endif
 }
+#else
+static __attribute__((noinline)) Bytes look_up(const int8_t *table, Bytes at) {
+    uint8_t bytes[REGISTER];
+    memcpy(bytes, &at, sizeof bytes);
+    for (int i = 0; i < REGISTER; i++) bytes[i] = (uint8_t)table[bytes[i]];
+    memcpy(&at, bytes, sizeof bytes);
+    return at;
+}
+#endif
 
 /* VL signed bytes as floats. */
 INLINE vf small_numbers(const uint8_t *at) {
