@@ -28,7 +28,7 @@ class Unpacked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class GgufKind:
     block: int  # weights of a block
     block_bytes: int
     form: int  # in which native/packed.c keeps it
@@ -144,17 +144,17 @@ _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 _FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the 4-bit floats
 
 KINDS = {
-    "Q8_0": Kind(32, 34, PACKED_8, (0,), _unpack_q8_0),
-    "Q4_0": Kind(32, 18, PACKED_4, (0,), _flat(None, None, 2), offset=8),
-    "Q4_1": Kind(32, 20, PACKED_4_LEAST, (0, 2), _flat(2, None, 4)),
-    "Q5_0": Kind(32, 22, PACKED_5, (0,), _flat(None, 2, 6), offset=16),
-    "Q5_1": Kind(32, 24, PACKED_5_LEAST, (0, 2), _flat(2, 4, 8)),
-    "IQ4_NL": Kind(32, 18, PACKED_TABLE, (0,), _flat(None, None, 2), table=_UNEVEN),
-    "MXFP4": Kind(32, 17, PACKED_TABLE, (), _unpack_mxfp4, table=_FLOATS),
-    "Q2_K": Kind(256, 84, NESTED_2_LEAST_HALVES, (80, 82), _unpack_q2_k),
-    "Q3_K": Kind(256, 110, NESTED_3_HALVES, (108,), _unpack_q3_k, offset=4),
-    "Q4_K": Kind(256, 144, NESTED_4_LEAST, (0, 2), _unpack_q4_k),
-    "Q5_K": Kind(256, 176, NESTED_5_LEAST, (0, 2), _unpack_q5_k),
-    "Q6_K": Kind(256, 210, NESTED_6_HALVES, (208,), _unpack_q6_k, offset=32),
-    "IQ4_XS": Kind(256, 136, NESTED_TABLE, (0,), _unpack_iq4_xs, table=_UNEVEN),
+    "Q8_0": GgufKind(32, 34, PACKED_8, (0,), _unpack_q8_0),
+    "Q4_0": GgufKind(32, 18, PACKED_4, (0,), _flat(None, None, 2), offset=8),
+    "Q4_1": GgufKind(32, 20, PACKED_4_LEAST, (0, 2), _flat(2, None, 4)),
+    "Q5_0": GgufKind(32, 22, PACKED_5, (0,), _flat(None, 2, 6), offset=16),
+    "Q5_1": GgufKind(32, 24, PACKED_5_LEAST, (0, 2), _flat(2, 4, 8)),
+    "IQ4_NL": GgufKind(32, 18, PACKED_TABLE, (0,), _flat(None, None, 2), table=_UNEVEN),
+    "MXFP4": GgufKind(32, 17, PACKED_TABLE, (), _unpack_mxfp4, table=_FLOATS),
+    "Q2_K": GgufKind(256, 84, NESTED_2_LEAST_HALVES, (80, 82), _unpack_q2_k),
+    "Q3_K": GgufKind(256, 110, NESTED_3_HALVES, (108,), _unpack_q3_k, offset=4),
+    "Q4_K": GgufKind(256, 144, NESTED_4_LEAST, (0, 2), _unpack_q4_k),
+    "Q5_K": GgufKind(256, 176, NESTED_5_LEAST, (0, 2), _unpack_q5_k),
+    "Q6_K": GgufKind(256, 210, NESTED_6_HALVES, (208,), _unpack_q6_k, offset=32),
+    "IQ4_XS": GgufKind(256, 136, NESTED_TABLE, (0,), _unpack_iq4_xs, table=_UNEVEN),
 }

@@ -62,7 +62,7 @@ class Metadata:
 Change = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor of the file belongs. "{expert}" in the name: the tensor holds one matrix for each expert."""
 
     name: str
@@ -74,16 +74,16 @@ class Place(NamedTuple):
 class Family:
     architecture: str  # in a config's `architectures`
     model_type: str
-    layer: Mapping[str, Place]  # tensors of a layer, by their names behind "blk.0."
+    layer: Mapping[str, TensorPlace]  # tensors of a layer, by their names behind "blk.0."
     config: Callable[[Metadata], dict[str, Any]] = field(default=lambda meta: {})  # keys beside those of all families
     norm: Change | None = None  # of the last norm
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> TensorPlace | None:
         """The place of a tensor, or None if the family has none of this name."""
         if name == "output_norm.weight":
-            return Place("model.norm.weight", change=self.norm)
+            return TensorPlace("model.norm.weight", change=self.norm)
         if name in TOP_NAMES:
-            return Place(TOP_NAMES[name])
+            return TensorPlace(TOP_NAMES[name])
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         place = self.layer.get(found[2]) if found else None
         return place._replace(name=f"model.layers.{found[1]}.{place.name}") if found and place else None
@@ -96,8 +96,8 @@ def _subtract_one(norm: torch.Tensor) -> torch.Tensor:
     return norm - 1
 
 
-def _weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, Place]:
-    return {f"{ours}.weight": Place(f"{theirs}.weight", change=change) for ours, theirs in names.items()}
+def _weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, TensorPlace]:
+    return {f"{ours}.weight": TensorPlace(f"{theirs}.weight", change=change) for ours, theirs in names.items()}
 
 
 ATTENTION = _weights({"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -107,9 +107,9 @@ EXPERTS = _weights({"ffn_gate_inp": "mlp.gate", **{f"ffn_{part}_exps": f"mlp.exp
                                                    for part in ("gate", "up", "down")}})
 TWO_NORMS = _weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
 HEAD_NORMS = _weights({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
-BIASES = {f"attn_{part}.bias": Place(f"self_attn.{part}_proj.bias") for part in "qkv"}
-REORDERED = {"attn_q.weight": Place("self_attn.q_proj.weight", "attention.head_count"),
-             "attn_k.weight": Place("self_attn.k_proj.weight", "attention.head_count_kv")}  # fmt: skip
+BIASES = {f"attn_{part}.bias": TensorPlace(f"self_attn.{part}_proj.bias") for part in "qkv"}
+REORDERED = {"attn_q.weight": TensorPlace("self_attn.q_proj.weight", "attention.head_count"),
+             "attn_k.weight": TensorPlace("self_attn.k_proj.weight", "attention.head_count_kv")}  # fmt: skip
 GEMMA_NORMS = _weights({"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                         "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
                         "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, _subtract_one)

@@ -11,7 +11,7 @@ import torch
 from outrider.formats import StoredWeight
 from outrider.kernels.quantized import QuantizedRows
 from outrider.models.sources.base import SourceError
-from outrider.models.sources.gguf_families import Family, Metadata, Place
+from outrider.models.sources.gguf_families import Family, Metadata, TensorPlace
 from outrider.models.sources.gguf_header import Header, TensorEntry, TensorKind
 from outrider.models.sources.gguf_tensors import FLOAT_KINDS, KEPT_KINDS, dequantised, raw_bytes
 
@@ -53,7 +53,7 @@ def read_tensors(header: Header, family: Family) -> Iterator[tuple[str, torch.Te
 
 
 def _stored(
-    rows: torch.Tensor, entry: TensorEntry, place: Place
+    rows: torch.Tensor, entry: TensorEntry, place: TensorPlace
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """The weights of one tensor of the file, by name: one, or one for each expert."""
     names = [place.name]
