@@ -96,16 +96,28 @@ def answers(path: Path, **settings: Any) -> list[tuple[list[int], list[int], lis
     return found
 
 
-def test_tokens_and_log_probabilities_are_those_of_transformers(path: Path) -> None:
+def read_by_transformers(path: Path) -> Any:
+    """The model that transformers reads from the file. `from_pretrained` would need another package for it."""
     import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, extra = model.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
+    model.tie_weights()
+    return model
+
+
+def test_tokens_and_log_probabilities_are_those_of_transformers(path: Path) -> None:
     ours = answers(path)
     drafted = answers(path, speculative_config=NGRAM)
     assert [tokens for _, tokens, _ in drafted] == [tokens for _, tokens, _ in ours]
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    oracle = read_by_transformers(path)
     for prompt, tokens, logprobs in ours:
         with torch.no_grad():
-            logits = oracle.eval()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         theirs = logits.log_softmax(-1)
         chosen = theirs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         torch.testing.assert_close(chosen, torch.tensor(logprobs), rtol=0, atol=5e-3)
