@@ -11,7 +11,6 @@ Figures behind the choice, in ms: all products of SmolLM2-135M (538 MB of float3
     packed        25.1  26.1  32.2  32.7  41.6  47.4  70.0 121.5 205.0
     native        19.0  19.2  22.6  23.2  29.8  37.7  62.4 117.3 262.1
     native half   11.9  12.0  14.3  14.5  19.5  39.7  57.8 106.1 215.2
-    Q4_1           6.5   7.1  10.1  11.4  16.8  27.6  46.6  94.3 198.3
 
 At 64 token rows the library is level with native, and from there on ahead. Weights in a GGUF file's bits stay with the
 native product (`kernels/quantized.py`): they would have to be dequantised first, which costs 40 ms more.
