@@ -184,7 +184,8 @@ class Check:
         with self._loaded.llm(config, worker) as llm:
             watch = llm.engine.runner = _Watch(worker)
             outputs = self._run(llm, variant)
-        return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), watch.happened(llm.engine)
+            happened = watch.happened(llm.engine)
+        return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), happened
 
     def _run(self, llm: LLM, variant: Variant) -> list[RequestOutput]:
         asks = self._asks

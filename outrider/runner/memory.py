@@ -17,6 +17,7 @@ from outrider.cache.groups import MAX_PADDING, CacheLayout
 from outrider.cache.kinds import RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
+from outrider.runner.storages import collect_replaced
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20
@@ -148,6 +149,13 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
                 "longer answers end there (give the cache more memory: kv_cache_memory_bytes, num_pages)",
                 low, limits.max_len)
     return replace(limits, max_len=low)
+
+
+def release_dropped() -> None:
+    """Give GPU memory of objects that were dropped back to the driver. Captured steps and the objects that choose among
+    them may refer to each other: only a collection frees these."""
+    collect_replaced()
+    torch.cuda.empty_cache()
 
 
 def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: int, other: int) -> str:

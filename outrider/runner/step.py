@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -103,15 +104,15 @@ class DeviceStep:
         self._reports_row_by_row = exact and state.device.type == "cpu"  # log-probabilities of prompts, by a library
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
-        self.planner = StepPlanner(state, recurrent, model.vocab_size, lambda: self.has_sampler_kernels)
+        self.planner = StepPlanner(state, recurrent, model.vocab_size,
+                                   partial(_has_sampler_kernels, model.dtype, state.device))
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
     def has_sampler_kernels(self) -> bool:
         """Whether kernels sample, with any parameters, by what rows hold."""
-        logits = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        return sample_chunk.serves(torch.empty(0, dtype=logits, device=self.state.device))
+        return _has_sampler_kernels(self.model.dtype, self.state.device)
 
     @property
     def fills_drafts(self) -> bool:
@@ -275,3 +276,8 @@ class DeviceStep:
         ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size,
                          fills=self.fills_drafts, drafts=state.drafts, num_drafts=state.num_drafts,
                          counts=committed.counts)
+
+
+def _has_sampler_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    logits = torch.float64 if dtype == torch.float64 else torch.float32
+    return sample_chunk.serves(torch.empty(0, dtype=logits, device=device))

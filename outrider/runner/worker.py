@@ -38,7 +38,7 @@ from outrider.runner.interface import (
     WorkerInfo,
 )
 from outrider.runner.local import LocalRunner, Padding
-from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory
+from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
 from outrider.runner.residence import Residence
@@ -116,7 +116,15 @@ class Worker:
         return None if self.residence.asleep else self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
+        """Wait for the steps, and let go of the model, the cache and the captured steps: their memory is free from now
+        on, although an engine or a caller still holds the worker."""
+        if not hasattr(self, "runner"):
+            return  # closed before
+        is_on_gpu = isinstance(self.runner, CudaRunner)
         self.runner.close()
+        del self.runner, self.device_step, self.residence
+        if is_on_gpu:
+            release_dropped()
 
     @property
     def num_padded_steps(self) -> int:

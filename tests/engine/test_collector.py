@@ -1,14 +1,20 @@
-"""What start-up made is left out of garbage collections while an engine lives, and belongs to them again afterwards."""
+"""What start-up made is left out of garbage collections while an engine lives, and belongs to them again afterwards. A
+closed engine holds no weights and no cache."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider import LLM
 from outrider.engine import collector
+from outrider.engine.engine import EngineError
+from outrider.layers import Linear, find_modules
+from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder
 from tests.garbage import unfreeze
 
@@ -47,3 +53,26 @@ def test_the_heap_of_start_up_is_frozen_as_long_as_the_engine_lives(
     unfreeze()
     use(str(save_folder(tmp_path, CONFIGS["llama"], seed=3)), closes=is_closed)
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("has_drafter", [False, True], ids=["plain", "eagle3"])
+def test_a_closed_engine_that_is_still_referenced_holds_no_memory(
+    tmp_path: Path, has_drafter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    monkeypatch.setattr(collector, "_engines", set())
+    drafts = make_drafter("eagle3", "llama", tmp_path / "eagle3").speculative(2) if has_drafter else None
+    folder = save_folder(tmp_path / "llama", CONFIGS["llama"], seed=3)
+    with LLM(str(folder), device="cpu", max_model_len=64, num_pages=16, speculative_config=drafts) as llm:
+        llm.generate([prompt_of(1, 5)], greedy(3), use_tqdm=False)
+        worker: Any = llm.engine.runner
+        step = worker.device_step
+        linears = find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], Linear)
+        tensors = [stored.tensor for linear in linears for stored in linear.format.tensors()]
+        held = [weakref.ref(each) for each in (step.model, step.pool, step.pool.data, *tensors)]
+        del step, linears, tensors
+    gc.collect()
+    assert len(held) > 10 and not any(each() is not None for each in held)
+    llm.close()  # once more
+    with pytest.raises(EngineError, match="was closed"):
+        llm.generate([prompt_of(1, 5)], greedy(3), use_tqdm=False)
