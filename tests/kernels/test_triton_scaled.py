@@ -4,6 +4,7 @@ program this file compiles kernels for an H200 and prints what they consist of."
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import scaled  # noqa: E402
 from outrider.kernels.scaled import Scaled  # noqa: E402
+from outrider.kernels.triton import scaled_linear as module  # noqa: E402
+from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel  # noqa: E402
+from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
 from outrider.kernels.triton.scaled_linear import (  # noqa: E402
     ScaledTile,
     chain_columns,
@@ -27,6 +32,7 @@ from outrider.kernels.triton.scaled_linear import _scaled_kernel as scaled_kerne
 from tests.kernels.compiled import found_without_interpreter  # noqa: E402
 
 TILES = ScaledTile(16, 16, 4, 1), ScaledTile(32, 32, 4, 1)
+UNKNOWN = "M", "N"  # numbers of rows and outputs, of which a compiled kernel knows nothing here
 CARD_TILES = ScaledTile(16, 64, 4, 3), ScaledTile(64, 64, 4, 3)
 
 
@@ -62,12 +68,19 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, has_zeros: bool) -> None:
     n = 50
     weight, bias = make(device, code, n, k, group, has_zeros), draw(n, seed=3).to(device, dtype)
-    for num_rows in (1, 37):
+    for num_rows in (1, 37, 70):  # the last ones by the library
         x = draw(num_rows, k, seed=num_rows).to(device, dtype)
         for each_bias in (None, bias):
             assert_close(scaled_linear(x, weight, each_bias), scaled.scaled_linear(x, weight, each_bias))
         assert scaled_wide(x, weight).dtype == torch.float32
         assert_close(scaled_wide(x, weight), scaled.scaled_wide(x, weight))
+
+
+def test_a_step_of_one_token_row_also_compiles_the_kernels_of_many(device: torch.device, dtype: torch.dtype) -> None:
+    launched: set[str] = set()
+    with collecting(lambda function, args, options: launched.add(function.fn.__name__)):
+        scaled_linear(draw(1, 256).to(device, dtype), make(device, "fp8", 64, 256, 128), None, 128)
+    assert launched == {"_round_kernel", "_expand_kernel", "_scaled_kernel"}
 
 
 @pytest.mark.parametrize("group", [200, 128])
@@ -77,8 +90,29 @@ def test_rounded_token_rows(device: torch.device, dtype: torch.dtype, group: int
     wanted, wanted_scales = scaled.round_to_fp8(x, group)
     torch.testing.assert_close(scales, wanted_scales, rtol=1e-6, atol=0)
     assert_close(Scaled("fp8", group, codes, scales).numbers(), Scaled("fp8", group, wanted, wanted_scales).numbers())
-    weight = make(device, "fp8", 50, 200, group)
-    assert_close(scaled_linear(x, weight, None, group), scaled.scaled_linear(x, weight, None, group))
+    weight, bias = make(device, "fp8", 50, 200, group), draw(50, seed=3).to(device, dtype)
+    for rows in (x, x.repeat(14, 1)):
+        out = scaled_linear(rows, weight, bias, group)
+        assert_close(out, scaled.scaled_linear(rows, weight, bias, group))
+    assert_close(out[:5], scaled_linear(x, weight, bias, group))
+
+
+def test_numbers_of_many_outputs_are_made_in_pieces(device: torch.device, dtype: torch.dtype,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def watched(weight: Scaled, own: torch.dtype) -> torch.Tensor:
+        sizes.append(weight.shape[0])
+        return expand(weight, own)
+
+    monkeypatch.setattr(module, "expand", watched)
+    monkeypatch.setattr(module, "MAX_NUMBERS", 256 * 96)
+    weight, x = make(device, "int4", 300, 96, 32), draw(65, 96).to(device, dtype)
+    assert_close(scaled_linear(x, weight), scaled.scaled_linear(x, weight))
+    assert sizes == [256, 44]
+    scaled_linear(x[:64], weight)
+    exact_scaled_linear(x, weight)
+    assert len(sizes) == 2, "few rows, and those of exact mode, have no scratch memory"
 
 
 def test_a_row_that_is_not_finite_touches_no_other(device: torch.device, dtype: torch.dtype) -> None:
@@ -117,18 +151,30 @@ def test_chains_depend_on_the_weight_alone() -> None:
 
 @pytest.mark.long
 def test_compiles_for_the_card() -> None:
-    for kernel in found_without_interpreter(__file__):
+    found = found_without_interpreter(__file__)
+    for kernel in found["products"]:
         assert kernel["multiplies"], "tensor cores read fp8 codes as they are"
         assert kernel["copies"] > 0 and kernel["shared"] <= 228 << 10
+        assert kernel["promotions"] >= kernel["sums"], "sums of 128 fp8 products are added up in float32"
+    for kernel in found["expansions"]:
+        assert kernel["loads"] > 0 and kernel["stores"] > 0, "16 bytes at a time"
 
 
-def compile_kernel(code: str, group: int, rounding: int, tile: ScaledTile, k: int = 4096) -> dict[str, Any]:
+def compile_for_card(kernel: Any, constants: dict[str, Any], kinds: dict[str, str], **options: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function: Any = scaled_kernel.function
+    function = kernel.function
     names = function.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned: Any = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names)
+                    if name not in (*constants, *UNKNOWN)}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: int = 4096) -> dict[str, Any]:
     constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "TILE_GROUP": 8, "SHARED": False,
                  "HAS_ZEROS": False, "HAS_FACTORS": False, "HAS_BIAS": False, "WIDEN": False, "ASM": code == "int4",
@@ -136,17 +182,25 @@ def compile_kernel(code: str, group: int, rounding: int, tile: ScaledTile, k: in
     kinds = {"x": "*fp8e4nv" if rounding else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "zeros": "*fp16",
              "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "bias": "*bf16", "out": "*bf16",
              "parts": "*fp32", "counters": "*i32"}  # fmt: skip
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    aligned: Any = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in (*constants, "M")}
-    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    made = compile_for_card(scaled_kernel, constants, kinds, num_warps=tile.num_warps, num_stages=tile.num_stages)
     ptx = made.asm["ptx"]
     wanted = "e4m3.e4m3" if rounding else "bf16.bf16"
     return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
-            "shared": made.metadata.shared}  # fmt: skip
+            "promotions": len(re.findall(r"(?:add|fma)(?:\.rn)?\.f32", ptx)), "shared": made.metadata.shared,
+            "sums": tile.block_m * tile.block_n // (32 * tile.num_warps) if rounding else 0}  # fmt: skip
+
+
+def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
+    constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "ROWS": 32, "COLUMNS": 128,
+                 "HAS_ZEROS": False, "HAS_FACTORS": False, "stride_n": 1}  # fmt: skip
+    kinds = {"codes": "*fp8e4nv" if code == "fp8" else "*u8", "scales": "*bf16", "zeros": "*fp16", "factors": "*fp32",
+             "out": "*bf16"}  # fmt: skip
+    ptx = compile_for_card(expand_kernel, constants, kinds).asm["ptx"]
+    return {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
 
 
 if __name__ == "__main__":
     cases = (("fp8", 4096, 4096), ("fp8", 128, 128), ("int4", 128, 0))
-    print(json.dumps([compile_kernel(*case, scaled_tile(rows, False)) for case in cases for rows in (1, 64, 300)]))
+    products = [compile_product(*case, scaled_tile(rows, False)) for case in cases for rows in (1, 64, 300)]
+    expansions = [compile_expansion(code, group) for code, group, _ in (*cases, ("fp4", 32, 0))]
+    print(json.dumps({"products": products, "expansions": expansions}))

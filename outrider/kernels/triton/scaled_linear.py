@@ -6,7 +6,8 @@ Scales of whole groups multiply the sums of a group, which no rounding touches; 
 
 An output is one chain of additions over the columns, or the sum of several chains over ranges that depend on the
 weight's shape alone, added in order. A token row's bits depend on no other row; in exact mode not on their number
-either. Many token rows in fp8 with one scale for an output are left to the vendor's library, except in exact mode.
+either. Many token rows are left to the vendor's library, except in exact mode: fp8 with one scale for an output as it
+is, all other codes as numbers that are written to scratch memory first.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import is_collecting, kernel
+from outrider.kernels.triton.scaled_codes import expand, load_groups, spread, unpack
 from outrider.kernels.triton.thin_linear import prefetch_rows
+from outrider.kernels.vendor_products import wide_product
 
 COLUMNS = 128  # of the inner dimension, of one tile
 MAX_FEW_ROWS = 64  # token rows up to which chains have programs of their own
-LIBRARY_ROWS = 64  # token rows above which the library's fp8 product is faster
+LIBRARY_ROWS = 64  # token rows above which the library's products are faster
+# Numbers in scratch memory at a time: 128 MiB in bfloat16. Smaller products would leave multiprocessors idle.
+MAX_NUMBERS = 1 << 26
 MAX_CHAINS, SHORTEST_CHAIN = 4, 1024
 _FP8, _INT8, _INT4, _FP4 = (tl.constexpr(CODES.index(code)) for code in CODES)
-_FP8_MAX, _EXPONENT_126 = tl.constexpr(448.0), tl.constexpr(2.0**126)
+_FP8_MAX = tl.constexpr(448.0)
 _GROUP_OF_TILES = 8  # tiles of token rows that pass by the same weights while those are in the cache
 
 
@@ -64,53 +69,6 @@ def _round_kernel(
 
 
 @triton.jit
-def _unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
-    """(numbers of the low bits, numbers of the high bits) of bytes."""
-    if IS_FLOAT:
-        return _e2m1(packed & 15, DTYPE), _e2m1(packed >> 4, DTYPE)
-    elif ASM:
-        # 128 + code has the code in its lowest bits. Four bytes become two pairs of numbers for each half; 136 is
-        # subtracted, as codes are stored plus 8.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 r<2>, h<2>, middle;
-            mov.b32 middle, 0x43084308;
-            prmt.b32 r0, $4, 0, 0x4140;
-            prmt.b32 r1, $4, 0, 0x4342;
-            shr.b32 h0, r0, 4;
-            shr.b32 h1, r1, 4;
-            lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
-            sub.rn.bf16x2 $0, $0, middle;
-            sub.rn.bf16x2 $1, $1, middle;
-            sub.rn.bf16x2 $2, $2, middle;
-            sub.rn.bf16x2 $3, $3, middle;
-            }""",
-            "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        low, high = (packed & 15).to(tl.int32) - 8, (packed >> 4).to(tl.int32) - 8
-        return low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
-
-
-@triton.jit
-def _e2m1(nibble, DTYPE: tl.constexpr):
-    """Numbers of 4 bits. As the upper bits of a float32 they have the exponent 126 too low."""
-    wide = nibble.to(tl.int32)
-    return (((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * _EXPONENT_126).to(DTYPE)
-
-
-@triton.jit
-def _load_groups(of_groups, row, in_rows, stride_n, stride_g, first, NUM: tl.constexpr, GROUPS: tl.constexpr):
-    """Values of NUM neighbouring groups of each output: [outputs, NUM]."""
-    group = first + tl.arange(0, NUM)
-    mask = in_rows[:, None] & (group < GROUPS)[None, :]
-    return tl.load(of_groups + row[:, None] * stride_n + group[None, :] * stride_g, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _load_scales(
     scales, x_scales, in_rows, in_tokens, stride_g, group, GROUPS: tl.constexpr, X_GROUP: tl.constexpr
 ):  # fmt: skip
@@ -120,14 +78,6 @@ def _load_scales(
         return scale, tl.load(x_scales + group, mask=in_tokens & (group < GROUPS), other=0.0)
     else:
         return scale, scale
-
-
-@triton.jit
-def _spread(of_groups, WIDTH: tl.constexpr):
-    """[outputs, groups] as [outputs, groups x WIDTH]."""
-    rows: tl.constexpr = of_groups.shape[0]
-    num: tl.constexpr = of_groups.shape[1]
-    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (rows, num, WIDTH)), (rows, num * WIDTH))
 
 
 @triton.jit
@@ -171,15 +121,15 @@ def _chain(
         if PER_BYTE == 1:
             numbers, high = packed.to(DTYPE), packed
         else:
-            numbers, high = _unpack(packed, DTYPE, CODE == _FP4, ASM)
+            numbers, high = unpack(packed, DTYPE, CODE == _FP4, ASM)
         if HAS_ZEROS:
-            offset = _load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS)
-            offset = offset.to(DTYPE) if AFTER else _spread(offset, SPAN).to(DTYPE)
+            offset = load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS)
+            offset = offset.to(DTYPE) if AFTER else spread(offset, SPAN).to(DTYPE)
             numbers -= offset
             if PER_BYTE == 2:
                 high -= offset
         if not AFTER:
-            scale = _spread(_load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), SPAN)
+            scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), SPAN)
             numbers = (numbers.to(tl.float32) * scale).to(DTYPE)
             if PER_BYTE == 2:
                 high = (high.to(tl.float32) * scale).to(DTYPE)
@@ -277,7 +227,8 @@ class ScaledTile:
 
 
 _FEW, _SOME, _MANY = ScaledTile(16, 64, 4, 5), ScaledTile(64, 64, 4, 4), ScaledTile(128, 128, 8, 3)
-_SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)  # numbers of token rows whose tiles are compiled at start-up
+# Numbers of token rows whose tiles are compiled at start-up, the last one for exact mode alone.
+_SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
 
 
 @lru_cache(maxsize=256)
@@ -325,13 +276,20 @@ def scaled_linear(
     if num_rows == 0:
         return torch.empty(0, n, dtype=out_dtype, device=device)
     values, x_scales = round_rows(x, rounding) if rounding else (x, x)
-    if num_rows > LIBRARY_ROWS and not is_exact and _library_takes(weight, rounding, out_dtype, device):
+    is_library = num_rows > LIBRARY_ROWS and not is_exact and tile is None
+    takes_codes = _library_takes(weight, rounding, out_dtype, device)
+    if is_library and takes_codes:
         out = torch._scaled_mm(values, weight.codes.t(), x_scales, weight.scales.t(), out_dtype=out_dtype)
         return out if bias is None else out.add_(bias)
+    if is_library or (is_collecting() and not (is_exact or takes_codes)):  # later steps have more token rows
+        out = _product_of_numbers(values, x_scales, weight, rounding, x.dtype, out_dtype)
+        if is_library:
+            return out if bias is None else out.add_(bias)
     out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
     chain = min(k, chain or chain_columns(n, k, num_sms(device)))
     is_card = device.type == "cuda"
-    rows = {num_rows, *(_SAMPLED_ROWS if is_collecting() else ())}
+    sampled = _SAMPLED_ROWS if is_exact else _SAMPLED_ROWS[:2]
+    rows = {num_rows, *(sampled if is_collecting() else ())}
     launches = {(tile or scaled_tile(count, not is_card), count <= MAX_FEW_ROWS) for count in sorted(rows)}
     for each, is_few in launches:  # several only where launches are collected: later steps have other token rows
         shared = is_few and (num_rows <= each.block_m or is_collecting())
@@ -372,6 +330,31 @@ def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device
     n, k = weight.shape
     return (device.type == "cuda" and rounding == k and out_dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
             and codes_per_byte(weight.code) == 1)
+
+
+def _product_of_numbers(
+    values: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, rounding: int, dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Token rows that were rounded to fp8 are multiplied as the numbers of their codes: a product of few rows has the
+    same factors, but for the rounding of scaled numbers to `dtype`."""
+    (n, k), num_rows, device = weight.shape, values.shape[0], values.device
+    x = expand(Scaled(FP8, rounding, values, x_scales), dtype) if rounding else values
+    out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
+    outputs = outputs_at_once(n, k)
+    for first in range(0, n, outputs):
+        numbers, part = expand(weight[first : first + outputs], dtype), out[:, first : first + outputs]
+        if dtype == out_dtype:
+            torch.mm(x, numbers.t(), out=part)
+        else:
+            part.copy_(wide_product(x, numbers))
+        del numbers  # before the next ones are made
+    return out
+
+
+def outputs_at_once(n: int, k: int) -> int:
+    """Outputs of a weight [n, k] whose numbers lie in scratch memory: all, or pieces of about the same size."""
+    return cdiv(cdiv(n, cdiv(n * k, MAX_NUMBERS)), COLUMNS) * COLUMNS
 
 
 def scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Tensor:

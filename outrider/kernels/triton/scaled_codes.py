@@ -1,0 +1,124 @@
+"""Codes of `kernels.scaled.Scaled` become numbers in Triton: the parts that products share, and a whole weight at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.scaled import CODES, FP4, INT4, Scaled
+from outrider.kernels.triton.common import cdiv
+from outrider.kernels.triton.launch import kernel
+
+_INT4, _FP4 = tl.constexpr(CODES.index(INT4)), tl.constexpr(CODES.index(FP4))
+_EXPONENT_126 = tl.constexpr(2.0**126)
+_ROWS, _COLUMNS = 32, 128  # of one program
+
+
+@triton.jit
+def unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
+    """(numbers of the low bits, numbers of the high bits) of bytes."""
+    if IS_FLOAT:
+        return _e2m1(packed & 15, DTYPE), _e2m1(packed >> 4, DTYPE)
+    elif ASM:
+        # 128 + code has the code in its lowest bits. Four bytes become two pairs of numbers for each half; 136 is
+        # subtracted, as codes are stored plus 8.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 r<2>, h<2>, middle;
+            mov.b32 middle, 0x43084308;
+            prmt.b32 r0, $4, 0, 0x4140;
+            prmt.b32 r1, $4, 0, 0x4342;
+            shr.b32 h0, r0, 4;
+            shr.b32 h1, r1, 4;
+            lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
+            sub.rn.bf16x2 $0, $0, middle;
+            sub.rn.bf16x2 $1, $1, middle;
+            sub.rn.bf16x2 $2, $2, middle;
+            sub.rn.bf16x2 $3, $3, middle;
+            }""",
+            "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = (packed & 15).to(tl.int32) - 8, (packed >> 4).to(tl.int32) - 8
+        return low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def _e2m1(nibble, DTYPE: tl.constexpr):
+    """Numbers of 4 bits. As the upper bits of a float32 they have the exponent 126 too low."""
+    wide = nibble.to(tl.int32)
+    return (((wide & 7) << 22 | (wide & 8) << 28).to(tl.float32, bitcast=True) * _EXPONENT_126).to(DTYPE)
+
+
+@triton.jit
+def load_groups(of_groups, row, in_rows, stride_n, stride_g, first, NUM: tl.constexpr, GROUPS: tl.constexpr):
+    """Values of NUM neighbouring groups of each output: [outputs, NUM]."""
+    group = first + tl.arange(0, NUM)
+    mask = in_rows[:, None] & (group < GROUPS)[None, :]
+    return tl.load(of_groups + row[:, None] * stride_n + group[None, :] * stride_g, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def spread(of_groups, WIDTH: tl.constexpr):
+    """[outputs, groups] as [outputs, groups x WIDTH]."""
+    rows: tl.constexpr = of_groups.shape[0]
+    num: tl.constexpr = of_groups.shape[1]
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (rows, num, WIDTH)), (rows, num * WIDTH))
+
+
+@kernel(do_not_specialize=["N"])
+def _expand_kernel(
+    codes, scales, zeros, factors, out, codes_stride, stride_n, stride_g, zero_n, zero_g, N, K: tl.constexpr,
+    GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """out [N, K]: (code - zero) * scale * factor, rounded once."""
+    PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
+    BYTES: tl.constexpr = COLUMNS // PER_BYTE
+    SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    NUM: tl.constexpr = 1 if (GROUPS == 1) or (SPAN % BYTES == 0) else BYTES // SPAN
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * BYTES
+    at = tl.arange(0, BYTES)
+    byte, group, in_rows = start + at, start // SPAN, row < N
+    inside = in_rows[:, None] if K % COLUMNS == 0 else in_rows[:, None] & (byte < K // PER_BYTE)[None, :]
+    packed = tl.load(codes + row.to(tl.int64)[:, None] * codes_stride + byte[None, :], mask=inside)
+    if PER_BYTE == 1:
+        numbers, high, column = packed.to(tl.float32), packed, byte
+    else:
+        numbers, high = unpack(packed, tl.float32, CODE == _FP4, False)
+        if NUM == 1:
+            column = tl.multiple_of(group * GROUP + start % SPAN, BYTES) + at
+        else:
+            column = byte // SPAN * GROUP + byte % SPAN
+    scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), BYTES // NUM)
+    if HAS_FACTORS:
+        scale *= tl.load(factors + row, mask=in_rows, other=0.0)[:, None]
+    place = out + row.to(tl.int64)[:, None] * K + column[None, :]
+    if HAS_ZEROS:
+        offset = spread(load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS), BYTES // NUM)
+        numbers -= offset
+        if PER_BYTE == 2:
+            high -= offset
+    tl.store(place, (numbers * scale).to(out.dtype.element_ty), mask=inside)
+    if PER_BYTE == 2:
+        tl.store(place + SPAN, (high * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def expand(weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """`Scaled.numbers` of a weight [outputs, inputs], rounded to `dtype`."""
+    (n, k), scales, zeros, factors = weight.shape, weight.scales, weight.zeros, weight.factors
+    out = torch.empty(n, k, dtype=dtype, device=scales.device)
+    offsets = scales if zeros is None else zeros
+    _expand_kernel[(cdiv(n, _ROWS), cdiv(k, _COLUMNS))](
+        weight.codes, scales, offsets, scales if factors is None else factors, out, weight.codes.stride(0),
+        scales.stride(0), scales.stride(1), offsets.stride(0), offsets.stride(1), n, K=k, GROUP=min(weight.group, k),
+        CODE=CODES.index(weight.code), ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=zeros is not None,
+        HAS_FACTORS=factors is not None)
+    return out
