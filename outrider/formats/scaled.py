@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -41,8 +42,8 @@ class ScaledFormat(StoredFormat):
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
         """The stored form of a weight [outputs, inputs] of numbers."""
-        return ScaledWeight(scaled.to_fp8_rows(weight) if self.kind == FP8 else
-                            scaled.to_int4_groups(weight, self.width(weight.shape[1])))
+        make = scaled.to_fp8_rows if self.kind == FP8 else partial(scaled.to_int4_groups, group=self.group)
+        return ScaledWeight(scaled.by_outputs(make, weight))
 
     def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
         """Codes and scales without content of a weight [.., outputs, inputs]."""

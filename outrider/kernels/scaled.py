@@ -6,6 +6,7 @@ output, perhaps a zero point for every group and a factor for every output. Sour
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -116,6 +117,24 @@ def scaled_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None, roundin
 
 
 # Codes of a weight of numbers
+
+
+def by_outputs(make: Callable[[Tensor], Scaled], weight: Tensor) -> Scaled:
+    """The codes that `make` gives for a weight [outputs, inputs], made of some outputs at a time: float32 numbers of a
+    large matrix and of its errors would take several times the memory of its codes."""
+    pieces = weight.split(max(1, MAX_NUMBERS // weight.shape[1]))
+    first = make(pieces[0])
+    if len(pieces) == 1:
+        return first
+    whole = replace(first, codes=first.codes.new_empty(weight.shape[0], first.codes.shape[1]),
+                    scales=first.scales.new_empty(weight.shape[0], first.scales.shape[1]))
+    start = 0
+    for piece in pieces:
+        made, part = make(piece), whole[start : start + len(piece)]
+        part.codes.copy_(made.codes)
+        part.scales.copy_(made.scales)
+        start += len(piece)
+    return whole
 
 
 def to_fp8_rows(weight: Tensor) -> Scaled:

@@ -20,6 +20,7 @@ from outrider.models.sources.base import ModelSource, WeightError
 
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
+MOST_WIDENED = 1 << 24  # numbers in float32 beside those of 8 bits
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
 Tensors: TypeAlias = Iterator[tuple[str, Stored]]
@@ -179,6 +180,8 @@ def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # the extremes carry NaN along
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    # Numbers of 8 bits have no extremes in torch before they are widened, some of them at a time.
+    pieces = map(torch.Tensor.float, tensor.flatten().split(MOST_WIDENED)) if tensor.itemsize == 1 else (tensor,)
+    # The extremes carry NaN along.
+    if not all(bool(torch.stack(torch.aminmax(piece)).isfinite().all()) for piece in pieces):
         raise WeightError(f"tensor {name} holds NaN or Inf (as {tensor.dtype})")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
+from outrider.kernels import scaled
 from outrider.layers.base import find_modules
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.moe import Experts
 from outrider.layers.router import Router
+from outrider.models import loader
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.sources import resolve
@@ -228,6 +232,24 @@ def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, bits: 
     assert outcome(model) == outcome(model, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     dummy = load(folder, quantization=quantization, load_format="dummy")
     assert outcome(dummy)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_loading_takes_less_memory_than_the_numbers_of_the_file(quantization: str, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    config = files.CONFIG | {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 1024}
+    weights = {name: tensor.bfloat16() for name, tensor in files.plain_weights(config).items()}
+    folder = files.save_folder(tmp_path / "numbers", weights, config)
+    monkeypatch.setattr(scaled, "MAX_NUMBERS", 1 << 12)
+    monkeypatch.setattr(loader, "MOST_WIDENED", 1 << 12)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        model = load(folder, dtype="bfloat16", quantization=quantization)
+    result: Any = recorded.profiler
+    changes = [event.nbytes() for event in result.kineto_results.events() if event.name() == "[memory]"]
+    mapped = (folder / "model.safetensors").stat().st_size  # whose pages the system may drop
+    most = max(accumulate(change for change in changes if abs(change) != mapped))
+    assert sum(slot.nbytes for slot in model.weights().values()) < most, "the profiler sees the model's memory"
+    assert most < sum(tensor.nbytes for tensor in weights.values())
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])
