@@ -6,7 +6,8 @@ Prints single-stream decoding, a batch of 8 and prompt processing, and what an O
 The sides: Outrider with the weights in the file's own bits (the default) and dequantised to float32, which are
 equally close to exact sums; with token rows rounded to 8 bits (`activation_bits=8`), as llama.cpp does; transformers
 in float32 (needs `pip install transformers`); and llama.cpp, if a folder with its library is named (see
-llama_library.py). The last line is JSON. Threads of llama.cpp wait for each other by turning in a loop: measure it on a machine without other work.
+llama_library.py). The last line is JSON. Threads of llama.cpp wait for each other by turning in a loop: measure it on a
+machine without other work.
 """
 
 from __future__ import annotations
