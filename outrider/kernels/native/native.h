@@ -448,7 +448,7 @@ void share_norm(const float *x, int64_t x_stride, float *residual, int64_t resid
  * what they are for applies them at once, while both are in its cache. */
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
                    Team *team);
-/* The same for the kind PACKED, whose parts begin at multiples of 16 if there are gates. */
+/* The same for the kind PACKED, whose parts begin at multiples of VL if there are gates. */
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
                           const Gates *gates, Team *team);
 int packed_is_aligned(const Matrix *w);

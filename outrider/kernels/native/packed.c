@@ -19,7 +19,7 @@
 #define MAX_DIGITS 3
 #define BASE 254.0f        /* from a digit to the next one */
 #define START 0x1.8p23f    /* its bits with a sum added, read as a float, are 3 * 2^22 plus the sum: no conversion */
-#define PIECE 16           /* weight rows that a thread takes at once: whole lanes on every machine */
+#define PIECE (VL > 8 ? 32 : 16) /* weight rows that a thread takes at once: whole pairs of VL on every machine */
 
 #if defined(__AVX512VNNI__) && VL == 16
 #define RAISED 128 /* added to signed codes: these dot products take them without a sign */
@@ -68,6 +68,7 @@ typedef struct {
     const float *bias;
     float *y;
     int64_t groups, tokens, outputs; /* outputs: of the whole weight */
+    int64_t end;                     /* lanes that begin here or later belong to another piece */
 } Product;
 
 INLINE int64_t head_bytes(const Form f) { return (1 + f.has_least) * VL * 4; }
@@ -87,6 +88,7 @@ int64_t packed_unit_bytes(int64_t form) { return unit_bytes(FORMS[form]); }
 #if defined(__ARM_FEATURE_DOTPROD)
 /* sums plus the products of four registers with 16 inputs. */
 INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+    (void)is_signed;
     const int8x16_t inputs = vld1q_s8(x);
     int32x4_t out = (int32x4_t)sums;
     out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
@@ -98,6 +100,7 @@ INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signe
 /* sums plus products of one register with the same four inputs in all lanes. Codes are within 0 and 127 unless they
  * are signed, and digits within -127 and 127, so that sums of two products never exceed 16 bits. */
 INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
+    (void)is_signed; /* most machines multiply both kinds of codes alike */
 #if RAISED
     return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
 #elif defined(__AVX512BW__)
@@ -125,6 +128,7 @@ INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signe
 #else
 /* Not inlined: in every product it would take a compiler minutes. */
 static __attribute__((noinline)) vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+    (void)is_signed;
     const int8_t *w = (const int8_t *)codes;
     int32_t lanes[VL];
     memcpy(lanes, &sums, sizeof lanes);
@@ -289,7 +293,7 @@ INLINE void store_sums(const Product *p, int64_t t, int64_t o, vf sums) {
 INLINE void multiply_lanes(const Product *p, int64_t o, const int lanes, const int digits, const Form f) {
     const PackedPart *part = p->part;
     const int64_t tokens = lanes == 1 ? 1 : p->tokens, lane_bytes = p->groups / unit_groups(f) * unit_bytes(f);
-    const int64_t other = lanes > 1 && o + VL < part->first + part->outputs ? lane_bytes : 0;
+    const int64_t other = lanes > 1 && o + VL < p->end ? lane_bytes : 0;
     const uint8_t *at = part->data + (o - part->first) / VL * lane_bytes, *x = p->x;
     vf sums[MANY][2], only = {0}; /* `only`: of one token row, in a register */
     for (int64_t t = 0; t < tokens; t++) sums[t][0] = sums[t][1] = (vf){0};
@@ -335,7 +339,7 @@ static void multiply(const Matrix *w, Product *p, int64_t from, int64_t to) {
         const PackedPart *part = parts->parts + i;
         const int64_t skipped = from > part->first ? (from - part->first + VL - 1) / VL * VL : 0;
         const int64_t end = part->first + part->outputs < to ? part->first + part->outputs : to;
-        p->part = part;
+        p->part = part, p->end = end;
         for (int64_t o = part->first + skipped; o < end; o += p->tokens == 1 ? VL : 2 * VL)
             PRODUCTS[part->form][parts->digits == 3][p->tokens == 1](p, o);
     }
@@ -348,7 +352,7 @@ static _Thread_local size_t inputs_size;
 int packed_is_aligned(const Matrix *w) {
     const PackedParts *parts = w->data;
     for (int64_t i = 0; i < parts->count; i++)
-        if (parts->parts[i].first % PIECE) return 0;
+        if (parts->parts[i].first % VL) return 0;
     return 1;
 }
 
@@ -362,7 +366,7 @@ void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, flo
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t g = 0; g < groups; g++)
             round_inputs(x + t * x_stride + g * INPUTS, inputs + (g * tokens + t) * step, digits);
-    Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs};
+    Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs, 0};
     const int64_t outputs = gates ? gates->width : w->outputs;
     Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
     for (int64_t i; (i = next_piece(&loop)) >= 0;) {
