@@ -6,18 +6,20 @@ scales are allocated. Token rows may be rounded to fp8 on a GPU, where the file 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from outrider.formats.base import EmbeddingFormat
+from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw
 from outrider.kernels import experts_on_host, moe, ops, scaled
 from outrider.kernels.buffers import empty_weight
+from outrider.kernels.quantized import QuantizedProduct, kept_bits_are_fast
 from outrider.kernels.scaled import FP8, INT4, Scaled
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
@@ -123,6 +125,7 @@ class ScaledLinear(EmbeddingFormat):
         # On the CPU rounded token rows would only add an error: products are made in float32.
         rounds = self._stored.rounds and device.type == "cuda"
         self._rounding = min(self._stored.width(inputs), inputs) if rounds else 0
+        self._packed: QuantizedProduct | None = None  # with a copy of the codes
         self.set_exact(False)
 
     @classmethod
@@ -139,10 +142,26 @@ class ScaledLinear(EmbeddingFormat):
     def set_exact(self, exact: bool) -> None:
         self._linear, self._wide = ops.scaled_linear.variant(exact), ops.scaled_wide.variant(exact)
 
+    def prepare(self, allow_copy: bool) -> int:
+        """Copy codes that fit GGUF's blocks for the native product of a CPU, whose results are exact in any mode. All
+        other codes become numbers anew in each product."""
+        declared = self.declared
+        is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
+        rows = self._weight.gguf_rows() if allow_copy and is_served and kept_bits_are_fast() else None
+        self._packed = None if rows is None else QuantizedProduct(rows, self._bias)
+        return 0 if self._packed is None else self._packed.rows.data.nbytes + self._packed.extra_bytes
+
+    def native_product(self) -> NativeProduct | None:
+        return None if self._packed is None else NativeProduct(self._packed.matrix, sys.maxsize)
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return self._packed(x)
         return self._linear(x, self._weight, self._bias, self._rounding)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return self._packed(x)
         out = self._wide(x, self._weight, self._rounding)
         return out if self._bias is None else out.add_(self._bias)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from outrider.kernels.quantized import BLOCK, QuantizedRows
 from outrider.kernels.reference import widened
 
 FP8_MAX = 448.0
@@ -60,13 +61,30 @@ class Scaled:
         if codes_per_byte(self.code) == 1:
             values = self.codes.float()
         else:
-            pairs = self.codes.unflatten(-1, (-1, self.group // 2))
-            nibbles = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+            nibbles = self._nibbles()
             values = nibbles.float() - 8 if self.code == INT4 else self._e2m1(nibbles)
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
         values *= self._by_column(self.scales)
         return values if self.factors is None else values.mul_(self.factors)
+
+    def gguf_rows(self) -> QuantizedRows | None:
+        """A weight [outputs, inputs] in the blocks of GGUF, which the native code multiplies with: integers around zero
+        whose scales are numbers of float16. None for all others."""
+        halves = self.scales.half()
+        if (self.code not in (INT8, INT4) or self.zeros is not None or self.group % BLOCK or self.shape[-1] % BLOCK
+                or not torch.equal(halves.float(), self.scales.float())):
+            return None
+        codes = self.codes.view(torch.uint8) if self.code == INT8 else pack_nibbles(self._nibbles(), BLOCK)
+        num_blocks = self.shape[-1] // BLOCK
+        scales = halves.repeat_interleave(self.group // BLOCK, -1)[..., :num_blocks, None].contiguous()
+        blocks = torch.cat((scales.view(torch.uint8), codes.unflatten(-1, (num_blocks, -1))), -1)
+        return QuantizedRows("Q8_0" if self.code == INT8 else "Q4_0", blocks.flatten(1))
+
+    def _nibbles(self) -> Tensor:
+        """Codes of 4 bits [.., outputs, inputs], each in a byte."""
+        pairs = self.codes.unflatten(-1, (-1, self.group // 2))
+        return torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
     def _by_column(self, of_groups: Tensor) -> Tensor:
         if of_groups.shape[-1] == 1:

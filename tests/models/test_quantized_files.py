@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
-from outrider.kernels import scaled
+from outrider.kernels import native, scaled
 from outrider.layers.base import find_modules
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.moe import Experts
@@ -250,6 +251,42 @@ def test_loading_takes_less_memory_than_the_numbers_of_the_file(quantization: st
     most = max(accumulate(change for change in changes if abs(change) != mapped))
     assert sum(slot.nbytes for slot in model.weights().values()) < most, "the profiler sees the model's memory"
     assert most < sum(tensor.nbytes for tensor in weights.values())
+
+
+@pytest.mark.parametrize(("code", "group"), [("int4", 32), ("int4", 128), ("int8", 64), ("int8", 256)])
+def test_integers_have_the_same_numbers_in_blocks_of_gguf(code: str, group: int) -> None:
+    weight = integers(code, group)
+    rows = weight.gguf_rows()
+    assert rows is not None and torch.equal(rows.dequantize(), weight.numbers())
+    for other in (replace(weight, scales=weight.scales + 1e-6), replace(weight, zeros=torch.zeros_like(weight.scales))):
+        assert other.gguf_rows() is None
+    assert integers("int4", 16).gguf_rows() is None
+    assert scaled.to_fp8_rows(torch.ones(2, 64)).gguf_rows() is None
+
+
+def integers(code: str, group: int) -> scaled.Scaled:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 256, (5, 256 // scaled.codes_per_byte(code)), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(256 // group, 5, generator=generator).half().float().T
+    return scaled.Scaled(code, group, codes.view(scaled.code_dtype(code)), scales)
+
+
+def test_a_cpu_multiplies_with_integers_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    monkeypatch.setattr("outrider.formats.scaled.kept_bits_are_fast", lambda: True)
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
+    model = load(folder, dtype="float32", quantization="int4")
+    for linear in find_modules([model], Linear):
+        x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
+        plain, plain_wide = linear.format.product(x), linear.format.wide(x)
+        assert linear.format.native_product() is None
+        assert linear.format.prepare(True) == linear.in_features * linear.out_features // 32 * 18
+        assert linear.format.native_product() is not None
+        torch.testing.assert_close(linear.format.product(x), plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(linear.format.wide(x), plain_wide, rtol=1e-4, atol=1e-5)
+        assert linear.format.prepare(False) == 0 and linear.format.native_product() is None
+    assert outcome(model) == outcome(model, packed_weights=False) == outcome(model, exact=True)
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])
