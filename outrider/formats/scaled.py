@@ -17,9 +17,9 @@ from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw
-from outrider.kernels import experts_on_host, moe, ops, scaled
+from outrider.kernels import experts_on_host, moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
-from outrider.kernels.quantized import QuantizedProduct, kept_bits_are_fast
+from outrider.kernels.quantized import kept_bits_are_fast
 from outrider.kernels.scaled import FP8, INT4, Scaled
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
@@ -125,7 +125,7 @@ class ScaledLinear(EmbeddingFormat):
         # On the CPU rounded token rows would only add an error: products are made in float32.
         rounds = self._stored.rounds and device.type == "cuda"
         self._rounding = min(self._stored.width(inputs), inputs) if rounds else 0
-        self._packed: QuantizedProduct | None = None  # with a copy of the codes
+        self._packed: native.PackedMatrix | None = None  # with a copy of the codes
         self.set_exact(False)
 
     @classmethod
@@ -148,20 +148,21 @@ class ScaledLinear(EmbeddingFormat):
         declared = self.declared
         is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
         rows = self._weight.gguf_rows() if allow_copy and is_served and kept_bits_are_fast() else None
-        self._packed = None if rows is None else QuantizedProduct(rows, self._bias)
-        return 0 if self._packed is None else self._packed.rows.data.nbytes + self._packed.extra_bytes
+        packed = None if rows is None else rows.pack()
+        self._packed = None if packed is None else native.PackedMatrix([packed], self._bias)
+        return 0 if packed is None else packed.data.nbytes
 
     def native_product(self) -> NativeProduct | None:
-        return None if self._packed is None else NativeProduct(self._packed.matrix, sys.maxsize)
+        return None if self._packed is None else NativeProduct(self._packed, sys.maxsize)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
-            return self._packed(x)
+            return native.product(x, self._packed)
         return self._linear(x, self._weight, self._bias, self._rounding)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
-            return self._packed(x)
+            return native.product(x, self._packed)
         out = self._wide(x, self._weight, self._rounding)
         return out if self._bias is None else out.add_(self._bias)
 

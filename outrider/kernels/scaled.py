@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from outrider.kernels.quantized import BLOCK, QuantizedRows
+from outrider.kernels.gguf_kinds import GROUP
+from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.reference import widened
 
 FP8_MAX = 448.0
@@ -72,12 +73,12 @@ class Scaled:
         """A weight [outputs, inputs] in the blocks of GGUF, which the native code multiplies with: integers around zero
         whose scales are numbers of float16. None for all others."""
         halves = self.scales.half()
-        if (self.code not in (INT8, INT4) or self.zeros is not None or self.group % BLOCK or self.shape[-1] % BLOCK
+        if (self.code not in (INT8, INT4) or self.zeros is not None or self.group % GROUP or self.shape[-1] % GROUP
                 or not torch.equal(halves.float(), self.scales.float())):
             return None
-        codes = self.codes.view(torch.uint8) if self.code == INT8 else pack_nibbles(self._nibbles(), BLOCK)
-        num_blocks = self.shape[-1] // BLOCK
-        scales = halves.repeat_interleave(self.group // BLOCK, -1)[..., :num_blocks, None].contiguous()
+        codes = self.codes.view(torch.uint8) if self.code == INT8 else pack_nibbles(self._nibbles(), GROUP)
+        num_blocks = self.shape[-1] // GROUP
+        scales = halves.repeat_interleave(self.group // GROUP, -1)[..., :num_blocks, None].contiguous()
         blocks = torch.cat((scales.view(torch.uint8), codes.unflatten(-1, (num_blocks, -1))), -1)
         return QuantizedRows("Q8_0" if self.code == INT8 else "Q4_0", blocks.flatten(1))
 
