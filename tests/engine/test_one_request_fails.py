@@ -157,7 +157,8 @@ def test_whatever_adding_raises_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(rig.engine, "_new_live", lambda *_: {}["no such key"])
             with pytest.raises(KeyError, match="no such key"):
                 await anext(llm.generate([5, 6], greedy(2)))
-        for request_id in ([], {}, None, ""):
+        await llm.abort([])
+        for request_id in ([None], [5], None, ""):
             with pytest.raises(ValueError, match="request_id must be a text"):
                 await llm.abort(request_id)  # type: ignore[arg-type]
             if request_id is not None:
