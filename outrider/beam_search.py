@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from outrider.core import Limits
-from outrider.core.fields import INT32, Count, Range, check_fields, check_names, shown
+from outrider.core.fields import Count, Range, check_fields, check_names, shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
 
 MAX_BEAMS = 64
+MAX_PENALTY = 50  # a million tokens to this power is still a float
 Generate: TypeAlias = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 # Yields the beams of a round and how to ask for their next tokens; gets their outputs; returns what it found.
 Rounds: TypeAlias = "Generator[tuple[list[list[int]], SamplingParams], list[RequestOutput], list[BeamSearchOutput]]"
@@ -27,7 +28,7 @@ class BeamSearchParams:
     max_tokens: Count
     ignore_eos: bool = False
     temperature: Annotated[float, Range(0, 0)] = 0.0  # beams follow the model's own log-probabilities
-    length_penalty: Annotated[float, Range(-INT32, INT32)] = 1.0
+    length_penalty: Annotated[float, Range(-MAX_PENALTY, MAX_PENALTY)] = 1.0
     include_stop_str_in_output: bool = False
 
     def __new__(cls, *args: Any, **fields: Any) -> BeamSearchParams:
@@ -89,10 +90,12 @@ def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, toke
     for _ in range(params.max_tokens):
         outputs = iter((yield [beam.tokens for beams in running for beam in beams], ask))
         for index, beams in enumerate(running):
-            followers = [_follow(beam, next(outputs), eos_ids, params.ignore_eos) for beam in beams]
-            found = sorted((beam for own in followers for beam in own), key=lambda beam: -beam.cum_logprob)
-            ended[index] += [beam for beam in found if beam.finish_reason is not None]
-            running[index] = [beam for beam in found if beam.finish_reason is None][: params.beam_width]
+            followers = [_followers(beam, next(outputs)) for beam in beams]
+            found = sorted((each for own in followers for each in own), key=lambda each: -each.cum_logprob)
+            ends = () if params.ignore_eos else eos_ids
+            ended[index] += [each.grown("stop") for each in found if each.token in ends]
+            going = [each for each in found if each.token not in ends][: params.beam_width]
+            running[index] = [each.grown(None) for each in going]
             if beams and len(beams[0].tokens) + 1 >= limits.max_len:  # all beams of a prompt are as long
                 ended[index] += [replace(beam, finish_reason="length") for beam in running[index]]
                 running[index] = []
@@ -102,15 +105,23 @@ def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, toke
             for own, left in zip(ended, running, strict=True)]
 
 
-def _follow(beam: BeamSearchSequence, output: RequestOutput, eos_ids: tuple[int, ...],
-            ignore_eos: bool) -> list[BeamSearchSequence]:
-    """A beam with each of the likeliest next tokens."""
+class _Follower(NamedTuple):
+    """A beam with one of its likeliest next tokens. Most are never chosen, so the beam's tokens are not copied yet."""
+
+    beam: BeamSearchSequence
+    token: int
+    cum_logprob: float
+
+    def grown(self, finish_reason: str | None) -> BeamSearchSequence:
+        return replace(self.beam, tokens=[*self.beam.tokens, self.token], cum_logprob=self.cum_logprob,
+                       finish_reason=finish_reason)
+
+
+def _followers(beam: BeamSearchSequence, output: RequestOutput) -> list[_Follower]:
     if output.outputs[0].error is not None:
         raise RuntimeError(f"beam search ended, because one of its requests failed: {output.outputs[0].error}")
     (entry,) = output.outputs[0].logprobs or [{}]
-    return [replace(beam, tokens=[*beam.tokens, token], cum_logprob=beam.cum_logprob + value.logprob,
-                    finish_reason="stop" if token in eos_ids and not ignore_eos else None)
-            for token, value in entry.items()]
+    return [_Follower(beam, token, beam.cum_logprob + value.logprob) for token, value in entry.items()]
 
 
 def _best(beams: list[BeamSearchSequence], params: BeamSearchParams,

@@ -26,8 +26,8 @@ def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:
         raise ValueError(f"prompt_embeds must be floats of shape [tokens, {hidden_size}], got {given.dtype} of shape "
                          f"{list(given.shape)}")
     values: NDArray[np.floating] = given.astype(np.float64 if given.dtype == np.float64 else np.float32, order="C")
-    if not np.isfinite(values).all():
-        raise ValueError("prompt_embeds hold NaN or infinity")
+    if not (np.abs(values) <= np.finfo(np.float32).max).all():
+        raise ValueError("prompt_embeds hold NaN or infinity, or numbers that are infinity as float32")
     return values
 
 

@@ -94,11 +94,12 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
         raise ApiError(400, 'allowed_tools needs a mode, "auto" or "required", and a list of tools',
                        param="tool_choice")
     names = [_named(tool) if isinstance(tool, dict) else None for tool in allowed]
-    tools = [tool for tool in body.tools or [] if tool.function.name in names]
+    wanted, known = set(names), {tool.function.name for tool in body.tools or []}
     for name in names:
-        if name not in [tool.function.name for tool in tools]:
+        if name not in known:
             raise ApiError(400, f"allowed_tools names {str(name)[:100]!r}, which is none of the tools",
                            param="tool_choice")
+    tools = [tool for tool in body.tools or [] if tool.function.name in wanted]
     return body.model_copy(update={"tools": tools, "tool_choice": mode})
 
 

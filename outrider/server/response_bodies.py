@@ -179,8 +179,10 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessa
             case InputCall():
                 if not messages or messages[-1].role != "assistant":
                     messages.append(ChatMessage(role="assistant"))
-                call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+                if messages[-1].tool_calls is None:
+                    messages[-1].tool_calls = []
+                messages[-1].tool_calls.append(
+                    ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments)))
             case InputCallOutput():
                 messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
     if not messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -65,7 +66,7 @@ def response_routes(service: Service) -> APIRouter:
                           after: Annotated[str | None, Query()] = None) -> Response:
         """All items that the model was given, those of earlier responses included."""
         check_query(request.query_params, ("limit", "order", "after", *INCLUDE))
-        if not limit.isdecimal() or not 1 <= int(limit) <= MAX_ITEMS:
+        if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_ITEMS:
             raise ApiError(400, f"limit must be 1 to {MAX_ITEMS}, got {shown(limit)}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order must be asc or desc, got {shown(order)}", param="order")
@@ -122,7 +123,11 @@ def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) 
     if body.previous_response_id is None:
         return ()
     previous = service.responses.find(tenant, body.previous_response_id, "previous_response_id")
-    return previous.input + previous.output
+    items, most = previous.input + previous.output, service.config.max_body_bytes
+    if sum(len(item.json) for item in items) > most:  # to read it takes as long as if it were in the body
+        raise ApiError(413, f"the conversation of previous_response_id exceeds {most} bytes, the most that a body may "
+                            "have", param="previous_response_id")
+    return items
 
 
 def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 ANY_TEXT = "/(?s:.*)/"
+MAX_PAIRS = 10_000
 KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag", "triggered_tags",
          "tags_with_separator")  # fmt: skip
 
@@ -80,21 +81,30 @@ class _Builder:
 
     def _tag(self, tag: Any, begin: str) -> str:
         """`begin`: what of the tag's own beginning is still to be written."""
+        return f"({_text(begin)} {self._behind_begin(tag)})"
+
+    def _behind_begin(self, tag: Any) -> str:
         content, end = _field(tag, "content", dict), _field(tag, "end", str)
         if content.get("type") == "any_text" and end:
-            return f"({_text(begin)} {self._rule(ANY_TEXT, end)})"
-        return f"({_text(begin)} {self.expression(content)} {_text(end)})"
+            return self._rule(ANY_TEXT, end)
+        return f"{self.expression(content)} {_text(end)}"
 
     def _triggered(self, form: dict[str, Any]) -> str:
         """Free text; where it comes to a trigger, a tag that begins with the trigger follows."""
-        tags, chunks = _some(form, "tags"), []
-        for trigger in _some(form, "triggers"):
-            if not isinstance(trigger, str) or not trigger:
-                raise ValueError("triggers must be texts")
-            rests = [self._tag(tag, tag["begin"].removeprefix(trigger)) for tag in tags
-                     if _field(tag, "begin", str).startswith(trigger)]
+        triggers, chunks = _some(form, "triggers"), []
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise ValueError("triggers must be texts")
+        # What follows a tag's beginning is written once, however many triggers the tag has.
+        tags = [(_field(tag, "begin", str), self._rule(self._behind_begin(tag))) for tag in _some(form, "tags")]
+        num_pairs = 0
+        for trigger in dict.fromkeys(triggers):
+            rests = [f"{_text(begin.removeprefix(trigger))} {behind}" for begin, behind in tags
+                     if begin.startswith(trigger)]
             if not rests:
                 raise ValueError(f"no tag begins with the trigger {trigger[:40]!r}")
+            num_pairs += len(rests)
+            if num_pairs > MAX_PAIRS:
+                raise ValueError(f"there are more than {MAX_PAIRS} pairs of a trigger and a tag that begins with it")
             chunks.append(f"{self._rule(ANY_TEXT, trigger)} ({' | '.join(rests)})")
         chunk = self._rule(" | ".join(chunks))
         if form.get("stop_after_first"):
