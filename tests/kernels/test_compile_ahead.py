@@ -114,6 +114,9 @@ def test_what_was_given_is_done_after_the_end(tmp_path: Path) -> None:
             forks.give(str(number).encode())
         forks.end()
         assert forks.wait(PATIENT) == [1]
+        end = time.monotonic() + PATIENT  # the other one may not have begun yet
+        while not ((tmp_path / "waits").exists() and (tmp_path / "waits").read_text()) and time.monotonic() < end:
+            time.sleep(0.01)
         quick, busy = int(path.read_text()), int((tmp_path / "waits").read_text())
         assert is_alive(busy) and quick != busy
         (tmp_path / "go").touch()

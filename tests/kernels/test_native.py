@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native, ops, reference
+from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.native import build as native_build
 from outrider.kernels.native import structures
 from outrider.kernels.native.build import library
+from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.draw import draw_tokens
 
@@ -539,7 +541,8 @@ class LayerCase:
     kv_heads: int = 3
     dim: int = 16
     inner: int = 112
-    kind: int = native.FLOATS  # of gates and what they are for; of others with token rows rounded to 8 bits
+    kind: str | None = None  # of GGUF, of gates and what they are for; token rows are rounded to `bits` for them
+    bits: int = 8
 
     def build(self) -> tuple[native.LayerWeights, native.RopeWrite, native.Attention]:
         hidden, inner, heads = 96, self.inner, (self.heads, self.kv_heads, self.dim)
@@ -550,11 +553,12 @@ class LayerCase:
             matrix = native.dense_matrix(torch.randn(shape) * 0.1, torch.randn(shape[0]) if self.has_bias else None)
             assert matrix is not None
             matrices.append(matrix)
-        if self.kind != native.FLOATS:
-            blocks = torch.randint(0, 256, (2 * inner, 3, 34 if self.kind == native.Q8_0 else 20), dtype=torch.uint8)
-            blocks[..., 1] &= 31  # scales of less than a hundredth
-            blocks[..., 3] &= 31 if self.kind == native.Q4_1 else 255
-            matrices[2] = native.int8_matrix(blocks.view(2 * inner, -1), None, self.kind, hidden)
+        if self.kind is not None:
+            blocks = torch.randint(0, 256, (2 * inner, 3, KINDS[self.kind].block_bytes), dtype=torch.uint8)
+            for half in KINDS[self.kind].halves:
+                blocks[..., half + 1] &= 31  # scales of less than a hundredth
+            rows = QuantizedRows(self.kind, blocks.view(2 * inner, -1)).pack()
+            matrices[2] = native.PackedMatrix([rows], None, self.bits)
         weights = native.LayerWeights(torch.rand(hidden), torch.rand(hidden), 1e-5, *matrices, gelu=self.gelu,
                                       max_tokens=32)  # fmt: skip
         tokens, longest = sum(self.scheduled), max(self.lengths)
@@ -619,8 +623,9 @@ def whole_layer(
         LayerCase([1, 2], [50, 70], window=30, gelu=True),
         LayerCase([9, 21], [9, 140]),
         LayerCase([1, 2], [50, 70], inner=101),
-        LayerCase([1, 2], [50, 70], inner=208, kind=native.Q4_1),
-        LayerCase([9, 21], [9, 140], inner=101, kind=native.Q8_0),
+        LayerCase([1, 2], [50, 70], inner=208, kind="Q4_1"),
+        LayerCase([1, 2], [50, 70], inner=48, kind="Q5_0", bits=24),
+        LayerCase([9, 21], [9, 140], inner=101, kind="Q8_0"),
     ],
 )
 def test_a_whole_layer_has_the_bits_of_its_parts(case: LayerCase, has_delta: bool, threads: int) -> None:
