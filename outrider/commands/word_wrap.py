@@ -7,8 +7,8 @@ import unicodedata
 
 
 class WordWrap:
-    """What to write to a terminal for pieces of a text. A word that reaches the edge is taken back from the end of its
-    line and written on the next one. A word longer than a line is left to the terminal."""
+    """Turns pieces of a text into what a terminal is sent for them. A word that reaches the edge is taken back from the
+    end of its line and written on the next one. A word longer than a line is left to the terminal."""
 
     def __init__(self, columns: int | None = None) -> None:
         self._columns = columns or shutil.get_terminal_size().columns

@@ -61,7 +61,7 @@ class PooledOutput:
 
 
 def probabilities(scores: Vectors, activation: str) -> Vectors:
-    """What the head's scores [n, classes] say of each class."""
+    """Turns the head's scores [n, classes] into what is reported of each class."""
     match activation:
         case "softmax":
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))

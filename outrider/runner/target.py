@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig
-from outrider.kernels import ops
+from outrider.kernels import compiling
 from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model
@@ -30,7 +30,7 @@ FP8_CAPABILITY = (8, 9)
 def build_target(config: EngineConfig, source: ModelSource) -> Model:
     """The model that the config asks for, on its device, without weights."""
     device = pick_device(config.device)
-    ops.prepare_compiler(device)
+    compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file))

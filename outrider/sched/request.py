@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.core import NULL_ROW, Admission, Bound, Finish, Settled
+from outrider.core import NULL_ROW, Admission, Bound, Finish, RequestResult, Settled
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import SamplerLoad
 
@@ -82,6 +82,24 @@ class Request:
         the recurrent state that it begins from."""
         return Admission(self.row, self.input, self.settled.at_least, self.end_len, self.eos_ids, self.sample_index,
                          self.token_ids[self.prompt_len :], checkpoint)
+
+    def settle(self, part: RequestResult, num_scheduled: int, sampled: bool) -> None:
+        """Take over the result of a step of `num_scheduled` tokens, in which the request sampled or did not."""
+        settled = self.settled
+        settled.at_least += part.num_computed
+        self.num_proposed = part.num_proposed
+        self.unsettled -= num_scheduled
+        self.in_flight_samples -= sampled
+        self.folded = settled.at_least - part.num_accepted
+        bound = settled.at_least + self.unsettled
+        self.bound.at_most = bound if bound < self.end_len else self.end_len
+        if part.run:
+            self.token_ids += part.run
+            stats = self.stats
+            stats.num_steps += 1
+            if part.num_drafted:
+                stats.num_drafted += part.num_drafted
+                stats.num_accepted += part.num_accepted
 
     def leave_row(self) -> None:
         """Results of steps in flight no longer count for the request."""

@@ -356,23 +356,10 @@ class Scheduler:
 
     def _settle(self, request: Request, part: RequestResult, known: int, drafts: int, sampled: bool) -> None:
         """known, drafts: tokens that the step was scheduled with."""
+        request.settle(part, known + drafts, sampled)
+        if part.run and self._drafts is not None:  # drafts that the request's end cut off were not tried
+            self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
         settled = request.settled
-        settled.at_least += part.num_computed
-        request.num_proposed = part.num_proposed
-        request.unsettled -= known + drafts
-        request.in_flight_samples -= sampled
-        request.folded = settled.at_least - part.num_accepted
-        bound = settled.at_least + request.unsettled
-        request.bound.at_most = bound if bound < request.end_len else request.end_len
-        if part.run:
-            request.token_ids += part.run
-            stats = request.stats
-            stats.num_steps += 1
-            if part.num_drafted:
-                stats.num_drafted += part.num_drafted
-                stats.num_accepted += part.num_accepted
-            if self._drafts is not None:  # drafts that the request's end cut off were not tried
-                self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)
         if part.finish:

@@ -16,19 +16,15 @@ token row's bits do not depend on the other token rows; callers ask `variant(exa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
-from threading import Thread
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-
-from outrider.kernels.compiler_start import start_compiler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,50 +59,6 @@ def has_fp8_triton() -> bool:
 
 def has_native() -> bool:
     return bool(import_module("outrider.kernels.native").available())
-
-
-def precompiling(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context kernels for the device are begun to be compiled, and not launched. Later launches wait for
-    them, and `finish_compiling` for all. Does nothing on devices whose kernels are not compiled at run time."""
-    if device.type != "cuda" or not has_triton():
-        return nullcontext()
-    ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
-    return ahead
-
-
-def postponing(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context, itself within `precompiling`, kernels are met that can wait: they are compiled after all
-    others, and `finish_compiling` does not wait for them."""
-    if device.type != "cuda" or not has_triton():
-        return nullcontext()
-    postponed: AbstractContextManager[None] = import_module("outrider.kernels.triton").postponing()
-    return postponed
-
-
-def has_postponed(device: torch.device) -> bool:
-    """Whether kernels that were postponed are not there yet. A launch of one of them waits for it."""
-    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").has_postponed())
-
-
-def finish_compiling(device: torch.device) -> None:
-    """Wait until all kernels that `precompiling` has met and that are not postponed are compiled and loaded."""
-    if device.type == "cuda" and has_triton():
-        import_module("outrider.kernels.triton").finish_compiling(postponed=False)
-
-
-def is_compiling(device: torch.device) -> bool:
-    """Whether other processes are busy with kernels that `precompiling` has met."""
-    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").is_compiling())
-
-
-def prepare_compiler(device: torch.device) -> None:
-    """Imports Triton, then prepares its compiler and imports the kernels in threads of their own, so that the
-    first compilation need not wait for that. Meanwhile weights can be loaded."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        with suppress(ImportError):
-            import_module("triton")  # whole: of two threads that import it, one would find half of it
-            start_compiler()
-        Thread(target=has_triton, name="outrider-import-kernels", daemon=True).start()
 
 
 class Exactness(Enum):

@@ -63,7 +63,7 @@ Change = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of the file belongs. "{expert}" in the name: the tensor holds one matrix for each expert."""
+    """A place in the model for a tensor of the file. With "{expert}" in its name, one matrix for each expert."""
 
     name: str
     heads: str | None = None  # the key of the number of heads by which rows are reordered; None: as they are

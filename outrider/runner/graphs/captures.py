@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from outrider.core import Limits, StepForm
-from outrider.kernels import ops
+from outrider.kernels import compiling
 from outrider.kernels.packet import empty_packet
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.chooser import CaptureOrder
@@ -137,7 +137,7 @@ class StepGraphs:
 
     def _is_sharing_ready(self) -> bool:
         if self._compiles_sharing:
-            self._compiles_sharing = ops.has_postponed(self._step.state.device)
+            self._compiles_sharing = compiling.has_postponed(self._step.state.device)
         return not self._compiles_sharing
 
     def carry_out(self, order: CaptureOrder) -> float | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from outrider.core import Limits, ScheduledBatch, StepForm, StepResult, Uncaptured
-from outrider.kernels import ops
+from outrider.kernels import compiling
 from outrider.kernels.buffers import fill, to_device
 from outrider.mixers.cached import can_capture
 from outrider.runner.batch import CapturedShape, PaddedSize, pack_captured
@@ -140,14 +140,14 @@ class CudaRunner:
         """Captures some steps with prompts too, and waits for all kernels."""
         device = self.device_step.state.device
         if self.graphs is not None:
-            self.graphs.load_while(lambda: ops.is_compiling(device))
+            self.graphs.load_while(lambda: compiling.is_compiling(device))
             largest = self.graphs.keys.largest()
             self._capture_at_start(self.graphs, [largest])
             seconds_of_replay = begin_replay(self.graphs.get(largest))
             self._capture_at_start(self.graphs, self.graphs.keys.prompts_at_start())
             self.chooser.end_start()
             self.chooser.losses.times = measure_times(self.device_step, self.graphs, largest, seconds_of_replay())
-        ops.finish_compiling(device)
+        compiling.finish_compiling(device)
 
     def _capture_at_start(self, graphs: StepGraphs, keys: Iterable[GraphKey]) -> None:
         for key in keys:

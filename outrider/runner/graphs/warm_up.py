@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
-from outrider.kernels import ops
+from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
 from outrider.layers.router import Router
@@ -80,7 +80,7 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
     """Begin to compile all that steps of any kind launch: first what takes longest, then what captures wait for, in
     their order. Returns `run_largest`'s bytes: a step whose launches are collected takes the memory of one that runs,
     and kernels need not be waited for."""
-    with step.model.one_layer_each(), ops.precompiling(step.state.device):
+    with step.model.one_layer_each(), compiling.precompiling(step.state.device):
         prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
         run_dead(step, [prompt], num_wanted=limits.max_drafts, bound=limits.max_len)
         if graphs is not None:
@@ -90,7 +90,7 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
         most = run_largest(step, limits)
         _count_nothing(step, limits)
         if graphs is not None:
-            with ops.postponing(step.state.device):
+            with compiling.postponing(step.state.device):
                 graphs.run_sharing()
     return most
 
