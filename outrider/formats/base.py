@@ -41,6 +41,12 @@ class LinearFormat(MatrixFormat):
         activations, as a share of its largest result; None if the format has no such product."""
         return None
 
+    @property
+    def rounding(self) -> int:
+        """Columns of the groups in which products round token rows to fp8, which the kernel that makes the rows may do
+        for them; 0 if they do not, or in a way of their own."""
+        return 0
+
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -140,12 +140,20 @@ class ScaledLinear(EmbeddingFormat):
         return self._stored.tensors(self._weight)
 
     def set_exact(self, exact: bool) -> None:
+        self._exact, self._arrange = exact, ops.arrange_codes.variant(exact)
         self._linear, self._wide = ops.scaled_linear.variant(exact), ops.scaled_wide.variant(exact)
 
+    def finalize(self) -> None:
+        self._weight = replace(self._weight, is_tiled=False)  # all codes were written as files have them
+
+    def restore_order(self) -> None:
+        self._weight = self._weight.tiled(False)
+
     def prepare(self, allow_copy: bool) -> int:
-        """Copy codes that fit GGUF's blocks for the native product of a CPU, whose results are exact in any mode. All
-        other codes become numbers anew in each product."""
+        """Put codes into the order of the device's products. On a CPU, copy those that fit GGUF's blocks for the native
+        product, whose results are exact in any mode; all others become numbers anew in each product."""
         declared = self.declared
+        self._weight = self._arrange(self._weight, declared.dtype)
         is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
         rows = self._weight.gguf_rows() if allow_copy and is_served and kept_bits_are_fast() else None
         packed = None if rows is None else rows.pack()
@@ -160,6 +168,17 @@ class ScaledLinear(EmbeddingFormat):
             return native.product(x, self._packed)
         return self._linear(x, self._weight, self._bias, self._rounding)
 
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        given = x, self._weight, self._bias, self._rounding, activation
+        if self._packed is None and not self._exact and ops.scaled_gated.has_kernel(*given):
+            return ops.scaled_gated(*given)
+        return super().activated(x, activation)
+
+    @property
+    def rounding(self) -> int:
+        is_left = self._weight.blocks is not None or self._rounding >= self.declared.num_inputs
+        return self._rounding if is_left and not self._exact else 0
+
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return native.product(x, self._packed)
@@ -167,7 +186,7 @@ class ScaledLinear(EmbeddingFormat):
         return out if self._bias is None else out.add_(self._bias)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._weight[tokens].numbers().to(self.declared.dtype)
+        return self._weight.rows(tokens).numbers().to(self.declared.dtype)
 
 
 class ScaledExperts(ExpertsFormat):

@@ -37,6 +37,9 @@ class SummedLinear(LinearFormat):
     def finalize(self) -> None:
         self._inner.finalize()
 
+    def restore_order(self) -> None:
+        self._inner.restore_order()
+
     def prepare(self, allow_copy: bool) -> int:
         return self._inner.prepare(allow_copy)
 

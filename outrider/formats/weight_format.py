@@ -40,6 +40,10 @@ class WeightFormat(ABC, Generic[Declaration]):
     def finalize(self) -> None:  # noqa: B027
         """Called when all weights are in place, and again if a blank model is loaded."""
 
+    def restore_order(self) -> None:  # noqa: B027
+        """Bring the tensors of the slots back into the order of the files, before some of them are written anew.
+        `finalize` and `prepare` follow."""
+
     def set_exact(self, exact: bool) -> None:
         """Called before a model is prepared. In exact mode a token row's result has the same bits, alone and among
         others."""

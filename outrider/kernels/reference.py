@@ -30,13 +30,14 @@ def widened(x: Tensor) -> Tensor:
 # Norms
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis. rounding: the products that follow round token rows to
+    fp8 in groups of so many columns, which a kernel may do here; 0 if they do not."""
     wide = widened(x)
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
     """Adds x to the residual in place; returns the norm of the sum."""
     return rms_norm(residual.add_(x), weight, eps)
 

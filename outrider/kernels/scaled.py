@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.kernels.gguf_kinds import GROUP
 from outrider.kernels.quantized import QuantizedRows
-from outrider.kernels.reference import widened
+from outrider.kernels.reference import gelu_tanh_mul, silu_mul, widened
 
 FP8_MAX = 448.0
 FP8, INT8, INT4, FP4 = "fp8", "int8", "int4", "fp4"  # what a code is: e4m3, two integers, e2m1
 CODES = (FP8, INT8, INT4, FP4)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; those of 8 to 15 are negative
+TILE_OUTPUTS, TILE_INPUTS = 64, 128
+BLOCK = 128  # outputs and inputs of a block of fp8 that has one scale
+PIECE = 64 * TILE_OUTPUTS  # outputs whose codes are put in another order at a time
 MAX_NUMBERS = 1 << 22  # made of codes at a time; bounds the memory of a product
 
 
@@ -42,6 +46,8 @@ class Scaled:
     scales: Tensor  # [.., outputs, groups], any float type
     zeros: Tensor | None = None  # [.., outputs, groups] whole numbers in float16
     factors: Tensor | None = None  # [.., outputs, 1] float32
+    is_tiled: bool = False  # bytes of 4-bit codes lie in tiles, see `tiled`
+    blocks: Tensor | None = None  # [outputs / 128, groups], the scales again where 128 outputs share them
 
     def __post_init__(self) -> None:
         assert self.code in CODES and self.codes.dtype == code_dtype(self.code)
@@ -54,11 +60,52 @@ class Scaled:
 
     def __getitem__(self, index: int | slice | Tensor) -> Scaled:
         """The part that an index of the first axis takes: an expert, or some outputs."""
-        tensors = {held.name: getattr(self, held.name) for held in fields(self)}
-        return replace(self, **{name: tensor[index] for name, tensor in tensors.items() if isinstance(tensor, Tensor)})
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "blocks"}
+        parts = {name: tensor[index] for name, tensor in held.items() if isinstance(tensor, Tensor)}
+        return replace(self, blocks=None, **parts)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the weight [outputs, inputs] consists of whole tiles."""
+        return self.code == INT4 and self.group == TILE_INPUTS and self.shape[0] % TILE_OUTPUTS == 0
+
+    def tiled(self, is_tiled: bool = True) -> Scaled:
+        """This weight with its bytes in another order, in place. Tiled: the bytes of 64 outputs and 128 inputs follow
+        each other in the order in which the threads of a tensor core hold them, four neighbours with two columns of two
+        outputs. Slices of whole tiles of outputs remain such."""
+        if is_tiled == self.is_tiled:
+            return self
+        assert self.has_tiles
+        for codes in self.codes.split(PIECE):
+            codes.copy_((_to_tiles if is_tiled else _from_tiles)(codes))
+        return replace(self, is_tiled=is_tiled)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the weight [outputs, inputs] consists of whole blocks, which may have one scale each."""
+        return self.code == FP8 and self.group == BLOCK and not any(size % BLOCK for size in self.shape)
+
+    def with_blocks(self) -> Scaled:
+        """This weight with `blocks`, if its outputs share scales so."""
+        blocks = self.scales[::BLOCK].contiguous()
+        is_shared = torch.equal(blocks.repeat_interleave(BLOCK, 0), self.scales)
+        return replace(self, blocks=blocks if is_shared else None)
+
+    def rows(self, index: Tensor) -> Scaled:
+        """Some outputs, of which the codes are not tiled."""
+        if not self.is_tiled:
+            return self[index]
+        tile, row = index // TILE_OUTPUTS, index % TILE_OUTPUTS
+        tiles = self.codes.view(-1, self.shape[1] // TILE_INPUTS, *_TILED)
+        bits = row >> 4, (row >> 1) & 3, row & 1, (row >> 3) & 1
+        codes = tiles[tile, :, :, bits[0], bits[1], bits[2], :, :, bits[3]]  # [index, groups, k5, k2 k1, k4 k3, k0]
+        codes = codes.permute(0, 1, 2, 4, 3, 5).flatten(1)
+        return replace(self, codes=codes, scales=self.scales[index], is_tiled=False,
+                       zeros=None if self.zeros is None else self.zeros[index])
 
     def numbers(self) -> Tensor:
         """The weight in float32."""
+        assert not self.is_tiled
         if codes_per_byte(self.code) == 1:
             values = self.codes.float()
         else:
@@ -97,19 +144,48 @@ class Scaled:
         return table[nibbles.int()]
 
 
+def arrange(weight: Scaled, dtype: torch.dtype) -> Scaled:
+    """The weight [outputs, inputs] in the form in which products with token rows of a dtype read it, made in place:
+    here that of files."""
+    return replace(weight.tiled(False), blocks=None)
+
+
+# Bits of a byte's place in a tile, from the highest: of its output (r5 .. r0) and of its place in the group (k5 .. k0).
+# k5 | r5 r4 | r2 r1 | r0 | k2 k1 | k4 k3 | r3 | k0
+_TILED = (2, 4, 4, 2, 4, 4, 2, 2)
+
+
+def _to_tiles(codes: Tensor) -> Tensor:
+    """codes [outputs, inputs / 2], of whole tiles."""
+    split = codes.view(-1, 4, 2, 4, 2, codes.shape[1] * 2 // TILE_INPUTS, 2, 4, 4, 2)  # r54 r3 r21 r0, k5 k43 k21 k0
+    return split.permute(0, 5, 6, 1, 3, 4, 8, 7, 2, 9).reshape(codes.shape)
+
+
+def _from_tiles(codes: Tensor) -> Tensor:
+    tiles = codes.view(-1, codes.shape[1] * 2 // TILE_INPUTS, *_TILED)
+    return tiles.permute(0, 3, 8, 4, 5, 1, 2, 7, 6, 9).reshape(codes.shape)
+
+
 def pack_nibbles(nibbles: Tensor, group: int) -> Tensor:
     """Codes of 4 bits [.., inputs] as bytes [.., inputs / 2] in the order of `Scaled`."""
     low, high = nibbles.to(torch.uint8).unflatten(-1, (-1, 2, group // 2)).unbind(-2)
     return (low | high << 4).flatten(-2)
 
 
-def round_to_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+class Rounded(NamedTuple):
+    """Token rows as e4m3 codes [tokens, inputs] and float32 scales [tokens, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def round_to_fp8(x: Tensor, group: int) -> Rounded:
     """x [tokens, inputs] as e4m3 codes and float32 scales [tokens, groups]: the largest of every `group` neighbouring
     inputs of a token row becomes 448. A scale depends on no other token row."""
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     scales = padded.abs().amax(-1).clamp_min(1e-12) / FP8_MAX
     codes = (padded / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, : x.shape[1]], scales
+    return Rounded(codes.flatten(1)[:, : x.shape[1]], scales)
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
@@ -133,6 +209,12 @@ def scaled_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None, roundin
     """The product of `scaled_wide` plus the bias [outputs], in the dtype of x."""
     out = scaled_wide(x, weight, rounding)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+def scaled_gated(x: Tensor, weight: Scaled, bias: Tensor | None, rounding: int, activation: str) -> Tensor:
+    """act(gate) * up of the product, whose first half of outputs is the gate."""
+    out = scaled_linear(x, weight, bias, rounding)
+    return silu_mul(out) if activation == "silu" else gelu_tanh_mul(out)
 
 
 # Codes of a weight of numbers

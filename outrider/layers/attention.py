@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.formats import LinearFormat
 from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
@@ -69,6 +70,9 @@ class SelfAttention(TokenMixer):
         own: PagedLayer = rows.mixer(layer.index)
         q = self.qkv.part(x[rows.token_rows], 0, q_size, context.of_rows(rows))
         return own.read_fused(q, angles.of_rows(rows.token_rows), self.norms)
+
+    def readers(self) -> Sequence[LinearFormat]:
+        return (self.qkv.format,)
 
     @property
     def norms(self) -> HeadNorms | None:

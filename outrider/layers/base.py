@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.formats import FormatChoice, WeightFormat, WeightSlot, build_format, join_names
+from outrider.formats import FormatChoice, LinearFormat, WeightFormat, WeightSlot, build_format, join_names
 from outrider.layers.context import StepContext
 from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
@@ -111,6 +111,10 @@ def find_modules(roots: Iterable[Module], kind: type[Kind]) -> list[Kind]:
 class FeedForward(Module, ABC):
     """The part of a layer that treats every token row alone: an MLP, or a mixture of experts."""
 
+    def readers(self) -> Sequence[LinearFormat]:
+        """The formats whose products all read the token rows that are given, if nothing else does."""
+        return ()
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden], the token rows of the context."""
@@ -118,6 +122,10 @@ class FeedForward(Module, ABC):
 
 class TokenMixer(Module, ABC):
     """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
+
+    def readers(self) -> Sequence[LinearFormat]:
+        """As those of `FeedForward`."""
+        return ()
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
@@ -138,6 +146,9 @@ class DecoderLayer(Module):
     # already; the residual stream before it). A delta is a `layers.norm.Delta`; only layers of one family and
     # `RMSNorm.add_norm` must understand it.
     __call__: Callable[..., tuple[Any, torch.Tensor]]
+
+    def prepare(self) -> None:
+        """Called when the formats of the layer are prepared."""
 
     def with_next(self, following: Sequence[DecoderLayer], *args: Any) -> tuple[int, Any, torch.Tensor]:
         """Call this layer and, in the same call, as many of the `following` layers as it can. Returns the number of

@@ -42,6 +42,10 @@ class PreNormLayer(DecoderLayer):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return list(zip(self.names, (self.input_norm, self.mixer, self.mlp_norm, self.mlp), strict=True))
 
+    def prepare(self) -> None:
+        self.input_norm.round_for(*self.mixer.readers())
+        self.mlp_norm.round_for(*self.mlp.readers())
+
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -166,9 +166,17 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
     for module in find_modules(models, Module):
         module.set_exact(exact)
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
+    for layer in find_modules(models, DecoderLayer):
+        layer.prepare()
     for model in models:
         model.layers = [fuse(layer) for layer in model.layers]
     return num_bytes
+
+
+def restore_order(models: Sequence[LayeredModule]) -> None:
+    """Undo what `prepare` did to the order of weights, some of which are about to be written anew."""
+    for linear in find_modules(models, Linear):
+        linear.format.restore_order()
 
 
 def use_int8_activations(model: LayeredModule) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.formats import LinearFormat
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
@@ -32,6 +33,9 @@ class GatedMLP(FeedForward):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.gate_up), ("down_proj", self.down)
+
+    def readers(self) -> Sequence[LinearFormat]:
+        return (self.gate_up.format,)
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self.down(self.gate_up.activated(x, self.activation, context), context)

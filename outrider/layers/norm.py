@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from outrider.formats import LinearFormat
 from outrider.kernels import ops
 from outrider.kernels.reference import widened
 from outrider.layers.base import Module, Parameter
@@ -56,6 +57,12 @@ class RMSNorm(Module):
         self.offset = offset
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self.scale = self.weight  # the factor: the weight, or 1 + weight
+        self._hint: tuple[int, ...] = ()
+
+    def round_for(self, *readers: LinearFormat) -> None:
+        """Round the result for the products of these formats at the same time, if all of them ask for the same."""
+        groups = {reader.rounding for reader in readers} - {0}
+        self._hint = tuple(groups) if len(groups) == 1 else ()
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (("weight", Parameter(self.weight)),)
@@ -67,7 +74,7 @@ class RMSNorm(Module):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., size]. Kernels serve matrices."""
         if x.dim() == 2:
-            return ops.rms_norm(x, self.scale, self.eps)
+            return ops.rms_norm(x, self.scale, self.eps, *self._hint)
         return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)
 
     def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +84,8 @@ class RMSNorm(Module):
             return self(residual), residual
         if isinstance(x, Unnormed):
             assert x.eps == self.eps
-            return ops.norm_add_norm(x.x, x.scale, residual, self.scale, self.eps, x.factor), residual
-        return ops.add_rms_norm(x, residual, self.scale, self.eps), residual
+            return ops.norm_add_norm(x.x, x.scale, residual, self.scale, self.eps, x.factor, *self._hint), residual
+        return ops.add_rms_norm(x, residual, self.scale, self.eps, *self._hint), residual
 
 
 class HeadNorm(Module):

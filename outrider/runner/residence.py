@@ -17,6 +17,7 @@ import torch
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.drafters.registry import make_drafter
 from outrider.layers import LayeredModule, Linear, find_modules
+from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
 from outrider.models.sources.base import ModelSource
 from outrider.runner.commands import (
@@ -120,6 +121,7 @@ class Residence:
         was_incomplete, self._are_incomplete = self._are_incomplete, True
         try:
             self._asleep.pop(WEIGHTS, None)
+            restore_order([self._parts.model, *self._modules()])
             update.store()
             if was_incomplete:
                 self._read_drafter(names)
@@ -183,6 +185,7 @@ class Residence:
         if self._source is None:
             raise ValueError("the weights were dropped and there are no files to read them from: give them by "
                              "update_weights")
+        restore_order([self._parts.model, *self._modules()])
         fill_target(self._parts.model, self._config, self._source, None)
         self._read_drafter(())
         self._prepare()

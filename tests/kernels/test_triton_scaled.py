@@ -16,6 +16,8 @@ from outrider.kernels import scaled  # noqa: E402
 from outrider.kernels.scaled import Scaled  # noqa: E402
 from outrider.kernels.triton import scaled_linear as module  # noqa: E402
 from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
+from outrider.kernels.triton.rounding import round_rows, rounded_rows  # noqa: E402
 from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel  # noqa: E402
 from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
 from outrider.kernels.triton.scaled_linear import (  # noqa: E402
@@ -23,7 +25,6 @@ from outrider.kernels.triton.scaled_linear import (  # noqa: E402
     chain_columns,
     exact_scaled_linear,
     exact_scaled_wide,
-    round_rows,
     scaled_linear,
     scaled_tile,
     scaled_wide,
@@ -197,6 +198,46 @@ def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
              "out": "*bf16"}  # fmt: skip
     ptx = compile_for_card(expand_kernel, constants, kinds).asm["ptx"]
     return {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
+
+
+def test_codes_in_tiles(device: torch.device) -> None:
+    weight = make(device, "int4", 192, 384, 128, has_zeros=True)
+    numbers, codes = weight.numbers(), weight.codes.clone()
+    some = torch.tensor([0, 5, 77, 191, 64, 63, 9], device=device)
+    tiled = weight.tiled()
+    assert tiled.is_tiled and not torch.equal(tiled.codes, codes) and tiled.codes.data_ptr() == weight.codes.data_ptr()
+    assert torch.equal(tiled.rows(some).numbers(), numbers[some])
+    assert torch.equal(expand(tiled, torch.float32), numbers)
+    assert torch.equal(expand(tiled[64:192], torch.float32), numbers[64:192]), "whole tiles remain such"
+    plain = tiled.tiled(False)
+    assert torch.equal(plain.codes, codes) and plain.tiled(False) is plain
+    assert not make(device, "int4", 64, 192, 64).has_tiles and not make(device, "int4", 100, 128, 128).has_tiles
+
+
+def test_blocks_are_scales_that_outputs_share(device: torch.device) -> None:
+    weight = make(device, "fp8", 256, 384, 128)
+    assert weight.with_blocks().blocks is None, "every output has scales of its own"
+    shared = Scaled("fp8", 128, weight.codes, weight.scales[::128].repeat_interleave(128, 0))
+    blocks = shared.with_blocks().blocks
+    assert blocks is not None and torch.equal(blocks, weight.scales[::128])
+    assert shared.with_blocks()[:128].blocks is None
+
+
+@pytest.mark.parametrize("group", [200, 64])
+def test_a_norm_rounds_its_rows_for_products(device: torch.device, group: int) -> None:
+    x, residual, weight = (draw(*shape, seed=3).to(device) for shape in ((70, 200), (70, 200), (200,)))
+    for num_rows in (3, 70):
+        by_group = group < 200
+        for made in (rms_norm(x[:num_rows], weight, 1e-5, group),
+                     add_rms_norm(x[:num_rows], residual[:num_rows].clone(), weight, 1e-5, group)):
+            wanted = round_rows(made.clone(), group, by_group=by_group)
+            kept = rounded_rows(made, group, by_group)
+            assert kept is made.rounded[1]  # type: ignore[attr-defined]
+            assert kept.codes.shape[0] == kept.scales.shape[0] == (-(-num_rows // 4) * 4 if by_group else num_rows)
+            assert torch.equal(kept.codes[:num_rows].float(), wanted.codes[:num_rows].float())
+            assert torch.equal(kept.scales[:num_rows], wanted.scales[:num_rows])
+            assert rounded_rows(made, 100, True) is not kept, "other groups"
+            assert rounded_rows(made[:2], group, by_group) is not kept, "other rows"
 
 
 if __name__ == "__main__":

@@ -47,11 +47,11 @@ def is_angles(table: Tensor, rotary_dim: int) -> bool:
     return is_matrix(table) and table.shape[1] in (rotary_dim // 2, rotary_dim)
 
 
-def takes_rms_norm(x: Tensor, weight: Tensor, eps: float) -> bool:
+def takes_rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> bool:
     return is_matrix(x) and is_vector(weight, x.shape[1])
 
 
-def takes_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> bool:
+def takes_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> bool:
     return is_matrix(x) and is_matrix(residual) and residual.shape == x.shape and is_vector(weight, x.shape[1])
 
 

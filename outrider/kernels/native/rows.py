@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.kernels.native.build import library
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
     tokens, width = x.shape
     out = torch.empty(tokens, width)
     library().rms_norm(
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
     tokens, width = x.shape
     out = torch.empty(tokens, width)
     library().rms_norm(

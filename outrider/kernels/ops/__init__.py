@@ -20,12 +20,12 @@ from outrider.kernels import (
     latent_inputs,
     moe,
     reference,
-    scaled,
     step,
     vendor_products,
 )
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
+from outrider.kernels.ops.coded import arrange_codes, scaled_gated, scaled_linear, scaled_wide
 from outrider.kernels.ops.operation import (
     BFLOAT16,
     FLOAT32,
@@ -35,7 +35,6 @@ from outrider.kernels.ops.operation import (
     Kernel,
     NotExact,
     Operation,
-    fp8_kernel,
     has_native,
     has_triton,
     native_kernel,
@@ -53,10 +52,14 @@ __all__ = [
     "Kernel",
     "Operation",
     "NotExact",
+    "arrange_codes",
     "has_native",
     "has_triton",
     "native_kernel",
     "operations",
+    "scaled_gated",
+    "scaled_linear",
+    "scaled_wide",
     "triton_kernel",
     "using",
 ]
@@ -80,7 +83,7 @@ add_rms_norm = Operation(
 
 
 def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
-                   factor: float = 1.0) -> torch.Tensor:
+                   factor: float = 1.0, rounding: int = 0) -> torch.Tensor:
     """Set residual to factor * residual + norm(x) in place. Returns the norm of the result."""
     if factor != 1.0:
         residual.mul_(factor)
@@ -273,17 +276,6 @@ linear_add = Operation(
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
     Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
     name="linear_add", exact=exact.linear_add,
-)
-
-# Products with a weight of codes and scales
-
-scaled_linear = Operation(
-    scaled.scaled_linear, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
-    exact=exact.scaled_linear,
-)
-scaled_wide = Operation(
-    scaled.scaled_wide, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
-    exact=exact.scaled_wide,
 )
 
 # Experts

@@ -116,6 +116,8 @@ linear_add = Operation(_linear_add, name="exact_linear_add", exact=ROW_BY_ROW)
 
 # Products with a weight of codes and scales
 
+arrange_codes = Operation(scaled.arrange, name="exact_arrange_codes", subject=lambda weight, dtype: weight.codes,
+                          exact=Exactness.NO_ARITHMETIC)
 scaled_linear = Operation(
     row_by_row(scaled.scaled_linear),
     fp8_kernel("outrider.kernels.triton.scaled_linear:exact_scaled_linear", BFLOAT16),

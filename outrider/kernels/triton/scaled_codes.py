@@ -12,6 +12,7 @@ from outrider.kernels.triton.common import cdiv
 from outrider.kernels.triton.launch import kernel
 
 _INT4, _FP4 = tl.constexpr(CODES.index(INT4)), tl.constexpr(CODES.index(FP4))
+_FP8_MAX = tl.constexpr(448.0)
 _EXPONENT_126 = tl.constexpr(2.0**126)
 _ROWS, _COLUMNS = 32, 128  # of one program
 
@@ -71,13 +72,29 @@ def spread(of_groups, WIDTH: tl.constexpr):
     return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (rows, num, WIDTH)), (rows, num * WIDTH))
 
 
+@triton.jit
+def store_rounded(value, codes, scales, scale_stride, K: tl.constexpr, GROUP: tl.constexpr):
+    """Store one token row [groups, columns of a group] as fp8 codes, and the scales of its groups. What is not finite
+    becomes NaN in its group."""
+    GROUPS: tl.constexpr = value.shape[0]
+    WIDTH: tl.constexpr = value.shape[1]
+    group, inside_group = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
+    column = group[:, None] * GROUP + inside_group[None, :]
+    inside = (inside_group < GROUP)[None, :] & (column < K)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12), _FP8_MAX)
+    scale += tl.sum(value * 0.0, axis=1)  # NaN where a number is not finite, which a maximum may pass over
+    rounded = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH))).to(codes.dtype.element_ty)
+    tl.store(codes + column, rounded, mask=inside)
+    tl.store(scales + group * scale_stride, scale, mask=group * GROUP < K)
+
+
 @kernel(do_not_specialize=["N"])
 def _expand_kernel(
     codes, scales, zeros, factors, out, codes_stride, stride_n, stride_g, zero_n, zero_g, N, K: tl.constexpr,
     GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """out [N, K]: (code - zero) * scale * factor, rounded once."""
+    """out [N, K]: (code - zero) * scale * factor, rounded once. TILED: bytes lie as `Scaled.tiled` puts them."""
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
@@ -88,7 +105,14 @@ def _expand_kernel(
     at = tl.arange(0, BYTES)
     byte, group, in_rows = start + at, start // SPAN, row < N
     inside = in_rows[:, None] if K % COLUMNS == 0 else in_rows[:, None] & (byte < K // PER_BYTE)[None, :]
-    packed = tl.load(codes + row.to(tl.int64)[:, None] * codes_stride + byte[None, :], mask=inside)
+    if TILED:
+        of_row = (row >> 4 & 3) << 9 | (row & 7) << 6 | (row >> 3 & 1) << 1
+        of_byte = (byte >> 5 & 1) << 11 | (byte >> 1 & 3) << 4 | (byte >> 3 & 3) << 2 | byte & 1
+        tile = (row >> 6).to(tl.int64)[:, None] * (64 * codes_stride) + (byte >> 6 << 12)[None, :]
+        source = tile + (of_row[:, None] | of_byte[None, :])
+    else:
+        source = row.to(tl.int64)[:, None] * codes_stride + byte[None, :]
+    packed = tl.load(codes + source, mask=inside)
     if PER_BYTE == 1:
         numbers, high, column = packed.to(tl.float32), packed, byte
     else:
@@ -120,5 +144,5 @@ def expand(weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
         weight.codes, scales, offsets, scales if factors is None else factors, out, weight.codes.stride(0),
         scales.stride(0), scales.stride(1), offsets.stride(0), offsets.stride(1), n, K=k, GROUP=min(weight.group, k),
         CODE=CODES.index(weight.code), ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=zeros is not None,
-        HAS_FACTORS=factors is not None)
+        HAS_FACTORS=factors is not None, TILED=weight.is_tiled)
     return out

@@ -19,12 +19,11 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.scaled import CODES, FP8, INT4, Scaled, codes_per_byte
+from outrider.kernels.scaled import CODES, FP8, INT4, Scaled
 from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
-    next_power_of_two,
     num_sms,
     pdl_options,
     release_dependents,
@@ -32,40 +31,20 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.hopper import coded_rows
 from outrider.kernels.triton.launch import is_collecting, kernel
+from outrider.kernels.triton.rounding import LIBRARY_ROWS, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand, load_groups, spread, unpack
 from outrider.kernels.triton.thin_linear import prefetch_rows
 from outrider.kernels.vendor_products import wide_product
 
 COLUMNS = 128  # of the inner dimension, of one tile
 MAX_FEW_ROWS = 64  # token rows up to which chains have programs of their own
-LIBRARY_ROWS = 64  # token rows above which the library's products are faster
 # Numbers in scratch memory at a time: 128 MiB in bfloat16. Smaller products would leave multiprocessors idle.
 MAX_NUMBERS = 1 << 26
 MAX_CHAINS, SHORTEST_CHAIN = 4, 1024
 _FP8, _INT8, _INT4, _FP4 = (tl.constexpr(CODES.index(code)) for code in CODES)
-_FP8_MAX = tl.constexpr(448.0)
 _GROUP_OF_TILES = 8  # tiles of token rows that pass by the same weights while those are in the cache
-
-
-@kernel
-def _round_kernel(
-    x, codes, scales, x_stride, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One token row: codes [tokens, K] and scales [tokens, groups]. What is not finite becomes NaN in its row."""
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    group, inside_group = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
-    column = group[:, None] * GROUP + inside_group[None, :]
-    inside = (inside_group < GROUP)[None, :] & (column < K)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12), _FP8_MAX)
-    scale += tl.sum(value * 0.0, axis=1)  # NaN where a number is not finite, which a maximum may pass over
-    rounded = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH))).to(codes.dtype.element_ty)
-    tl.store(codes + row * K + column, rounded, mask=inside)
-    tl.store(scales + row * tl.cdiv(K, GROUP) + group, scale, mask=group * GROUP < K)
 
 
 @triton.jit
@@ -246,21 +225,6 @@ def chain_columns(n: int, k: int, sms: int, block_n: int = 64) -> int:
     return k if chains < 2 else cdiv(cdiv(k, chains), 2 * COLUMNS) * 2 * COLUMNS
 
 
-def round_rows(x: torch.Tensor, group: int, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.scaled.round_to_fp8` of x [tokens, k]."""
-    require_tensor("round_rows", "x", x, (None, None), x.device, FLOATS)
-    num_rows, k = x.shape
-    groups = cdiv(k, group)
-    codes = torch.empty(num_rows, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_rows, groups, dtype=torch.float32, device=x.device)
-    pdl = uses_pdl(x.device) if pdl is None else pdl
-    if num_rows:
-        _round_kernel[(num_rows,)](
-            x, codes, scales, x.stride(0), K=k, GROUP=group, GROUPS=next_power_of_two(groups),
-            WIDTH=next_power_of_two(group), PDL=pdl, num_warps=8 if k > 2048 else 4, **pdl_options(pdl))
-    return codes, scales
-
-
 def scaled_linear(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None, rounding: int = 0, *,
     out_dtype: torch.dtype | None = None, is_exact: bool = False, tile: ScaledTile | None = None,
@@ -275,16 +239,26 @@ def scaled_linear(
     out_dtype = out_dtype or x.dtype
     if num_rows == 0:
         return torch.empty(0, n, dtype=out_dtype, device=device)
-    values, x_scales = round_rows(x, rounding) if rounding else (x, x)
-    is_library = num_rows > LIBRARY_ROWS and not is_exact and tile is None
+    is_own = is_exact or tile is not None  # many token rows too are multiplied here, not by the library
+    is_library = num_rows > LIBRARY_ROWS and not is_own
+    is_few = not is_own and coded_rows.takes(x, weight, rounding)
+    by_group = rounding < k and (is_few or (is_library and weight.blocks is not None))
+    values, x_scales = rounded_rows(x, rounding, by_group) if rounding else (x, x)
     takes_codes = _library_takes(weight, rounding, out_dtype, device)
     if is_library and takes_codes:
-        out = torch._scaled_mm(values, weight.codes.t(), x_scales, weight.scales.t(), out_dtype=out_dtype)
+        # With blocks there may be more token rows than x has.
+        scales = weight.scales if weight.blocks is None else weight.blocks
+        out = torch._scaled_mm(values, weight.codes.t(), x_scales, scales.t(), out_dtype=out_dtype)[:num_rows]
         return out if bias is None else out.add_(bias)
-    if is_library or (is_collecting() and not (is_exact or takes_codes)):  # later steps have more token rows
-        out = _product_of_numbers(values, x_scales, weight, rounding, x.dtype, out_dtype)
+    if is_library or (is_collecting() and not (is_own or takes_codes)):  # later steps have more token rows
+        out = _product_of_numbers(values[:num_rows], x_scales[:num_rows], weight, rounding, x.dtype, out_dtype)
         if is_library:
             return out if bias is None else out.add_(bias)
+    if is_few:
+        out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
+        coded_rows.coded_rows(values, x_scales, weight, bias, out, pdl=pdl)
+        return out
+    assert not weight.is_tiled, "codes in tiles are for few token rows and ordinary mode"
     out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
     chain = min(k, chain or chain_columns(n, k, num_sms(device)))
     is_card = device.type == "cuda"
@@ -326,10 +300,12 @@ def _launch(
 
 
 def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has the product: rows of both with one scale each, sizes that are multiples of 16."""
+    """Whether torch has the product: rows of both with one scale each, sizes that are multiples of 16; or 128 columns
+    of token rows, and 128 of as many outputs."""
     n, k = weight.shape
-    return (device.type == "cuda" and rounding == k and out_dtype == torch.bfloat16 and n % 16 == 0 and k % 16 == 0
-            and codes_per_byte(weight.code) == 1)
+    if device.type != "cuda" or out_dtype != torch.bfloat16 or weight.code != FP8 or not rounding:
+        return False
+    return weight.blocks is not None or (rounding == k and n % 16 == 0 and k % 16 == 0)
 
 
 def _product_of_numbers(
@@ -355,6 +331,20 @@ def _product_of_numbers(
 def outputs_at_once(n: int, k: int) -> int:
     """Outputs of a weight [n, k] whose numbers lie in scratch memory: all, or pieces of about the same size."""
     return cdiv(cdiv(n, cdiv(n * k, MAX_NUMBERS)), COLUMNS) * COLUMNS
+
+
+def takes_gate(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int, activation: str) -> bool:
+    return coded_rows.takes(x, weight, rounding, activation)
+
+
+def scaled_gated(
+    x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int, activation: str
+) -> torch.Tensor:
+    """See `kernels.scaled.scaled_gated`. Few token rows."""
+    values, x_scales = rounded_rows(x, rounding, rounding < x.shape[1]) if rounding else (x, x)
+    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    coded_rows.coded_rows(values, x_scales, weight, bias, out, activation=activation)
+    return out
 
 
 def scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Tensor:

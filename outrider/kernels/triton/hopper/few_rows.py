@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 COLUMNS = gl.constexpr(64)  # of the inner dimension, of one tile: 128 bytes, the widest row that is swizzled
 _LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)  # made once: that takes longer than all else that describes a tile
 _SILU, _GELU_TANH = gl.constexpr(1), gl.constexpr(2)
-_GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
 MAX_ROWS = 64
 _TILE_ROWS = (16, 32, MAX_ROWS)  # token rows of a tile
 MAX_SPLITS = 4
@@ -50,7 +50,7 @@ RING_BYTES, LARGE_RING_BYTES = 104 << 10, 208 << 10  # two programs share a mult
 
 
 @gluon.jit
-def _gated(gate, up, GATE: gl.constexpr):
+def gated(gate, up, GATE: gl.constexpr):
     """As `common.gated`."""
     if GATE == _GELU_TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -116,7 +116,7 @@ def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
 
 
 @gluon.jit
-def _add_parts(part, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
+def add_parts(part, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
     """The sum of what splits stored, in order. Parts come from other multiprocessors: they are read where all of them
     write."""
     total = gl.load(part, cache_modifier=".cg")
@@ -157,13 +157,13 @@ def _multiply(
         is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if is_last:
             gl.store(counters + tile, 0)
-            acc = _add_parts(part, SPLITS, HALVES * SIZE)
+            acc = add_parts(part, SPLITS, HALVES * SIZE)
             if GATE:
-                up = _add_parts(part + SIZE, SPLITS, HALVES * SIZE)
+                up = add_parts(part + SIZE, SPLITS, HALVES * SIZE)
     if is_last:
         if GATE:
             # Rounded as the two products would be, had they been stored.
-            acc = _gated(acc.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)
+            acc = gated(acc.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), GATE)
         output = tile * OUTPUTS + row
         to = out + token.to(gl.int64)[None, :] * out_stride + output[:, None]
         gl.store(to, acc.to(dtype), mask=(token < M)[None, :] & (output < N)[:, None])
@@ -299,10 +299,10 @@ def few_rows_gated(
     x: torch.Tensor, weight: torch.Tensor, activation: str, *, plan: FewRowsPlan | None = None, pdl: bool | None = None
 ) -> torch.Tensor:
     """act(gate) * up: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
-    require(activation in _GATES, "few_rows_gated", "activation", f"is {activation!r}")
+    require(activation in GATES, "few_rows_gated", "activation", f"is {activation!r}")
     out = _new_output("few_rows_gated", x, weight, weight.shape[0] // 2, x.dtype)
     plans = [plan or _plan(x.shape[0], weight, True), *_later_plans(weight, True)]
-    _launch(x, weight, out, _GATES[activation], plans, pdl)
+    _launch(x, weight, out, GATES[activation], plans, pdl)
     return out
 
 

@@ -1,0 +1,30 @@
+"""The table's rows of products with a weight of codes and scales."""
+
+from __future__ import annotations
+
+from outrider.kernels import scaled
+from outrider.kernels.ops.exact import arrange_codes as exact_arrange_codes
+from outrider.kernels.ops.exact import scaled_linear as exact_scaled_linear
+from outrider.kernels.ops.exact import scaled_wide as exact_scaled_wide
+from outrider.kernels.ops.operation import BFLOAT16, NotExact, Operation, fp8_kernel
+
+arrange_codes = Operation(
+    scaled.arrange,
+    fp8_kernel("outrider.kernels.triton.hopper.coded_rows:arrange",
+               takes="outrider.kernels.triton.hopper.coded_rows:has_order"),
+    name="arrange_codes", subject=lambda weight, dtype: weight.codes, exact=exact_arrange_codes,
+)
+scaled_linear = Operation(
+    scaled.scaled_linear, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
+    exact=exact_scaled_linear,
+)
+scaled_wide = Operation(
+    scaled.scaled_wide, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
+    exact=exact_scaled_wide,
+)
+scaled_gated = Operation(
+    scaled.scaled_gated,
+    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_gated", BFLOAT16,
+               "outrider.kernels.triton.scaled_linear:takes_gate"),
+    exact=NotExact("in exact mode the product and its activation are two operations"),
+)

@@ -1,0 +1,109 @@
+"""Hopper's kernel of products with weights of codes on a card, against float64, with NaN where nothing may be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import ops, scaled  # noqa: E402
+from outrider.kernels.scaled import Scaled  # noqa: E402
+from outrider.kernels.triton.attention_merge import prepare_counters  # noqa: E402
+from outrider.kernels.triton.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows  # noqa: E402
+from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
+from outrider.kernels.triton.rounding import round_rows  # noqa: E402
+
+FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros")
+# Outputs, inner dimension, groups of warps, splits, whether a program fills a multiprocessor.
+CASES = [(960, 1152, 1, 1, True), (1024, 4096, 2, 3, False), (4096, 1024, 1, 4, False), (1984, 2048, 2, 1, False)]
+
+
+def make(form: str, n: int, k: int) -> tuple[Scaled, torch.Tensor]:
+    """(a weight, its numbers)."""
+    generator = torch.Generator("cuda").manual_seed(n + k)
+    code = "int4" if form.startswith("int4") else "fp8"
+    groups = 1 if form == "fp8" else k // 128
+    if code == "fp8":
+        codes = torch.randn(n, k, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(0, 256, (n, k // 2), device="cuda", generator=generator, dtype=torch.uint8)
+    scales = (0.5 + torch.rand(groups, n, device="cuda", generator=generator)) / 64
+    if form == "blocks":
+        scales = scales[:, ::128].repeat_interleave(128, 1)[:, :n].contiguous()
+    zeros = torch.randint(-8, 9, (groups, n), device="cuda", generator=generator).half() if "zeros" in form else None
+    scales = scales.bfloat16() if code == "int4" else scales
+    weight = Scaled(code, k // groups, codes, scales.T, None if zeros is None else zeros.T)
+    numbers = weight.numbers().double()
+    return (weight if form in ("fp8", "steps") else arrange(weight, torch.bfloat16)), numbers
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products(form: str) -> None:
+    """Results are right, do not depend on other token rows, and are the same again and captured."""
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("a kernel for Hopper")
+    prepare_counters(torch.device("cuda"))
+    for n, k, *shared_out in CASES:
+        n = -(-n // 128) * 128 if form == "blocks" else n
+        weight, numbers = make(form, n, k)
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        given = torch.randn(64, k, device="cuda", dtype=torch.bfloat16)
+        x = torch.full((70, k), float("nan"), device="cuda", dtype=torch.bfloat16)
+        for num_rows in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+            rows = next(rows for rows in tile_rows(weight.code) if num_rows <= rows)
+            if rows == 64 and shared_out[0] == 2 and not shared_out[2]:
+                continue  # has no plan: registers for one program alone
+            x[:num_rows] = given[:num_rows]
+            values = x_scales = rounded = x[:num_rows]
+            if weight.code == "fp8":
+                values, x_scales = round_rows(x[:num_rows], weight.group, by_group=weight.group < k)
+                rounded = Scaled("fp8", weight.group, values, x_scales).numbers()[:num_rows]
+            product = F.linear(rounded.double(), numbers)
+            for activation in (None, "silu"):
+                if activation and (n % 128 or shared_out[:2] != [2, 1]):
+                    continue
+                plan = make_plan(weight, rows, *shared_out, activation is not None)  # type: ignore[arg-type]
+                out = torch.full((num_rows, n // 2 if activation else n), float("nan"), device="cuda",
+                                 dtype=torch.bfloat16)
+                call = [values, x_scales, weight, bias, out]
+                coded_rows(*call, activation=activation, plan=plan)  # type: ignore[arg-type]
+                wanted = product + bias.double()
+                if activation:
+                    gate, up = wanted.bfloat16().double().chunk(2, 1)
+                    wanted = F.silu(gate) * up
+                assert float((out.double() - wanted).norm() / wanted.norm()) < 4e-3, (n, k, num_rows, activation)
+                first = out.clone()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    coded_rows(*call, activation=activation, plan=plan)  # type: ignore[arg-type]
+                for _ in range(3):
+                    out.fill_(float("nan"))
+                    graph.replay()
+                    assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operations(form: str) -> None:
+    """One token row and many, through the table, with and without a gate; the bits of few rows are those of one."""
+    if not is_hopper(torch.device("cuda")):
+        pytest.skip("a kernel for Hopper")
+    prepare_counters(torch.device("cuda"))
+    weight, numbers = make(form, 1024, 2048)
+    rounding = weight.group if weight.code == "fp8" else 0
+    given = torch.randn(301, 2048, device="cuda", dtype=torch.bfloat16)
+    rounded = scaled.rounded(given.cpu(), rounding).to("cuda") if rounding else given
+    wanted = F.linear(rounded.double(), numbers)
+    gate, up = wanted.bfloat16().double().chunk(2, 1)
+    gated = F.silu(gate) * up
+    for num_rows in (1, 5, 64, 65, 67, 128, 301):
+        x, right = given[:num_rows], wanted[:num_rows]
+        made = ops.scaled_linear(x, weight, None, rounding)
+        assert float((made.double() - right).norm() / right.norm()) < 6e-3, num_rows
+        wide = ops.scaled_wide(x, weight, rounding)
+        assert wide.dtype == torch.float32 and float((wide.double() - right).norm() / right.norm()) < 6e-3, num_rows
+        if num_rows <= 64:
+            assert ops.scaled_gated.has_kernel(x, weight, None, rounding, "silu")
+            made = ops.scaled_gated(x, weight, None, rounding, "silu")
+            assert float((made.double() - gated[:num_rows]).norm() / gated[:num_rows].norm()) < 8e-3, num_rows

@@ -1,0 +1,136 @@
+"""Hopper's kernel of products with weights of codes as far as no card is needed: it compiles, fits, and is chosen where
+it runs. It has no interpreter: `tests/gpu/test_coded_rows.py` compares its results with the reference on a card."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs the triton package")
+
+import triton.experimental.gluon.language as gl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from outrider.kernels import ops, scaled  # noqa: E402
+from outrider.kernels.scaled import CODES, Scaled  # noqa: E402
+from outrider.kernels.triton.hopper import coded_rows  # noqa: E402
+from outrider.kernels.triton.hopper.coded_kernel import OF_BLOCKS, OF_OUTPUTS, OF_STEPS, coded_rows_kernel  # noqa: E402
+from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton.scaled_linear import scaled_linear  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+
+SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for
+REGISTERS = 65536  # of a multiprocessor
+KINDS = {"fp8": OF_OUTPUTS.value, "steps": OF_STEPS.value, "blocks": OF_BLOCKS.value, "int4": OF_STEPS.value}
+
+
+def make(form: str, n: int, k: int) -> Scaled:
+    """A weight without content."""
+    code = "int4" if form == "int4" else "fp8"
+    group = k if form == "fp8" else 128
+    codes = torch.zeros(n, k // scaled.codes_per_byte(code), dtype=scaled.code_dtype(code))
+    scales = torch.ones(k // group, n, dtype=torch.bfloat16 if form == "int4" else torch.float32).T
+    weight = Scaled(code, group, codes, scales)
+    if form == "blocks":
+        return weight.with_blocks()
+    return weight.tiled() if form == "int4" else weight
+
+
+def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
+    function, is_fp8 = coded_rows_kernel.function, form != "int4"
+    registers, multiply_registers = plan.registers
+    constants = {"CODE": CODES.index("fp8" if is_fp8 else "int4"), "ROWS": plan.rows, "WARP_GROUPS": plan.warp_groups,
+                 "SCALES": KINDS[form], "HAS_ZEROS": not is_fp8, "HAS_BIAS": True, "GATE": gate,
+                 "STAGES": plan.num_stages, "SPLITS": plan.splits, "BYTES": 1024, "REGS": multiply_registers,
+                 "FETCH_REGS": coded_rows.FETCH_REGISTERS, "PDL": True}  # fmt: skip
+
+    def tiles(kind: str, rows: int, columns: int, bits: int, swizzle: int = 128) -> str:
+        return f"tensordesc<{kind}[{rows},{columns}],{gl.NVMMASharedLayout(swizzle, bits, rank=2)}>"
+
+    scale = "fp32" if is_fp8 else "bf16"
+    kinds = {"x_tiles": tiles("fp8e4nv", plan.rows, 128, 8) if is_fp8 else tiles("bf16", plan.rows, 64, 16),
+             "w_tiles": tiles("fp8e4nv", 64, 128, 8) if is_fp8 else tiles("u8", 32, 128, 8),
+             "s_tiles": tiles(scale, 1, 64, 32 if is_fp8 else 16, 0), "z_tiles": tiles("fp16", 1, 64, 16, 0),
+             "xs_tiles": tiles("fp32", 1, plan.rows, 32, 0), "of_x": "*fp32",
+             "of_weight": f"*{scale}", "bias": "*bf16", "out": "*bf16", "parts": "*fp32",
+             "counters": "*i32"}  # fmt: skip
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
+    return triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": 4, "maxnreg": registers})  # fmt: skip
+
+
+def test_compiles_for_the_card() -> None:
+    for kernel in found_without_interpreter(__file__):
+        programs = 1 if kernel["fills"] else 2  # on a multiprocessor
+        assert kernel["multiplies"] and kernel["copies"]
+        assert programs * (kernel["shared"] + 1024) <= SHARED_BYTES
+        assert programs * 32 * kernel["warps"] * kernel["registers"] <= REGISTERS
+        assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
+
+
+def launches(call: Any, *args: Any) -> list[tuple[str, int]]:
+    """Kernels that a product launches, with the token rows of their tiles."""
+    found: list[tuple[str, int]] = []
+    with collecting(lambda function, args, options: found.append((function.__name__, options.get("ROWS", 0)))):
+        call(*args)
+    return found
+
+
+def test_takes_few_token_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(16, 512, dtype=torch.bfloat16)
+    rows, blocks, tiled = (make(form, 256, 512) for form in ("fp8", "blocks", "int4"))
+    assert not coded_rows.takes(x, rows, 512), "no card"
+    assert not coded_rows.has_order(tiled, torch.bfloat16) and ops.arrange_codes(tiled, x.dtype).is_tiled is False
+    tiled = make("int4", 256, 512)
+    monkeypatch.setattr(coded_rows, "is_hopper", lambda device: True)
+    assert coded_rows.takes(x, rows, 512) and coded_rows.takes(x, blocks, 128) and coded_rows.takes(x, tiled, 0)
+    assert coded_rows.takes(x, tiled, 0, "silu") and not coded_rows.takes(x, tiled, 0, "relu2")
+    assert not coded_rows.takes(x, make("fp8", 192, 512), 512, "silu"), "a gate of 96 outputs has no whole tiles"
+    for other in (x.repeat(5, 1), x[:0], x.half()):
+        assert not coded_rows.takes(other, rows, 512)
+    assert not coded_rows.takes(x, rows, 0), "token rows that are not rounded"
+    assert not coded_rows.takes(x, make("int4", 256, 512).tiled(False), 0)
+    assert not coded_rows.takes(x[:, :500], make("fp8", 256, 500), 500), "no whole steps"
+    assert coded_rows.has_order(tiled, torch.bfloat16) and not coded_rows.has_order(tiled, torch.float16)
+    own = "coded_rows_kernel"
+    few = [name_and_rows for name_and_rows in launches(scaled_linear, x, tiled) if name_and_rows[0] == own]
+    assert few == [(own, 8), (own, 16), (own, 32), (own, 64)], "later steps have other token rows"
+    few = [name_and_rows for name_and_rows in launches(scaled_linear, x, blocks, None, 128) if name_and_rows[0] == own]
+    assert few == [(own, 16), (own, 32), (own, 64)]
+
+
+def test_plans_are_those_that_were_measured() -> None:
+    def plan(form: str, num_rows: int, n: int, k: int, is_gated: bool = False) -> tuple[int, int, int, bool]:
+        return coded_rows.choose(num_rows, n, k, "int4" if form == "int4" else "fp8", KINDS[form], is_gated, 132)
+
+    assert [plan("fp8", rows, 4096, 4096) for rows in (1, 32, 64)] == [(rows, 1, 1, True) for rows in (16, 32, 64)]
+    assert plan("fp8", 8, 4096, 14336) == (16, 1, 2, True)
+    assert plan("blocks", 8, 6144, 4096) == (16, 1, 2, False) and plan("int4", 8, 6144, 4096) == (8, 1, 2, False)
+    assert plan("int4", 16, 4096, 14336) == (16, 1, 4, False)
+    assert plan("int4", 8, 28672, 4096) == (8, 2, 1, False) and plan("fp8", 64, 128256, 4096) == (64, 1, 1, False)
+    assert plan("fp8", 64, 28672, 4096, True) == (64, 2, 1, True)
+    for form in KINDS:
+        for n in range(64, 30000, 1000):
+            for k in (128, 1024, 4096, 16384):
+                rows, warp_groups, splits, _ = plan(form, 16, n, k)
+                assert splits <= k // 128 and (splits == 1 or -(-n // 64) * splits <= 264) and warp_groups in (1, 2)
+
+
+if __name__ == "__main__":
+    cases = [(form, coded_rows.make_plan(make(form, 1024, 1024), rows, warp_groups, splits, fills, bool(gate)), gate)
+             for form, rows, warp_groups, splits, fills, gate in (
+                 ("fp8", 16, 1, 2, True, 0), ("fp8", 64, 1, 1, False, 0), ("steps", 16, 2, 1, False, 0),
+                 ("steps", 64, 2, 1, True, 1), ("blocks", 32, 2, 1, False, 2), ("blocks", 64, 1, 2, False, 0),
+                 ("int4", 8, 2, 1, False, 1), ("int4", 16, 1, 4, False, 0), ("int4", 32, 2, 1, False, 1),
+                 ("int4", 64, 2, 1, True, 1), ("int4", 64, 1, 2, False, 0))]  # fmt: skip
+    made = [compile_kernel(*case) for case in cases]
+    print(json.dumps([{"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
+                       "registers": plan.registers[0], "fills": plan.fills,
+                       "multiplies": "wgmma.mma_async" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"],
+                       "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+                       "overwritten": overwritten_barriers(kernel.asm["ptx"])}
+                      for (_, plan, _), kernel in zip(cases, made, strict=True)]))  # fmt: skip
