@@ -160,6 +160,12 @@ CASES: list[tuple[str | None, str | None, str, list[Any]]] = [
                                                              ("content", "\n\nafter")]),
     (None, "holo2", "<think>x</think>y", [("reasoning", "x"), ("content", "y")]),
     (None, "minimax_m3", "<mm:think>x</mm:think>y", [("reasoning", "x"), ("content", "y")]),
+    (None, "mistral", "This [/THINK]is\n[/THINK] so[/THINK]", [("content", "This is\n so")]),
+    (None, "gemma4", "This <channel|>is so<channel|>", [("content", "This is so")]),
+    (None, "gemma4", "<|channel>t<channel|><channel|>so", [("reasoning", "t"), ("content", "so")]),
+    (None, "minimax_m3", "\n</mm:think>\nso</mm:think>so", [("content", "so</mm:think>so")]),
+    ("llama3_json", "qwen3", f"</think>\n{BODY}", [F]),
+    (None, "qwen3", "<think>t</think></think>\n\nso </think>", [("reasoning", "t"), ("content", "so </think>")]),
     (None, "qwen3", "<think>never ends ", [("reasoning", "never ends ")]),
     (None, "qwen3", " plain </thin text\n", [("content", " plain </thin text\n")]),
 ]  # fmt: skip

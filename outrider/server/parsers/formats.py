@@ -30,6 +30,7 @@ from outrider.server.parsers.machine import (
     Region,
     Schemas,
     Skipped,
+    StrayEnd,
 )
 from outrider.server.parsers.pythonic import LFM2, OLMO3, PYTHONIC
 from outrider.server.parsers.tag_calls import (
@@ -61,7 +62,7 @@ TOOL_FORMATS: dict[str, Sequence[Region]] = {
     "step3p5": QWEN3_CODER, "xlam": XLAM,
 }  # fmt: skip
 
-_THINK = (ReasoningRegion("<think>", "</think>"),)
+_THINK = (ReasoningRegion("<think>", "</think>", stray_end=StrayEnd.DROPPED_AT_START),)
 _COHERE = (ReasoningRegion("<|START_THINKING|>", "<|END_THINKING|>"), Skipped("<|START_RESPONSE|>"),
            Skipped("<|END_RESPONSE|>"), Skipped("<|START_TEXT|>"), Skipped("<|END_TEXT|>"))
 # Harmony: every message has a channel. `analysis` is reasoning, `commentary to=functions.F` a call, the rest content.
@@ -77,7 +78,8 @@ REASONING_FORMATS: dict[str, Sequence[Region]] = {
                 ReasoningRegion("Here's my thought process:", "Here's my response:")),
     "holo2": _THINK, "hunyuan_a13b": (*_THINK, Skipped("<answer>"), Skipped("</answer>")), "hy_v3": _THINK,
     "kimi_k2": _THINK, "mimo": _THINK, "minimax_m2": _THINK, "minimax_m3": (ReasoningRegion("<mm:think>",
-    "</mm:think>"),), "mistral": (ReasoningRegion("[THINK]", "[/THINK]"),), "nemotron_v3": _THINK, "olmo3": _THINK,
+    "</mm:think>", stray_end=StrayEnd.DROPPED_AT_START),), "mistral": (ReasoningRegion("[THINK]", "[/THINK]",
+    stray_end=StrayEnd.DROPPED),), "nemotron_v3": _THINK, "olmo3": _THINK,
     "openai_gptoss": _HARMONY, "poolside_v1": _THINK, "qwen3": _THINK,
     "seed_oss": (ReasoningRegion("<seed:think>", "</seed:think>"),), "step3": _THINK, "step3p5": _THINK,
 }  # fmt: skip

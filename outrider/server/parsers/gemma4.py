@@ -17,6 +17,7 @@ from outrider.server.parsers.machine import (
     ReadCalls,
     ReasoningRegion,
     Schemas,
+    StrayEnd,
     json_text,
     read_json,
 )
@@ -105,4 +106,5 @@ def stream_text(cursor: Cursor, end: str) -> CallReader:
 
 GEMMA4_CALLS = (CallRegion("<|tool_call>", calls('<|"|>', "<tool_call|>")),)
 FUNCTION_GEMMA = (CallRegion("<start_function_call>", calls("<escape>", "<end_function_call>")),)
-GEMMA4_THOUGHTS = (ReasoningRegion("<|channel>thought\n", "<channel|>"), ReasoningRegion("<|channel>", "<channel|>"))
+GEMMA4_THOUGHTS = (ReasoningRegion("<|channel>thought\n", "<channel|>", stray_end=StrayEnd.DROPPED),
+                   ReasoningRegion("<|channel>", "<channel|>", stray_end=StrayEnd.DROPPED))

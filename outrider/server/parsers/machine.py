@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -106,12 +107,21 @@ def settled(events: Iterable[Event]) -> list[Event]:
     return result
 
 
+class StrayEnd(Enum):
+    """What the end marker of reasoning means where no reasoning is open."""
+
+    TEXT = "a part of the content, as any other text"
+    DROPPED_AT_START = "dropped before all content, and part of it later"
+    DROPPED = "dropped everywhere: no text has this marker"
+
+
 @dataclass(frozen=True)
 class ReasoningRegion:
     begin: str
     end: str
     answer: str = ""  # markers that begin the answer
     gap: str = ""  # markers between the reasoning and those
+    stray_end: StrayEnd = StrayEnd.TEXT
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,8 @@ class OutputParser:
                               if isinstance(r, CallRegion) and r.ends_reasoning}
         self._open = next((r for r in regions if isinstance(r, ReasoningRegion)
                            and prompt_end.rstrip().endswith(r.begin.rstrip())), None)
+        self._stray_ends = {r.end: r.stray_end for r in regions
+                            if isinstance(r, ReasoningRegion) and r.stray_end is not StrayEnd.TEXT}
         self._reader: CallReader | None = None
         self._has_begun = False  # a call, whose name was handed out
         self._is_start = bool(self._first) and self._open is None
@@ -176,7 +188,7 @@ class OutputParser:
             self._reader = self._read_first()
             return True
         regions = self._regions if self._open is None else self._in_reasoning
-        ends = [] if self._open is None else [self._open.end]
+        ends = list(self._stray_ends) if self._open is None else [self._open.end]
         again = [] if self._open is None or not self._skips_space else [self._open.begin]
         text, marker = self._cursor.piece(*regions, *ends, *again)
         self._emit(text)
@@ -187,6 +199,9 @@ class OutputParser:
             self._cursor.mark()
             return False
         self._cursor.mark(len(marker))
+        if self._open is None and self._has_content and marker in ends:
+            self._emit("" if self._stray_ends[marker] is StrayEnd.DROPPED else marker)
+            return True
         self._enter(None if marker in ends else regions[marker])
         return True
 
