@@ -15,7 +15,9 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
 from outrider.commands.server_help import SERVER_HELP
+from outrider.commands.vllm_flags import add_unlisted_flags, own_flags
 from outrider.compat.engine_args import config_for
+from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
 from outrider.core import SamplingParams
@@ -159,7 +161,7 @@ class Parser(argparse.ArgumentParser):
                        f"{what}: {value!r} is not one of {listed}")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        args, unknown = self.parse_known_args([hyphenated(word) for word in argv])
+        args, unknown = self.parse_known_args(own_flags(argv))
         if not unknown:
             return _with_model_flag(args)
         own: Parser = getattr(args, "parser", self)
@@ -187,14 +189,6 @@ def _with_model_flag(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def hyphenated(word: str) -> str:
-    """--max_tokens=4 as --max-tokens=4; what is not a flag stays as it is."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
 def add_model(parser: argparse.ArgumentParser, default: str | None = "smollm2") -> None:
     help_text = "a folder, a .gguf file or a hub id" + (f" (default: {default})" if default else "")
     parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=help_text)
@@ -206,10 +200,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
     for name, field in ENGINE_FIELDS.items():
         if name not in skip:
             _add_flag(group, field, ENGINE_HELP.get(name, ""))
-    for name, meaning in OTHER_SETTINGS.items():  # accepted or refused by name, and not listed
-        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if meaning.is_switch else {"type": _any_value}
-        group.add_argument("--" + name.replace("_", "-"), **common, **how)
+    add_unlisted_flags(group, OTHER_SETTINGS)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
@@ -228,6 +219,8 @@ def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | Non
     for field in dataclasses.fields(ServerConfig):
         if names is None or field.name in names:
             _add_flag(group, field, SERVER_HELP.get(field.name, ""))
+    if names is None:
+        add_unlisted_flags(group, VLLM_SERVER_SETTINGS)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -313,14 +306,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
-
-
-def _any_value(text: str) -> Any:
-    """A value as Python or JSON would write it, else the text itself."""
-    try:
-        return json.loads({"None": "null", "True": "true", "False": "false"}.get(text, text))
-    except ValueError:
-        return text
 
 
 def _bias(text: str) -> dict[int, float]:

@@ -18,6 +18,8 @@ from outrider.async_llm import AsyncLLM
 from outrider.commands.listening import listening, tls_options
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.commands.serve_files import chat_template, check_files
+from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
+from outrider.compat.settings import translate
 from outrider.core.fields import did_you_mean
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
@@ -109,7 +111,8 @@ def has_worker(llm: AsyncLLM) -> bool:
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
-    given = {name: getattr(args, name) for name in SERVER_FIELDS if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in (*SERVER_FIELDS, *VLLM_SERVER_SETTINGS) if hasattr(args, name)}
+    given = translate("the command line", given, SERVER_FIELDS, VLLM_SERVER_SETTINGS)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if "api_key" not in given and os.environ.get(KEY_VARIABLE):
         given["api_key"] = (os.environ[KEY_VARIABLE],)
@@ -133,7 +136,7 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
     for name in names:
         if names.count(name) > 1:  # YAML itself would take the last one
             raise UsageError(f"{path} has the setting {name!r} twice")
-    known = [*ENGINE_FIELDS, *SERVER_FIELDS, "model"]
+    known = [*ENGINE_FIELDS, *SERVER_FIELDS, *VLLM_SERVER_SETTINGS, "model"]
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:

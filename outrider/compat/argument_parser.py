@@ -26,7 +26,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     `--speculative-config.method ngram --speculative-config.num_speculative_tokens 3`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(_plain_flags(sys.argv[1:] if args is None else args), namespace)
+        return super().parse_known_args(plain_flags(sys.argv[1:] if args is None else args), namespace)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _reader(kind: Any) -> Any:
     return read
 
 
-def _plain_flags(words: Sequence[str]) -> list[str]:
+def plain_flags(words: Sequence[str]) -> list[str]:
     """Flags as argparse knows them: hyphens for underscores, and one JSON object for all keys of a dotted flag."""
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}

@@ -7,7 +7,7 @@ is not there is refused by name, and one that makes no difference is explained i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -218,11 +218,13 @@ FILE_FORMS = ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_m
               "mxfp4")
 
 
-def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """The settings by their names here. `front` begins the messages; `known` are the names of Outrider's own."""
+def translate(front: str, given: dict[str, Any], known: Iterable[str],
+              table: Mapping[str, Meaning] = VLLM_SETTINGS) -> dict[str, Any]:
+    """The settings by their names here. `front` begins the messages; `known` are the names of Outrider's own; `table`
+    has those of vLLM."""
     settings: dict[str, Any] = {}
     for name, value in given.items():
-        match VLLM_SETTINGS.get(name):
+        match table.get(name):
             case SameAs(own):
                 if value is not None and given.get(own) is not None:
                     raise ValueError(f"{front}: {name} and {own} say the same thing: give one of them")
@@ -238,7 +240,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str]) -> dict[s
                 if (reason := refused(value)) is not None:
                     raise ValueError(f"{front}: {name}: {reason}")
             case None if name not in known:
-                raise ValueError(f"{front}: {unknown_name('setting', name, known, VLLM_SETTINGS)}")
+                raise ValueError(f"{front}: {unknown_name('setting', name, known, table)}")
             case None if value is None and (name in NONE_IS_DEFAULT or name in settings):
                 pass
             case None:

@@ -32,6 +32,7 @@ PROMPT_END = 16  # tokens of the prompt in which a template may have opened a re
 
 
 async def chat_completions(service: Service, body: ChatRequest, tenant: str | None) -> Work:
+    body = service.with_defaults(body)
     model, requests, choices = await prepare_chat(service, body, tenant)
     run = _Chat(service, body, requests, model, choices)
     timeout = service.deadline(body)
@@ -119,7 +120,7 @@ class _Chat:
                                             skip_special_tokens=skips)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
-            "metrics": self._usage.metrics_to_json()}
+            "metrics": self._usage.metrics_to_json(), "prompt_logprobs": None}
         if last.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_to_json(last.prompt_logprobs)
         if self._body.return_token_ids:

@@ -22,7 +22,7 @@ NEEDS_TOKENS = ("echo", "truncate_prompt_tokens", "truncation_side", "add_specia
 
 
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
-    model = service.check_model(body.model)
+    model, body = service.check_model(body.model), service.with_defaults(body)
     service.check_load()
     prompts = await _read_prompts(service, body)
     more: dict[str, Any] = {"logprobs": body.logprobs}
@@ -132,7 +132,7 @@ class _Completion:
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
+        choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None, "prompt_logprobs": None,
                                   "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
         prompt = ""
         if self._body.max_tokens == 0:

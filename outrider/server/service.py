@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
@@ -23,9 +23,9 @@ from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, Usage, generate, whole_outputs
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, Tool
+from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, StreamOptions, Tool
 from outrider.server.response_store import ResponseStore
-from outrider.server.settings import ServerConfig
+from outrider.server.settings import RESERVED, ServerConfig
 from outrider.server.templating import plain_text, template_messages, template_tools
 from outrider.server.tracing import Tracing
 from outrider.server.truncation import Side, Truncation
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TokensOrEmbeds: TypeAlias = "list[int] | NDArray[np.floating]"
-RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a body has fields for
+Sampled = TypeVar("Sampled", bound=SamplingFields)
 
 
 class Service:
@@ -123,6 +123,7 @@ class Service:
         for name in variables.keys() & set(RESERVED):
             raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
         tokenizer = self.tokenizer
+        hints = (self.config.default_chat_template_kwargs or {}) | _reasoning_hints(reasoning_effort)
 
         def work() -> list[int]:
             try:
@@ -130,7 +131,7 @@ class Service:
                                              add_generation_prompt=add_generation_prompt,
                                              continue_final_message=continue_final_message is True,
                                              chat_template=self._chat_template, chat_template_kwargs=variables,
-                                             hints=_reasoning_hints(reasoning_effort))
+                                             hints=hints)
                 _check_roles(messages, text)
             except ValueError as error:
                 refused = bad_value(error, ("messages", "tools", "documents", "continue_final_message"))
@@ -140,6 +141,15 @@ class Service:
             return self._encoded(text, "messages", add_special_tokens is True, truncation)
 
         return await asyncio.to_thread(work)  # a template may take seconds
+
+    def with_defaults(self, body: Sampled) -> Sampled:
+        """The body with the server's own settings for fields that it leaves to the server."""
+        given: dict[str, Any] = {}
+        if self.config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
+            given["return_tokens_as_token_ids"] = True
+        if self.config.enable_force_include_usage and body.stream:
+            given["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return body.model_copy(update=given) if given else body
 
     def truncation(self, body: Prompted, side: Side = "right", num_new: int = 0) -> Truncation | None:
         return Truncation.from_body(body, self.host.llm.engine.limits.max_len, side, num_new)

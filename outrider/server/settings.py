@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields, shown
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of chat templates that bodies have fields for
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ServerConfig:
     admin: bool = False  # serve the routes that change the server for all clients
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
     chat_template: Text | None = None  # a file, a template's name or a template
+    default_chat_template_kwargs: dict[str, Any] | None = None  # of requests that do not set them
     allowed_origins: tuple[Text, ...] = ()  # none: no CORS headers are sent
     max_num_queued_reqs: Annotated[int, Range(0, INT32)] = 1024  # samples that may wait beside those that run
     max_body_bytes: Annotated[int, Range(1, INT64)] = 16 << 20
@@ -38,6 +40,8 @@ class ServerConfig:
     pooling: Annotated[str, OneOf(("last", "mean"))] = "last"  # pooling of embeddings, unless a request says
     tool_call_parser: Annotated[str, OneOf(sorted(TOOL_FORMATS))] | None = None  # none: requests with tools are refused
     reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
+    enable_force_include_usage: bool = False  # streams count tokens in every chunk, unasked
+    return_tokens_as_token_ids: bool = False  # of requests that do not say
     enable_log_requests: bool = False  # one line for every request that ended
     log_format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
     otlp_traces_endpoint: Text | None = None  # address of an OpenTelemetry collector; None: no traces
@@ -49,6 +53,8 @@ class ServerConfig:
         for name in self.served_model_name:
             if name != name.strip() or not name.isprintable():
                 raise ValueError(f"served_model_name must be a name without spaces around it, got {shown(name)}")
+        for name in (self.default_chat_template_kwargs or {}).keys() & set(RESERVED):
+            raise ValueError(f"default_chat_template_kwargs must not set {name}: requests have a field for it")
         for key in self.api_key:
             if not re.fullmatch("[!-~]([ -~]*[!-~])?", key):  # no client could send it in a header
                 raise ValueError("api_key must be ASCII, without spaces or line breaks at its ends")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from outrider import cli
 from outrider.commands.parser import ENGINE_FIELDS, engine_config
+from outrider.commands.serve import server_config
 from outrider.compat.engine_args import config_for
+from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VLLM_SETTINGS, Explained, Refused, SameAs
 from outrider.config import EngineConfig
+from outrider.server.settings import ServerConfig
 
 
 def test_settings_that_mean_the_same_are_taken_over() -> None:
@@ -105,3 +109,32 @@ def test_a_key_of_drafting_that_changes_nothing_is_explained_once(caplog: pytest
 
 def test_none_stands_for_a_default_where_vllm_has_it() -> None:
     assert config_for("LLM", "m", {"enable_prefix_caching": None}) == EngineConfig("m")
+
+
+@pytest.mark.parametrize("name", VLLM_SERVER_SETTINGS)
+def test_a_flag_of_vllms_server_is_explained_or_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    meaning = VLLM_SERVER_SETTINGS[name]
+    flag = ["--" + name.replace("_", "-"), *([] if meaning.is_switch else ["other"])]
+    args = cli.build_parser().parse(["serve", "m", *flag])
+    if isinstance(meaning, Explained):
+        assert server_config(args) == ServerConfig()
+        assert f"{name}=" in caplog.text and "makes no difference: " in caplog.text
+        return
+    assert isinstance(meaning, Refused)
+    with pytest.raises(ValueError, match=f"the command line: {name}=.* is not supported: "):
+        server_config(args)
+    neutral = Namespace(**{name: meaning.neutral[-1]})
+    assert server_config(neutral) == ServerConfig()
+
+
+def test_a_command_line_of_vllms_server_is_read_as_it_is() -> None:
+    words = ["serve", "m", "--served-model-name", "a", "b", "--api_key", "k", "l",
+             "--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens", "3",
+             "--structured-outputs-config.backend", "xgrammar",
+             "--default-chat-template-kwargs", '{"enable_thinking": false}', "--return-tokens-as-token-ids"]
+    args = cli.build_parser().parse(words)
+    assert server_config(args) == ServerConfig(
+        served_model_name=("a", "b"), api_key=("k", "l"), return_tokens_as_token_ids=True,
+        default_chat_template_kwargs={"enable_thinking": False})
+    assert engine_config(args).speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
+    assert cli.build_parser().parse(["serve", "--api-key", "k", "m"]).model == "m"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from outrider.engine.text import Tokenizer
+from outrider.server.settings import ServerConfig
 from tests.server.rig import MODEL, Served, serving
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -51,6 +53,33 @@ def test_usage_of_every_chunk(served: Served, path: str, body: dict[str, Any], o
         assert chunk["usage"]["total_tokens"] == chunk["usage"]["prompt_tokens"] + chunk["usage"]["completion_tokens"]
         if chunk["choices"] and chunk["choices"][0].get("delta", {}).get("role"):
             assert chunk["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_log_probabilities_that_nobody_asked_for_are_null(served: Served, path: str, body: dict[str, Any]) -> None:
+    answer = served.post(path, **body, max_tokens=1).json()
+    assert (answer if "messages" in body else answer["choices"][0])["prompt_logprobs"] is None
+
+
+def test_what_requests_leave_to_the_server_is_in_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda own, text, add: [texts.append(text), encode(own, text, add)][1])
+    variables = {"enable_thinking": False, "colour": "red"}
+    with serving(enable_force_include_usage=True, return_tokens_as_token_ids=True,
+                 default_chat_template_kwargs=variables) as served:
+        monkeypatch.setattr(served.service, "_chat_template", "{{ messages[0].content }} {{ enable_thinking }}")
+        for path, body in ROUTES:
+            found = chunks(served, path, **body, stream_options={"include_usage": False})
+            assert [chunk["usage"]["completion_tokens"] for chunk in found][-1] == 6
+        chat = served.post("/v1/chat/completions", **CHAT, max_tokens=1, logprobs=True,
+                           chat_template_kwargs={"enable_thinking": True}).json()["choices"][0]
+        assert chat["logprobs"]["content"][0]["token"].startswith("token_id:")
+        text = served.post("/v1/completions", prompt="a", max_tokens=1, logprobs=0, return_tokens_as_token_ids=False)
+        assert not text.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    assert texts == ["Hello", "Hello False", "Hello True", "a"]
+    with pytest.raises(ValueError, match="must not set tools: requests have a field for it"):
+        ServerConfig(default_chat_template_kwargs={"tools": []})
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)

@@ -28,9 +28,9 @@ from outrider.commands.parser import (
     SAMPLING_FIELDS,
     engine_config,
     engine_settings,
-    hyphenated,
     sampling_params,
 )
+from outrider.commands.vllm_flags import own_flags
 from outrider.config import EngineConfig
 from outrider.core.status_line import is_terminal
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
@@ -189,7 +189,7 @@ def test_every_setting_has_a_flag_and_both_spellings_work() -> None:
                                      "overlap": True}
     assert sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=256, top_k=5, stop=["a", "b"],
                                                    logit_bias={3: -1.0}, speculative=False)
-    assert hyphenated("--a_b=c_d") == "--a-b=c_d" and hyphenated("a_b") == "a_b"
+    assert own_flags(["--a_b=c_d", "a_b"]) == ["--a-b=c_d", "a_b"]
     assert not ENGINE_FIELDS.keys() & SAMPLING_FIELDS.keys(), "one flag for two things"
 
 
