@@ -31,7 +31,9 @@ SERVER_FIELDS = {field.name: field for field in fields(ServerConfig)}
 NEEDS = "outrider serve needs the server's packages: pip install 'outrider[server]' (in a clone: '.[server]')"
 DEFAULT_MODEL = "smollm2"
 SWITCH_SECONDS = 0.0005  # how long the engine's thread may wait while a burst of events is sent
-KEY_VARIABLE = "OUTRIDER_API_KEY"  # a key on the command line can be read by every user of the machine
+# A key on the command line can be read by every user of the machine. vLLM's variable counts too: whoever sets it relies
+# on a server that asks for the key.
+KEY_VARIABLES = ("OUTRIDER_API_KEY", "VLLM_API_KEY")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,8 +116,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     given = {name: getattr(args, name) for name in (*SERVER_FIELDS, *VLLM_SERVER_SETTINGS) if hasattr(args, name)}
     given = translate("the command line", given, SERVER_FIELDS, VLLM_SERVER_SETTINGS)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    if "api_key" not in given and os.environ.get(KEY_VARIABLE):
-        given["api_key"] = (os.environ[KEY_VARIABLE],)
+    keys = [os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)]
+    if "api_key" not in given and keys:
+        given["api_key"] = (keys[0],)
     return ServerConfig(**given)
 
 

@@ -10,7 +10,6 @@ log = logging.getLogger("outrider")
 # What to use instead of a variable.
 VARIABLES = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "use hf_overrides={'max_position_embeddings': ...}",
-    "VLLM_API_KEY": "use OUTRIDER_API_KEY, or outrider serve --api-key",
     "VLLM_ATTENTION_BACKEND": "use attention_backend",
     "VLLM_BATCH_INVARIANT": "use exact=True",
     "VLLM_CACHE_ROOT": "use download_dir for files of the hub",

@@ -138,3 +138,13 @@ def test_a_command_line_of_vllms_server_is_read_as_it_is() -> None:
         default_chat_template_kwargs={"enable_thinking": False})
     assert engine_config(args).speculative_config == {"method": "ngram", "num_speculative_tokens": 3}
     assert cli.build_parser().parse(["serve", "--api-key", "k", "m"]).model == "m"
+
+
+def test_vllms_variable_of_the_key_closes_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = cli.build_parser().parse(["serve", "m"])
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert server_config(args).api_key == ("theirs",)
+    monkeypatch.setenv("OUTRIDER_API_KEY", "own")
+    assert server_config(args).api_key == ("own",)
+    assert server_config(cli.build_parser().parse(["serve", "m", "--api-key", "given"])).api_key == ("given",)
