@@ -38,13 +38,14 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    token_ids: tuple[int, ...]  # zeros where embeddings came without ids
+    token_ids: tuple[int, ...]  # zeros if the prompt is embeddings without ids
     params: RequestParams  # the request's own copy, with its words as tokens
     text: str | None = None  # the prompt's, if the caller gave any
     priority: int = 0
     cache_salt: str | None = None
     spans: PromptSpans = NO_SPANS
     embeds: PromptEmbeds | None = None
+    has_ids: bool = True  # False: the prompt is embeddings without ids
     adapter: str | None = None  # name of the adapter that changes the model's products for this request
 
     @property

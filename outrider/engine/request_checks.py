@@ -93,9 +93,10 @@ class RequestChecks:
         if positions is not None and (values is None or text is token_ids is None):
             raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
                              "'prompt_token_ids': give these too")
+        has_ids = True
         if token_ids is None and values is not None and positions is None:
             refuse_id_readers(params)
-            token_ids = [0] * len(values)
+            token_ids, has_ids = [0] * len(values), False
         elif token_ids is None:
             assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
             token_ids = self.need_tokenizer().encode(text)
@@ -103,7 +104,7 @@ class RequestChecks:
         self._check_tokens(token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
-                              None if values is None else place_embeds(values, positions, len(token_ids)))
+                              None if values is None else place_embeds(values, positions, len(token_ids)), has_ids)
 
     def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""

@@ -185,7 +185,7 @@ class ProcessorRows:
             request = own.request
             self._rows.pop(own.row, None)
             if request.generates:
-                prompt_ids = list(request.token_ids) if request.embeds is None else None
+                prompt_ids = list(request.token_ids) if request.has_ids else None
                 self._rows[own.row] = ProcessedRequest(own.params, prompt_ids, list(own.output_ids), own.num_known)
 
     def reset(self) -> None:

@@ -135,6 +135,17 @@ def test_a_position_is_processed_with_the_tokens_before_it() -> None:
     assert sum(token == wanted for token, wanted in zip(tokens, favoured, strict=True)) > 8 and tokens != plain
 
 
+def test_ids_that_stand_beside_embeddings_are_the_prompt_of_a_processor() -> None:
+    prompt, params = prompt_of(1, 9), greedy(6, extra_args={"factor": 7})
+    embeds = tiny_model("llama").embed_tokens.look_up(torch.tensor(prompt))
+    (expected,) = run([History], [Ask(prompt, params)])
+    given = [Ask(prompt, params, embeds=embeds), Ask(prompt, params, embeds=embeds[2:5], embeds_at=[2, 3, 4])]
+    assert run([History], given) == [expected] * 2
+    with Rig(tiny_model("llama"), logits_processors=[History]) as rig:
+        (output,) = rig.run([Ask([], params, embeds=embeds)])
+        assert "the prompt has embeddings alone" in (output.outputs[0].error or "")
+
+
 @pytest.mark.parametrize("kind", [History, Incremental])
 @pytest.mark.parametrize("is_right", [True, False])
 def test_drafts_change_no_token(kind: Any, is_right: bool) -> None:
