@@ -74,8 +74,10 @@ class Maintenance:
         if not self._asleep.intersection(wanted):
             return WakeReport()
         report = self._engine.command(WakeUp(wanted))
-        if WEIGHTS in wanted and self._are_dropped:  # they were read anew
-            self._are_dropped, self._lacks_weights = False, None
+        if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
+            self._lacks_weights = None
+        if WEIGHTS in wanted:
+            self._are_dropped = False
         self._asleep -= set(wanted)
         self._pause()
         return report
@@ -92,6 +94,7 @@ class Maintenance:
             raise
         except Exception as error:
             self._lacks_weights = str(error) if isinstance(error, WeightsIncomplete) else before
+            self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
             self._pause()
             raise
         self._lacks_weights, self._are_dropped = None, False

@@ -44,6 +44,7 @@ class WakeReport:
     seconds: float = 0.0
     num_captured: int = 0
     capture_seconds: float = 0.0  # part of `seconds`
+    are_weights_whole: bool = True  # False: they are dropped, or an update of them has failed half-way
 
 
 @dataclass(frozen=True)

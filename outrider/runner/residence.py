@@ -68,9 +68,11 @@ class Residence:
         if KV_CACHE not in self._asleep:
             falling[KV_CACHE] = [FreedMemory(find_storages(self._cache_tensors()).values(), keeps=False)]
         self._drop_captures()
+        num_total = num_packed + sum(own[0].total_bytes for own in falling.values())
         num_freed = num_packed
         if level == 2 and WEIGHTS in self._asleep:
-            num_freed += self._asleep[WEIGHTS][0].drop_content()
+            num_dropped = self._asleep[WEIGHTS][0].drop_content()
+            num_total, num_freed = num_total + num_dropped, num_freed + num_dropped
         self._are_incomplete |= level == 2
         self._asleep |= falling
         for first, *others in falling.values():
@@ -78,7 +80,7 @@ class Residence:
             for memory in others:
                 memory.free()
         self._release()
-        report = SleepReport(num_packed + sum(own[0].total_bytes for own in falling.values()), num_freed,
+        report = SleepReport(num_total, num_freed,
                              sum(memory.host_bytes for own in falling.values() for memory in own),
                              time.perf_counter() - start)
         log.info("asleep at level %d: %.0f of %.0f MiB of weights and cache are free, %.0f MiB were copied to the "
@@ -100,13 +102,14 @@ class Residence:
             del self._asleep[part]
         self._release()
         num_captured, seconds = self._capture_again()
-        report = WakeReport(time.perf_counter() - start, num_captured, seconds)
+        report = WakeReport(time.perf_counter() - start, num_captured, seconds, not self._are_incomplete)
         log.info("awake: %s in %.2f s, of which %d captured steps took %.2f s", ", ".join(parts), report.seconds,
                  num_captured, seconds)
         return report
 
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
-        """Replace weights. Everything is checked before anything is changed."""
+        """Replace weights. Everything is checked before anything is changed. If it fails after that, weights that were
+        asleep stay so."""
         start = time.perf_counter()
         self._synchronize()
         self._restore(WEIGHTS)  # slots are views
@@ -120,16 +123,17 @@ class Residence:
         self._release()
         was_incomplete, self._are_incomplete = self._are_incomplete, True
         try:
-            self._asleep.pop(WEIGHTS, None)
             restore_order([self._parts.model, *self._modules()])
             update.store()
             if was_incomplete:
                 self._read_drafter(names)
             self._prepare()
         except BaseException as error:
+            self._free_again(WEIGHTS)
             raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): no "
                                     "request is served until an update with all weights succeeds") from error
         self._are_incomplete = False
+        self._asleep.pop(WEIGHTS, None)
         self._release()
         num_captured, seconds = self._capture_again()
         report = UpdateReport(len(names), time.perf_counter() - start, num_captured, seconds)

@@ -213,6 +213,42 @@ def test_an_update_that_fails_half_way_serves_nothing_until_a_whole_one(
         assert generated(llm) == ours, "or until the weights are read anew"
 
 
+@pytest.mark.parametrize(("moves", "level"), [(False, 1), (False, 2), (True, 2)])
+def test_an_update_that_fails_half_way_leaves_weights_asleep_that_slept(
+    moves: bool, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = llama(tmp_path)
+    tensors = load_file(with_other_weights(folder, tmp_path / "other") / "model.safetensors")
+    settings = SETTINGS | {"dtype": "float64"} if moves else SETTINGS
+    if moves:
+        let_memory_move(monkeypatch)
+
+    def fail_at_last(slot: WeightSlot, tensor: torch.Tensor) -> None:
+        store(slot, tensor)
+        names.pop()
+        if not names:
+            raise RuntimeError("the device has lost its mind")
+
+    with LLM(str(folder), **settings) as llm:
+        ours, store = generated(llm), WeightSlot.store
+        for is_asleep in (True, False):
+            if is_asleep:
+                llm.sleep(level)
+            with monkeypatch.context() as patched:
+                patched.setattr(WeightSlot, "store", fail_at_last)
+                names = list(tensors)
+                with pytest.raises(WeightsIncomplete):
+                    llm.update_weights(tensors)
+            if not is_asleep:
+                llm.sleep(level)
+            with pytest.raises(WeightError, match="this update lacks"):
+                llm.update_weights({NAME: tensors[NAME]})
+            llm.wake_up(["kv_cache"])
+            assert llm.is_sleeping() and llm.engine.paused_because is not None
+            llm.wake_up()
+            assert llm.engine.paused_because is None and generated(llm) == ours, "the files were read again"
+
+
 def test_a_running_request_goes_on_with_the_new_weights_from_its_tokens(tmp_path: Path) -> None:
     folder = llama(tmp_path)
     other = with_other_weights(folder, tmp_path / "other")
