@@ -50,7 +50,7 @@ class DrafterFault:
     switches_off: bool  # whether the drafter is off from this fault on
 
 
-def words_of(error: Exception) -> str:
+def words_of(error: BaseException) -> str:
     """An exception's kind and message, which travel to statistics and metrics. The message may be of any length, and
     making it may raise."""
     try:

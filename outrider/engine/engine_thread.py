@@ -68,7 +68,7 @@ class EngineThread:
             except WorkerDied as error:  # the end of the engine, of which every stream hears
                 done.set_exception(error)
                 raise
-            except Exception as error:
+            except BaseException as error:  # a command may raise anything, also SystemExit
                 done.set_exception(error)
 
         self._send(command)

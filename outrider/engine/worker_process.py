@@ -29,6 +29,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.drafter_faults import words_of
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.grammar.deep_thread import end_process
@@ -46,7 +47,15 @@ TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outride
               "outrider.models.sources", "outrider.models.config_reader")
 log = logging.getLogger("outrider")
 Given = TypeVar("Given")
-_Asked: TypeAlias = tuple[int, Future[Any]]  # a step or a command, with its number
+_Asked: TypeAlias = tuple[int, Future[Any], bool]  # a step or a command with its number, and whether it is a command
+
+
+@dataclass(frozen=True)
+class OfCommand:
+    """Goes before a command, and before the answer of one. These are read by themselves: a command may be of any class,
+    and if one side cannot read an object of the other, only that command fails."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,15 @@ class Failure:
 
     @classmethod
     def from_error(cls, error: BaseException) -> Failure:
+        trace = "".join(traceback.format_exception(error))
+        if not isinstance(error, Exception):  # sys.exit() in a command is not the parent's exit
+            return cls(RuntimeError, words_of(error), trace)
         # The nearest type that the parent can import without torch.
         kind = next(t for t in type(error).__mro__ if t.__module__.startswith(TORCH_FREE))
-        return cls(kind, str(error), "".join(traceback.format_exception(error)))
+        try:
+            return cls(kind, str(error), trace)
+        except Exception:  # an exception whose message cannot be made
+            return cls(kind, words_of(error), trace)
 
     def to_error(self) -> BaseException:
         error = self.kind.__new__(self.kind, self.message)
@@ -100,17 +115,18 @@ class WorkerProcess:
             self._send(form)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        return self._ask(batch, Future[StepResult]())
+        number = next(self._numbers)
+        return self._ask(number, Future[StepResult](), (number, batch))
 
     def command(self, command: Command[Answer]) -> Future[Answer]:
-        return self._ask(command, Future[Answer]())
-
-    def _ask(self, message: ScheduledBatch | Command[Any], future: Future[Given]) -> Future[Given]:
-        """Send a numbered message. The future gets the answer of that number."""
         number = next(self._numbers)
+        return self._ask(number, Future[Answer](), OfCommand(number), command)
+
+    def _ask(self, number: int, future: Future[Given], *messages: Any) -> Future[Given]:
+        """Send numbered messages. The future gets the answer of that number."""
         self._waiting[number] = future
         try:
-            self._send((number, message))
+            self._send(*messages)
         except OSError:  # the child is gone; the reader finds out and ends all that wait
             self._reader.join()
         except Exception:  # a message that cannot be pickled: the child has not seen it
@@ -140,13 +156,14 @@ class WorkerProcess:
         """Ends a child that no longer answers: its steps fail with WorkerDied."""
         self._process.kill()
 
-    def _send(self, message: Any) -> None:
-        pickled = ForkingPickler.dumps(message)
+    def _send(self, *messages: Any) -> None:
+        pickled = [ForkingPickler.dumps(message) for message in messages]
         with self._sending:
             if self._is_sending:  # the child cannot make sense of what follows a part of a message
                 self._process.kill()
             self._is_sending = True
-            self._pipe.send_bytes(pickled)
+            for one in pickled:
+                self._pipe.send_bytes(one)
             self._is_sending = False
 
     def _receive_info(self) -> WorkerInfo:
@@ -168,6 +185,8 @@ class WorkerProcess:
         while True:
             try:
                 message = self._pipe.recv()
+                if isinstance(message, OfCommand):
+                    message = (message.number, _read_answer(self._pipe.recv_bytes()))
             except (EOFError, OSError):
                 break
             match message:
@@ -194,6 +213,13 @@ class WorkerProcess:
 def _fail(future: Future[Any], error: WorkerDied) -> None:
     with suppress(InvalidStateError):  # told already
         future.set_exception(error)
+
+
+def _read_answer(pickled: bytes) -> Any:
+    try:
+        return ForkingPickler.loads(pickled)
+    except Exception as error:  # its class may not be importable here
+        return Failure.from_error(error)
 
 
 def _log(record: logging.LogRecord) -> None:
@@ -233,9 +259,11 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
     threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
     lock = threading.Lock()
 
-    def send(message: Any) -> None:
+    def send(*messages: Any) -> None:
+        pickled = [ForkingPickler.dumps(message) for message in messages]
         with lock:
-            pipe.send(message)
+            for one in pickled:
+                pipe.send_bytes(one)
 
     log.setLevel(level)
     log.handlers, log.propagate = [_ToParent(send)], False
@@ -262,10 +290,13 @@ def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: i
         while (message := wait_for(take, lambda quiet: flight.idle(worker, quiet))[0]) is not None:
             if isinstance(message, StructuredOutputsParams):
                 grammars.start(message)
+                continue
+            flight.num_queued += 1
+            if isinstance(message, OfCommand):
+                asked.put((message.number, _carry_out(worker, pipe.recv_bytes()), True))
             else:
-                number, wanted = message
-                flight.num_queued += 1
-                asked.put((number, worker.command(wanted) if isinstance(wanted, Command) else worker.submit(wanted)))
+                number, batch = message
+                asked.put((number, worker.submit(batch), False))
         asked.put(None)
         answers.join()
         worker.close()
@@ -293,16 +324,26 @@ class _Flight:
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
 
 
-def _answer(asked: queue.SimpleQueue[_Asked | None], send: Callable[[Any], None], flight: _Flight) -> None:
+def _carry_out(worker: Runner, pickled: bytes) -> Future[Any]:
+    """The answer of a command. Whatever goes wrong with the command is its answer, also that it cannot be read."""
+    try:
+        return worker.command(ForkingPickler.loads(pickled))
+    except BaseException as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _answer(asked: queue.SimpleQueue[_Asked | None], send: Callable[..., None], flight: _Flight) -> None:
     """Waits for steps and commands in their order, while the next one is already being queued."""
     while (one := asked.get()) is not None:
-        number, future = one
+        number, future, is_command = one
         try:
             message: Any = future.result()
-        except Exception as error:
+        except BaseException as error:
             message = Failure.from_error(error)
         try:
-            send((number, message))
+            send(*((OfCommand(number), message) if is_command else ((number, message),)))
         except OSError:
             return  # the parent is gone
         except Exception as error:  # an answer that cannot be pickled

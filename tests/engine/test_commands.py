@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -55,6 +56,45 @@ class AnswerOddly(Command[Callable[[], None]]):
 
     def carry_out(self, worker: Any) -> Callable[[], None]:
         return lambda: None
+
+
+@dataclass(frozen=True)
+class Exit(Command[None]):
+    def carry_out(self, worker: Any) -> None:
+        raise SystemExit(3)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("there are no words for it")
+
+
+@dataclass(frozen=True)
+class RaiseMute(Command[None]):
+    def carry_out(self, worker: Any) -> None:
+        raise Mute
+
+
+def read_at_home(process_id: int) -> None:
+    if os.getpid() != process_id:
+        raise ImportError("there is no such class here")
+
+
+class Native:
+    """Can be read in the process that it comes from, and nowhere else."""
+
+    def __reduce__(self) -> Any:
+        return read_at_home, (os.getpid(),)
+
+
+@dataclass(frozen=True)
+class AnswerNatively(Command[Native]):
+    def carry_out(self, worker: Any) -> Native:
+        return Native()
+
+
+class UnknownThere(Native, Command[None]):
+    def carry_out(self, worker: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +161,33 @@ def test_commands_between_steps_are_answered_and_harm_no_request(model: str, in_
                     future.result()
         assert isinstance(futures[0][1].exception(), ValueError)
         assert tokens_of([outputs[key] for key in sorted(outputs)]) == expected
+
+
+@pytest.mark.parametrize("in_process", [False, True], ids=["thread", "process"])
+def test_a_command_can_fail_in_odd_ways_and_requests_go_on(model: str, in_process: bool,
+                                                           expected: list[list[list[int]]]) -> None:
+    faults: list[tuple[Command[Any], str, str]] = [
+        (Exit(), "SystemExit|RuntimeError", "3"), (RaiseMute(), "Mute|Exception", "cannot be shown")]
+    if in_process:
+        faults += [(AnswerNatively(), "ImportError", "no such class"), (UnknownThere(), "ImportError", "no such class")]
+    llm = LLM.around(start_engine(EngineConfig(model, **SETTINGS), in_process=in_process))
+    with llm:
+        for command, kind, words in faults:
+            error = llm.engine.runner.command(command).exception(timeout=60)
+            assert re.fullmatch(kind, type(error).__name__)
+            assert not in_process or words in str(error)
+        assert tokens_of(llm.generate([list(p) for p in PROMPTS], greedy(20))) == expected
+
+
+def test_a_command_that_exits_leaves_the_thread_of_the_engine(model: str, expected: list[list[list[int]]]) -> None:
+    async def main() -> None:
+        async with AsyncLLM(model, **SETTINGS) as llm:
+            call = llm._owner.call(lambda: llm.engine.command(Exit()))
+            assert isinstance(await asyncio.to_thread(call.exception, 60), SystemExit)
+            *_, last = [output async for output in llm.generate(list(PROMPTS[0]), greedy(20))]
+            assert [last.outputs[0].token_ids] == expected[0]
+
+    asyncio.run(asyncio.wait_for(main(), timeout=300))
 
 
 def test_a_worker_that_dies_during_a_command_is_the_end_of_the_engine(model: str) -> None:
