@@ -19,6 +19,7 @@ from outrider.formats.declared import (
 from outrider.formats.dense import DenseLinear
 from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
 from outrider.formats.experts import DenseExperts, ExpertsFormat
+from outrider.formats.gguf import TransposedHeads
 from outrider.formats.registry import FormatChoice, register_format
 from outrider.formats.slots import HeadLayout, StoredWeight, TensorCut, WeightSlot, join_names
 from outrider.formats.summed import build_format
@@ -48,6 +49,7 @@ __all__ = [
     "StoredTensor",
     "StoredWeight",
     "TensorCut",
+    "TransposedHeads",
     "WeightFormat",
     "WeightSlot",
     "activate",

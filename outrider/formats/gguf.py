@@ -14,11 +14,28 @@ from functools import partial
 import torch
 
 from outrider.formats.base import EmbeddingFormat, NativeProduct
-from outrider.formats.declared import LinearDeclaration, Segment, StoredFormat, StoredTensor
+from outrider.formats.declared import InputCut, LinearDeclaration, Segment, StoredFormat, StoredTensor
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import native
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.quantized import draw_rows, empty_rows, kept_bits_are_fast, rounding_error, store_rows
+from outrider.kernels.quantized import (
+    draw_rows,
+    empty_rows,
+    grouped_heads,
+    kept_bits_are_fast,
+    rounding_error,
+    store_rows,
+)
+
+
+@dataclass(frozen=True)
+class TransposedHeads(StoredFormat):
+    """Blocks over input features that are heads [heads of a group, groups, size], where the model has them group by
+    group: products take their input in the file's order."""
+
+    groups: int
+    heads: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,9 @@ def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], de
     """Whether packed products serve a weight; its input features that this rank holds are whole blocks."""
     inputs = declared.inputs
     are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))
+    is_cut = isinstance(declared.cut, InputCut)
+    if is_cut and any(isinstance(held, TransposedHeads) for held in stored):
+        return False  # a rank's heads are not neighbours in the file
     return are_whole and declared.dtype == torch.float32 and device.type == "cpu" and kept_bits_are_fast()
 
 
@@ -65,6 +85,7 @@ class GgufLinear(EmbeddingFormat):
                       for kind, segment in zip(self._kinds, declared.segments, strict=True)]
         self._matrix: native.PackedMatrix | None = None
         self._activation_bits = 24
+        self._transposed = next((held for held in stored if isinstance(held, TransposedHeads)), None)
 
     @classmethod
     def serves(cls, declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
@@ -95,6 +116,9 @@ class GgufLinear(EmbeddingFormat):
         return rounding_error(self._rows, self._bias)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self._transposed
+        if heads is not None:
+            x = grouped_heads(x, heads.heads, heads.groups, heads.size)
         return native.product(x, self._finalized)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -102,10 +126,12 @@ class GgufLinear(EmbeddingFormat):
         return rows.look_up(tokens)
 
     def dense(self) -> torch.Tensor:
-        return torch.cat([rows.look_up(torch.arange(rows.outputs)) for rows in self._rows])
+        weight = torch.cat([rows.look_up(torch.arange(rows.outputs)) for rows in self._rows])
+        heads = self._transposed
+        return weight if heads is None else grouped_heads(weight, heads.groups, heads.heads, heads.size)
 
-    def native_product(self) -> NativeProduct:
-        return NativeProduct(self._finalized, sys.maxsize)
+    def native_product(self) -> NativeProduct | None:
+        return None if self._transposed is not None else NativeProduct(self._finalized, sys.maxsize)
 
     @property
     def _finalized(self) -> native.PackedMatrix:

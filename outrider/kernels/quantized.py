@@ -68,6 +68,24 @@ class QuantizedRows:
         return packed
 
 
+@dataclass(frozen=True)
+class TransposedRows(QuantizedRows):
+    """A weight whose input features are heads that the file holds transposed: [heads of a group, groups, size]. Blocks
+    may hold parts of several heads, so that only numbers can be put into the model's order."""
+
+    groups: int
+    heads: int
+    size: int
+
+    def dequantize(self) -> Tensor:
+        return grouped_heads(super().dequantize(), self.groups, self.heads, self.size)
+
+
+def grouped_heads(weight: Tensor, groups: int, heads: int, size: int) -> Tensor:
+    """[.., heads * groups * size] -> [.., groups * heads * size]."""
+    return weight.unflatten(-1, (heads, groups, size)).transpose(-3, -2).flatten(-3)
+
+
 def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> PackedRows:
     """Room for packed rows of a kind; `device` may be torch's meta device."""
     kind = KINDS[name]

@@ -133,8 +133,8 @@ class ExpertsBeside(Module):
             RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device) for _ in range(4))
         self.router = Router(index, sizes.hidden_size, rule, has_expert_scale=True, projection="proj",
                              dtype=dtype, device=device)
-        self.experts = Experts(rule.num_experts, sizes.hidden_size, expert_size, activation=ACTIVATION, is_fused=True,
-                               dtype=dtype, device=device)
+        self.experts = Experts(rule.num_experts, sizes.hidden_size, expert_size, activation=ACTIVATION, dtype=dtype,
+                               device=device)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (

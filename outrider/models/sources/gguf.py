@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
 from outrider.core.fields import Range, check_value
 from outrider.models.sources.base import ModelSource, SourceError
-from outrider.models.sources.gguf_families import FAMILIES, ROPE_FACTORS, Family, Metadata
-from outrider.models.sources.gguf_header import Header, read_header
-from outrider.models.sources.gguf_tensors import KEPT_KINDS, KINDS, dequantised, raw_bytes
+from outrider.models.sources.gguf_families import FAMILIES, Family
+from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
+from outrider.models.sources.gguf_metadata import Metadata
+from outrider.models.sources.gguf_places import TensorPlace
+from outrider.models.sources.gguf_tensors import KEPT_KINDS, KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -36,21 +36,24 @@ class GgufSource(ModelSource):
         return FAMILIES[self.header.metadata["general.architecture"]]
 
     def tensor_names(self) -> set[str]:
-        return set(self._kinds)
+        return set(self._placed)
 
     def stored_format(self, name: str) -> StoredFormat | None:
-        from outrider.formats import StoredFormat
+        from outrider.formats import StoredFormat, TransposedHeads
 
-        kind = self._kinds.get(f"{name}.weight")
-        return StoredFormat(kind) if kind in KEPT_KINDS else None
+        place, entry = self._placed.get(f"{name}.weight", (None, None))
+        if place is None or entry is None or entry.kind.name not in KEPT_KINDS or place.change is not None:
+            return None
+        grid = None if place.columns is None else place.columns(Metadata(self.header))
+        return StoredFormat(entry.kind.name) if grid is None else TransposedHeads(entry.kind.name, *grid)
 
     @cached_property
-    def _kinds(self) -> dict[str, str]:
-        """Kinds of all tensors, by name."""
-        places = [(place.name, entry) for entry in self.header.tensors.values()
-                  if (place := self.family.place(entry.name)) is not None]
-        return {name.replace("{expert}", str(expert)): entry.kind.name for name, entry in places
-                for expert in range(entry.shape[0] if "{expert}" in name else 1)}
+    def _placed(self) -> dict[str, tuple[TensorPlace, TensorEntry]]:
+        """The place and the file's tensor of every tensor of the model, by its name there."""
+        num_layers = Metadata(self.header).num_layers
+        return {place.name.replace("{expert}", str(expert)): (place, entry) for entry in self.header.tensors.values()
+                for place in self.family.places(entry.name, num_layers) or ()
+                for expert in range(entry.shape[0] if "{expert}" in place.name else 1)}
 
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         from outrider.models.sources.gguf_weights import read_tensors
@@ -76,12 +79,12 @@ def _check_supported(header: Header) -> None:
                           f"{', '.join(FAMILIES)}. Use the model's safetensors folder instead.")
     if meta.get("split.count", 1) > 1:
         raise SourceError(f"{path} is one of {meta['split.count']} parts (split.count); merge them into one file first")
-    family = FAMILIES[architecture]
+    family, num_layers = FAMILIES[architecture], Metadata(header).num_layers
     for entry in header.tensors.values():
         if entry.kind.name not in KINDS:
             raise SourceError(f"{path}: tensor {entry.name!r} is {entry.kind.name}, which is not supported; "
                               f"supported: {', '.join(KINDS)}")
-        if entry.name != ROPE_FACTORS and family.place(entry.name) is None:
+        if family.places(entry.name, num_layers) is None:
             raise SourceError(f"{path}: tensor {entry.name!r} does not belong to a model of the architecture "
                               f"{architecture!r} as Outrider knows it")
 
@@ -91,24 +94,12 @@ def build_config(header: Header) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise SourceError(f"{header.path}: tensor 'token_embd.weight' is missing; the file is damaged or incomplete")
-    heads = meta.need_number("attention.head_count")
-    head_dim = meta.get("attention.key_length", meta.need("embedding_length") // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        meta.must_equal(key, head_dim, f" where the head size is {head_dim}")
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "hidden_size": meta.need("embedding_length"),
         "intermediate_size": meta.get("feed_forward_length"),
-        "num_hidden_layers": meta.need("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if meta.get("attention.head_count_kv") is None else meta.need_number(
-            "attention.head_count_kv"),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": meta.need("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(meta, head_dim),
+        "num_hidden_layers": meta.num_layers,
         "max_position_embeddings": meta.need("context_length"),
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -128,44 +119,6 @@ def _stored_dtype(header: Header) -> str:
         dtype = {"F16": "float16", "BF16": "bfloat16"}.get(entry.kind.name, "float32")
         sizes[dtype] = sizes.get(dtype, 0) + math.prod(entry.shape)
     return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
-    path, kind, linear = meta.header.path, meta.get("rope.scaling.type", "none"), meta.get("rope.scale_linear")
-    factor, original = meta.get("rope.scaling.factor", 1.0), meta.get("rope.scaling.original_context_length")
-    if linear is not None and kind == "none":
-        kind, factor = "linear", linear
-    if ROPE_FACTORS in meta.header.tensors:
-        if kind != "none":
-            raise SourceError(f"{path}: rope scaling {kind!r} together with {ROPE_FACTORS} is not supported")
-        return _llama3_scaling(meta.header, head_dim, float(meta.get("rope.freq_base", 10000.0)))
-    match kind:
-        case "none":
-            return None
-        case "linear":
-            return {"rope_type": "linear", "factor": float(factor)} if factor != 1.0 else None
-        case "yarn":
-            if original is None:
-                raise SourceError(f"{path}: yarn rope scaling needs {meta.prefix}rope.scaling.original_context_length")
-            return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
-        case _:
-            raise SourceError(f"{path}: {meta.prefix}rope.scaling.type = {kind!r} is not supported; supported: linear, "
-                              "yarn")
-
-
-def _llama3_scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as its result, a factor per frequency; find the parameters that give it."""
-    entry = header.tensors[ROPE_FACTORS]
-    stored = dequantised(raw_bytes(header.path, entry), entry.kind).reshape(entry.shape).astype(np.float64)
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    share = ((original / wavelength - low) / (high - low)).clip(0, 1)  # 1: frequency kept, 0: divided by factor
-    expected = 1 / ((1 - share) / factor + share)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
-        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of Llama 3.1 scaling; "
-                          "no other kind is supported from GGUF")
-    return {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": original}  # fmt: skip
 
 
 def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
-"""The architectures of GGUF files that are read: for each the config and the names that its model has elsewhere.
+"""The architectures of GGUF files that are read: for each what its metadata means and where its tensors lie.
 
-A family is one declaration: what its metadata means, how its tensors are called in Hugging Face's form, and what
-converters change in them. Converters store norms that add one with the one added, and Llama's q and k with rows that
-are reordered for another rope. Keys that no family reads are refused (`Metadata`).
+Meanings are in `gguf_py_config`, places in `gguf_places.py`.
 """
 
 from __future__ import annotations
@@ -10,136 +8,100 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from outrider.models.sources.base import SourceError
-from outrider.models.sources.gguf_header import Header
-
-if TYPE_CHECKING:
-    import torch
-
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
-HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing, or are said twice
-
-
-class Metadata:
-    """The keys of a file's architecture. Those that are never read are refused."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-        self.prefix = f"{header.metadata.get('general.architecture')}."
-        self._read = {self.prefix + key for key in HARMLESS}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(self.prefix + key)
-        return self.header.metadata.get(self.prefix + key, default)
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise SourceError(f"{self.header.path}: metadata {self.prefix}{key} is missing; the file is damaged or "
-                              "incomplete")
-        return value
-
-    def need_number(self, key: str) -> Any:
-        """A value that is the same in all layers."""
-        value = self.need(key)
-        if isinstance(value, list):
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} per layer is not supported")
-        return value
-
-    def must_equal(self, key: str, value: Any, why: str) -> None:
-        found = self.get(key, value)
-        if found != value:
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} = {found!r} is not supported{why}")
-
-    def refuse_unread(self) -> None:
-        for key, value in self.header.metadata.items():
-            if key.startswith(self.prefix) and key not in self._read:
-                raise SourceError(f"{self.header.path}: {key} = {value!r} is not supported")
+from outrider.models.sources.gguf_configs import (
+    deepseek_config,
+    deepseek_indexed_config,
+    gemma3_config,
+    gemma4_config,
+    llama_config,
+    nemotron_h_config,
+    plain_config,
+    qwen3_moe_config,
+    qwen_hybrid_config,
+)
+from outrider.models.sources.gguf_metadata import Metadata
+from outrider.models.sources.gguf_places import (
+    ATTENTION,
+    BIASES,
+    DEEPSEEK,
+    DEEPSEEK_INDEXED,
+    EXPERTS,
+    GEMMA4,
+    GEMMA_NORMS,
+    HEAD_NORMS,
+    MLP,
+    NEMOTRON_H,
+    QWEN3_5,
+    QWEN3_NEXT,
+    REORDERED,
+    TWO_NORMS,
+    Change,
+    Places,
+    TensorPlace,
+    subtract_one,
+)
+from outrider.models.sources.gguf_rope import ROPE_FACTORS
 
 
-Change = Callable[["torch.Tensor"], "torch.Tensor"]
+class TopNames(NamedTuple):
+    """Names of the tensors around the layers."""
 
-
-class TensorPlace(NamedTuple):
-    """A place in the model for a tensor of the file. With "{expert}" in its name, one matrix for each expert."""
-
-    name: str
-    heads: str | None = None  # the key of the number of heads by which rows are reordered; None: as they are
-    change: Change | None = None  # from the values in the file to the model's
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    layers: str = "model.layers"
 
 
 @dataclass(frozen=True)
 class Family:
     architecture: str  # in a config's `architectures`
     model_type: str
-    layer: Mapping[str, TensorPlace]  # tensors of a layer, by their names behind "blk.0."
-    config: Callable[[Metadata], dict[str, Any]] = field(default=lambda meta: {})  # keys beside those of all families
+    layer: Places
+    config: Callable[[Metadata], dict[str, Any]] = plain_config  # keys beside those of all families
     norm: Change | None = None  # of the last norm
+    names: TopNames = TopNames()
+    top: Mapping[str, str] = field(default_factory=dict)  # further tensors around the layers
 
-    def place(self, name: str) -> TensorPlace | None:
-        """The place of a tensor, or None if the family has none of this name."""
-        if name == "output_norm.weight":
-            return TensorPlace("model.norm.weight", change=self.norm)
-        if name in TOP_NAMES:
-            return TensorPlace(TOP_NAMES[name])
+    def places(self, name: str, num_layers: int) -> tuple[TensorPlace, ...] | None:
+        """The places of a tensor, or None if the family has none of this name. Layers behind the last one predict
+        further tokens; nothing reads them."""
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        place = self.layer.get(found[2]) if found else None
-        return place._replace(name=f"model.layers.{found[1]}.{place.name}") if found and place else None
+        if found is not None:
+            held = () if int(found[1]) >= num_layers else self.layer.get(found[2])
+            return held and tuple(place._replace(name=f"{self.names.layers}.{found[1]}.{place.name}") for place in held)
+        match name:
+            case "output_norm.weight":
+                return (TensorPlace(f"{self.names.norm}.weight", change=self.norm),)
+            case "token_embd.weight":
+                return (TensorPlace(f"{self.names.embedding}.weight"),)
+            case "output.weight":
+                return (TensorPlace("lm_head.weight"),)
+            case _ if name == ROPE_FACTORS:
+                return ()
+        return (TensorPlace(self.top[name]),) if name in self.top else None
 
 
-TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
-
-
-def _subtract_one(norm: torch.Tensor) -> torch.Tensor:
-    return norm - 1
-
-
-def _weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, TensorPlace]:
-    return {f"{ours}.weight": TensorPlace(f"{theirs}.weight", change=change) for ours, theirs in names.items()}
-
-
-ATTENTION = _weights({"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-                      "attn_output": "self_attn.o_proj"})
-MLP = _weights({"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"})
-EXPERTS = _weights({"ffn_gate_inp": "mlp.gate", **{f"ffn_{part}_exps": f"mlp.experts.{{expert}}.{part}_proj"
-                                                   for part in ("gate", "up", "down")}})
-TWO_NORMS = _weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
-HEAD_NORMS = _weights({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
-BIASES = {f"attn_{part}.bias": TensorPlace(f"self_attn.{part}_proj.bias") for part in "qkv"}
-REORDERED = {"attn_q.weight": TensorPlace("self_attn.q_proj.weight", "attention.head_count"),
-             "attn_k.weight": TensorPlace("self_attn.k_proj.weight", "attention.head_count_kv")}  # fmt: skip
-GEMMA_NORMS = _weights({"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
-                        "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-                        "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, _subtract_one)
-
-
-def _llama(meta: Metadata) -> dict[str, Any]:
-    meta.must_equal("expert_count", 0, " (mixture of experts) from GGUF; use the model's safetensors folder")
-    meta.get("expert_used_count")
-    return {"attention_bias": False, "mlp_bias": False}
-
-
-def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
-    return {"num_experts": meta.need("expert_count"), "num_experts_per_tok": meta.need("expert_used_count"),
-            "moe_intermediate_size": meta.need("expert_feed_forward_length"), "norm_topk_prob": True,
-            "attention_bias": False}  # fmt: skip
-
-
-def _gemma3(meta: Metadata) -> dict[str, Any]:
-    """Every sixth layer has full attention. Queries of the 27B model, of 62 layers, are scaled by another size."""
-    layers, heads = meta.need("block_count"), meta.need("attention.head_count")
-    scalar = meta.need("embedding_length") // heads if layers == 62 else meta.need("attention.key_length")
-    return {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
-            "sliding_window": meta.need("attention.sliding_window"), "sliding_window_pattern": 6,
-            "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0)}  # fmt: skip
-
-
+GEMMA4_TOP = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+              "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+              "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}  # fmt: skip
+_BACKBONE = TopNames("backbone.embeddings", "backbone.norm_f", "backbone.layers")
+_NEMOTRON_H = Family("NemotronHForCausalLM", "nemotron_h", NEMOTRON_H, nemotron_h_config, names=_BACKBONE)
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", ATTENTION | REORDERED | MLP | TWO_NORMS, _llama),
+    "llama": Family("LlamaForCausalLM", "llama", ATTENTION | REORDERED | MLP | TWO_NORMS, llama_config),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", ATTENTION | BIASES | MLP | TWO_NORMS),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", ATTENTION | HEAD_NORMS | MLP | TWO_NORMS),
-    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS | TWO_NORMS, _qwen3_moe),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", ATTENTION | MLP | GEMMA_NORMS, _gemma3, _subtract_one),
-}
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS | TWO_NORMS,
+                       qwen3_moe_config),
+    # Files of Qwen3-Next have the projections of their gated delta layers apart, as checkpoints of Qwen3.5 have them.
+    "qwen3next": Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN3_NEXT, qwen_hybrid_config, subtract_one),
+    "qwen35": Family("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5, qwen_hybrid_config, subtract_one),
+    "qwen35moe": Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN3_5, qwen_hybrid_config, subtract_one),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", ATTENTION | MLP | GEMMA_NORMS, gemma3_config, subtract_one),
+    "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", GEMMA4, gemma4_config, top=GEMMA4_TOP),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "deepseek2": Family("DeepseekV3ForCausalLM", "deepseek_v3", DEEPSEEK, deepseek_config),
+    "deepseek32": Family("DeepseekV32ForCausalLM", "deepseek_v32", DEEPSEEK_INDEXED, deepseek_indexed_config),
+    "glm-dsa": Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", DEEPSEEK_INDEXED, deepseek_indexed_config),
+}  # fmt: skip

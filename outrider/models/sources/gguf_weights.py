@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from outrider.formats import StoredWeight
-from outrider.kernels.quantized import QuantizedRows
+from outrider.kernels.quantized import QuantizedRows, TransposedRows, grouped_heads
 from outrider.models.sources.base import SourceError
-from outrider.models.sources.gguf_families import Family, Metadata, TensorPlace
+from outrider.models.sources.gguf_families import Family
 from outrider.models.sources.gguf_header import Header, TensorEntry, TensorKind
+from outrider.models.sources.gguf_metadata import Metadata
+from outrider.models.sources.gguf_places import TensorPlace
 from outrider.models.sources.gguf_tensors import FLOAT_KINDS, KEPT_KINDS, dequantised, raw_bytes
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,45 +40,82 @@ class LibraryRows:
 
 
 def read_tensors(header: Header, family: Family) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    meta = Metadata(header)
+    num_layers = meta.num_layers
     # Largest first: what the model has not been given yet is not in memory, so the largest costs nothing extra.
     for entry in sorted(header.tensors.values(), key=lambda e: -math.prod(e.shape)):
-        place = family.place(entry.name)
-        if place is None:
+        places = family.places(entry.name, num_layers)
+        if not places:
             continue
-        data = torch.from_numpy(raw_bytes(header.path, entry))
-        if entry.kind.name in FLOAT_KINDS:
-            data = data.view(FLOATS[entry.kind.name])
-        rows = data.view(*entry.shape[:-1], -1)
-        if place.heads is not None:
-            rows = _put_halves_back(rows, header, entry, place.heads)
-        yield from _stored(rows, entry, place)
+        rows = _read_rows(header, entry)
+        for place in places:
+            yield from _stored(rows, entry, place, meta)
+
+
+def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
+    """[.., rows, numbers of a row], or bytes of a row where the file has other bits than floats."""
+    data = torch.from_numpy(raw_bytes(header.path, entry))
+    if entry.kind.name in FLOAT_KINDS:
+        data = data.view(FLOATS[entry.kind.name])
+    return data.view(*entry.shape[:-1], -1)
 
 
 def _stored(
-    rows: torch.Tensor, entry: TensorEntry, place: TensorPlace
+    rows: torch.Tensor, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """The weights of one tensor of the file, by name: one, or one for each expert."""
-    names = [place.name]
+    """The weights of one tensor of the file at one place, by name: one, or one for each expert."""
+    names, shape = [place.name], entry.shape
     if "{expert}" in place.name:
-        names = [place.name.replace("{expert}", str(expert)) for expert in range(entry.shape[0])]
-    kind, shape = entry.kind.name, entry.shape[-2:]
-    for name, own in zip(names, rows.unbind() if len(names) > 1 else [rows], strict=True):
-        if kind in FLOAT_KINDS:
-            yield name, own if place.change is None else place.change(own.float())
-        elif kind in KEPT_KINDS and len(shape) == 2 and place.change is None:
-            yield name, QuantizedRows(kind, own)
-        else:
-            weight = LibraryRows(kind, own, shape)
-            yield name, weight if place.change is None else place.change(weight.dequantize())
+        names, shape = [place.name.replace("{expert}", str(expert)) for expert in range(shape[0])], shape[1:]
+    for name, own in zip(names, rows.unbind() if len(shape) < len(entry.shape) else [rows], strict=True):
+        try:
+            weight = _placed(own, shape, entry, place, meta)
+        except SourceError:
+            raise
+        except (ValueError, RuntimeError) as error:  # views of a shape that the metadata does not know
+            raise SourceError(f"{meta.header.path}: tensor {entry.name!r} of shape {entry.shape} does not fit the "
+                              f"heads that the metadata names ({error}). Fetch the file again.") from error
+        yield name, weight
 
 
-def _put_halves_back(rows: torch.Tensor, header: Header, entry: TensorEntry, key: str) -> torch.Tensor:
-    """[heads * dim, in], or bytes of rows: GGUF interleaves the two halves of a head for Llama's rope; put the halves
-    back in a row."""
-    meta = Metadata(header)
-    num_heads = meta.get(key) or meta.need("attention.head_count")
-    if len(entry.shape) != 2 or entry.shape[0] % (2 * num_heads):
-        raise SourceError(f"{header.path}: tensor {entry.name!r} of shape {entry.shape} does not hold two halves for "
-                          f"each of {num_heads} heads. Fetch the file again.")
-    out, width = rows.shape
-    return rows.view(num_heads, out // num_heads // 2, 2, width).transpose(1, 2).reshape(out, width)
+def _placed(
+    rows: torch.Tensor, shape: tuple[int, ...], entry: TensorEntry, place: TensorPlace, meta: Metadata
+) -> torch.Tensor | StoredWeight:
+    """A tensor, or one expert's part of it, as the model has it."""
+    if place.rows is not None:
+        rows = rows[torch.from_numpy(place.rows(meta, shape[0]))]
+    weight = _weight(entry.kind.name, rows, (rows.shape[0], *shape[1:]), place, meta)
+    return weight if place.change is None else _changed(weight, entry, place, meta)
+
+
+def _weight(
+    kind: str, rows: torch.Tensor, shape: tuple[int, ...], place: TensorPlace, meta: Metadata
+) -> torch.Tensor | StoredWeight:
+    """A tensor whose rows are in the model's order, as numbers if the file has numbers."""
+    grid = None if place.columns is None else place.columns(meta)
+    if kind in FLOAT_KINDS:
+        return rows if grid is None else grouped_heads(rows, *grid)
+    if kind in KEPT_KINDS and len(shape) == 2:
+        return QuantizedRows(kind, rows) if grid is None else TransposedRows(kind, rows, *grid)
+    weight = LibraryRows(kind, rows, shape)
+    return weight if grid is None else grouped_heads(weight.dequantize(), *grid)
+
+
+def _changed(
+    weight: torch.Tensor | StoredWeight, entry: TensorEntry, place: TensorPlace, meta: Metadata
+) -> torch.Tensor:
+    """The model's numbers from those of one tensor of the file, or of two of a layer."""
+    assert place.change is not None
+    if place.beside is None:
+        return place.change(_numbers(weight))
+    name = f"{entry.name.removesuffix(entry.name.split('.', 2)[2])}{place.beside}"
+    other = meta.header.tensors.get(name)
+    if other is None:
+        raise SourceError(f"{meta.header.path}: tensor {name!r} is missing beside {entry.name!r}; the file is damaged "
+                          "or incomplete")
+    beside = _weight(other.kind.name, _read_rows(meta.header, other), other.shape, TensorPlace(name), meta)
+    return place.change(_numbers(weight), _numbers(beside))
+
+
+def _numbers(weight: torch.Tensor | StoredWeight) -> torch.Tensor:
+    return weight.float() if isinstance(weight, torch.Tensor) else weight.dequantize()

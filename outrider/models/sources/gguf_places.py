@@ -1,0 +1,261 @@
+"""The places of a GGUF file's tensors in the models: their names in Hugging Face's form, and what converters change.
+
+Converters store norms that add one with the one added, decays as their values, and rows of some matrices in another
+order. Orders of rows are put back without touching the bits of a row; changed numbers are expanded first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from outrider.models.sources.base import SourceError
+from outrider.models.sources.gguf_metadata import Metadata
+
+if TYPE_CHECKING:
+    import torch
+
+Change: TypeAlias = Callable[..., "torch.Tensor"]  # from the numbers in the file to the model's
+RowOrder: TypeAlias = Callable[[Metadata, int], np.ndarray]  # of a tensor's rows: those of the model, in its order
+
+
+class HeadGrid(NamedTuple):
+    """Input features of heads that the file holds transposed: the model has [groups, heads, features of a head]."""
+
+    groups: int
+    heads: int  # of a group
+    size: int  # features of a head
+
+
+class TensorPlace(NamedTuple):
+    """A place in the model for a tensor of the file. With "{expert}" in its name, one matrix for each expert."""
+
+    name: str
+    rows: RowOrder | None = None  # None: all rows, as they are
+    change: Change | None = None
+    beside: str | None = None  # a second tensor of the layer, which `change` joins to this one
+    columns: Callable[[Metadata], HeadGrid | None] | None = None  # None: input features as they are
+
+
+# The places of a layer's tensors, by their names behind "blk.0.". Without a place: another tensor's place takes it.
+Places: TypeAlias = Mapping[str, tuple[TensorPlace, ...]]
+
+
+def weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, tuple[TensorPlace, ...]]:
+    """Weights that lie in the model as in the file, by their names without ".weight"."""
+    return {f"{ours}.weight": (TensorPlace(f"{theirs}.weight", change=change),) for ours, theirs in names.items()}
+
+
+def attention(prefix: str = "self_attn") -> dict[str, tuple[TensorPlace, ...]]:
+    return weights({"attn_q": f"{prefix}.q_proj", "attn_k": f"{prefix}.k_proj", "attn_v": f"{prefix}.v_proj",
+                    "attn_output": f"{prefix}.o_proj"})  # fmt: skip
+
+
+def experts(prefix: str = "mlp.", router: str = "mlp.gate") -> dict[str, tuple[TensorPlace, ...]]:
+    """The router and the experts, gate and up of which may lie in one tensor."""
+    parts = {f"ffn_{part}_exps": f"{prefix}experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
+    gate_up = (TensorPlace(f"{prefix}experts.{{expert}}.gate_proj.weight", _first_half),
+               TensorPlace(f"{prefix}experts.{{expert}}.up_proj.weight", _second_half))
+    return {**weights({"ffn_gate_inp": router, **parts}), "ffn_gate_up_exps.weight": gate_up}
+
+
+def shared_expert(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
+    return weights({f"ffn_{part}_shexp": f"{prefix}.{part}_proj" for part in ("gate", "up", "down")})
+
+
+# Changes of numbers
+
+
+def subtract_one(norm: torch.Tensor) -> torch.Tensor:
+    return norm - 1
+
+
+def _decay_to_log(decay: torch.Tensor) -> torch.Tensor:
+    return (-decay).log().flatten()
+
+
+def _flattened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()
+
+
+def _one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Writers leave out a dimension of one."""
+    return tensor.view(1, -1)
+
+
+def _one_filter_each(conv: torch.Tensor) -> torch.Tensor:
+    return conv[:, None]
+
+
+def _join_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[heads, latent, nope] and [heads, value, latent] -> [heads * (nope + value), latent]."""
+    import torch
+
+    return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
+
+
+# Orders of rows
+
+
+def halves_of_heads(key: str) -> RowOrder:
+    """Llama's rope: the file interleaves the two halves of each head. `key`: that of the number of heads."""
+
+    def rows(meta: Metadata, count: int) -> np.ndarray:
+        heads = _largest(meta.get(key)) or _largest(meta.need("attention.head_count"))
+        return np.arange(count).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+
+    return rows
+
+
+def _largest(value: int | list[int] | None) -> int:
+    """A number of heads, of which layers without attention have none."""
+    return max(value) if isinstance(value, list) else value or 0
+
+
+def _first_half(meta: Metadata, count: int) -> np.ndarray:
+    return np.arange(count // 2)
+
+
+def _second_half(meta: Metadata, count: int) -> np.ndarray:
+    return np.arange(count // 2, count)
+
+
+class DeltaHeads(NamedTuple):
+    """Sizes of a gated delta layer."""
+
+    keys: int  # key heads
+    repeats: int  # value heads of a key head
+    key_size: int
+    value_size: int  # features of a value head
+
+    @classmethod
+    def read(cls, meta: Metadata) -> DeltaHeads:
+        keys, values = int(meta.need("ssm.group_count")), int(meta.need("ssm.time_step_rank"))
+        inner = int(meta.need("ssm.inner_size"))
+        if not keys or values % keys or not values or inner % values:
+            raise SourceError(f"{meta.header.path}: {meta.prefix}ssm.*: {values} value heads of {inner} features "
+                              f"do not share {keys} key heads evenly")
+        return cls(keys, values // keys, int(meta.need("ssm.state_size")), inner // values)
+
+
+def _tiled_value_rows(meta: Metadata, count: int) -> np.ndarray:
+    """The file has the first value head of every key head, then the second of every one; the model has the value heads
+    of a key head together. Rows of queries and keys, where there are any, come first and stay."""
+    heads = DeltaHeads.read(meta)
+    num_values = heads.keys * heads.repeats
+    before = 2 * heads.keys * heads.key_size if count > num_values * heads.value_size else 0
+    values = np.arange(before, count).reshape(heads.repeats, heads.keys, -1).swapaxes(0, 1)
+    return np.concatenate((np.arange(before), values.ravel()))
+
+
+def _tiled_value_columns(meta: Metadata) -> HeadGrid | None:
+    heads = DeltaHeads.read(meta)
+    return HeadGrid(heads.keys, heads.repeats, heads.value_size) if heads.repeats > 1 and heads.keys > 1 else None
+
+
+def _share_of_key_heads(start: int, stop: int) -> RowOrder:
+    """Parts of a tensor that lie key head by key head: the parts from `start` to `stop` of (q, k, v, z) or (b, a)."""
+
+    def rows(meta: Metadata, count: int) -> np.ndarray:
+        heads = DeltaHeads.read(meta)
+        values = heads.repeats * heads.value_size
+        sizes = [heads.key_size, heads.key_size, values, values]
+        if count == 2 * heads.keys * heads.repeats:
+            sizes = [heads.repeats, heads.repeats]
+        by_head = np.arange(count).reshape(heads.keys, sum(sizes))
+        parts = np.split(by_head, np.cumsum(sizes)[:-1], axis=1)
+        return np.concatenate([part.ravel() for part in parts[start:stop]])
+
+    return rows
+
+
+# Layers of the families
+
+ATTENTION, EXPERTS = attention(), experts()
+MLP = weights({f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")})
+TWO_NORMS = weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
+HEAD_NORMS = weights({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+BIASES = {f"attn_{part}.bias": (TensorPlace(f"self_attn.{part}_proj.bias"),) for part in "qkv"}
+REORDERED = {
+    "attn_q.weight": (TensorPlace("self_attn.q_proj.weight", halves_of_heads("attention.head_count")),),
+    "attn_k.weight": (TensorPlace("self_attn.k_proj.weight", halves_of_heads("attention.head_count_kv")),),
+}
+_GEMMA_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+                "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}  # fmt: skip
+GEMMA_NORMS = weights(_GEMMA_NORMS, subtract_one)
+
+GEMMA4 = {
+    **ATTENTION, **MLP, **weights(_GEMMA_NORMS), **experts("", "router.proj"),
+    **weights({"post_ffw_norm_1": "post_feedforward_layernorm_1", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+               "post_ffw_norm_2": "post_feedforward_layernorm_2", "inp_gate": "per_layer_input_gate",
+               "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}),
+    "layer_output_scale.weight": (TensorPlace("layer_scalar"),),
+    "ffn_gate_inp.scale": (TensorPlace("router.scale"),),
+    "ffn_down_exps.scale": (TensorPlace("router.per_expert_scale"),),
+}  # fmt: skip
+
+DEEPSEEK = {
+    **MLP, **TWO_NORMS, **EXPERTS, **shared_expert("mlp.shared_experts"),
+    **weights({"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj",
+               "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+               "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+               "attn_output": "self_attn.o_proj"}),
+    "attn_k_b.weight": (TensorPlace("self_attn.kv_b_proj.weight", change=_join_latents, beside="attn_v_b.weight"),),
+    "attn_v_b.weight": (),
+    "exp_probs_b.bias": (TensorPlace("mlp.gate.e_score_correction_bias"),),
+}  # fmt: skip
+DEEPSEEK_INDEXED = {
+    **DEEPSEEK,
+    **weights({"indexer.attn_k": "self_attn.indexer.wk", "indexer.attn_q_b": "self_attn.indexer.wq_b",
+               "indexer.proj": "self_attn.indexer.weights_proj", "indexer.k_norm": "self_attn.indexer.k_norm"}),
+    "indexer.k_norm.bias": (TensorPlace("self_attn.indexer.k_norm.bias"),),
+}  # fmt: skip
+
+NEMOTRON_H = {
+    **attention("mixer"), **experts("mixer.", "mixer.gate"), **shared_expert("mixer.shared_experts"),
+    **weights({"attn_norm": "norm", "ssm_in": "mixer.in_proj", "ssm_out": "mixer.out_proj", "ffn_up": "mixer.up_proj",
+               "ffn_down": "mixer.down_proj", "ffn_latent_down": "mixer.fc1_latent_proj",
+               "ffn_latent_up": "mixer.fc2_latent_proj"}),
+    "ssm_conv1d.weight": (TensorPlace("mixer.conv1d.weight", change=_one_filter_each),),
+    "ssm_conv1d.bias": (TensorPlace("mixer.conv1d.bias"),),
+    "ssm_dt.bias": (TensorPlace("mixer.dt_bias"),),
+    "ssm_a": (TensorPlace("mixer.A_log", change=_decay_to_log),),
+    "ssm_d": (TensorPlace("mixer.D", change=_flattened),),
+    "ssm_norm.weight": (TensorPlace("mixer.norm.weight", change=_flattened),),
+    "exp_probs_b.bias": (TensorPlace("mixer.gate.e_score_correction_bias"),),
+}  # fmt: skip
+
+
+def _gated_delta(value_rows: RowOrder | None) -> dict[str, tuple[TensorPlace, ...]]:
+    """A gated delta layer. `value_rows`: the order of value heads in the file."""
+    columns = None if value_rows is None else _tiled_value_columns
+    return {
+        "attn_qkv.weight": (TensorPlace("linear_attn.in_proj_qkv.weight", value_rows),),
+        "attn_gate.weight": (TensorPlace("linear_attn.in_proj_z.weight", value_rows),),
+        "ssm_beta.weight": (TensorPlace("linear_attn.in_proj_b.weight", value_rows),),
+        "ssm_alpha.weight": (TensorPlace("linear_attn.in_proj_a.weight", value_rows),),
+        "ssm_conv1d.weight": (TensorPlace("linear_attn.conv1d.weight", value_rows, _one_filter_each),),
+        "ssm_a": (TensorPlace("linear_attn.A_log", value_rows, _decay_to_log),),
+        "ssm_dt.bias": (TensorPlace("linear_attn.dt_bias", value_rows),),
+        "ssm_norm.weight": (TensorPlace("linear_attn.norm.weight"),),
+        "ssm_out.weight": (TensorPlace("linear_attn.out_proj.weight", columns=columns),),
+    }
+
+
+_GATED_ATTENTION = {
+    **ATTENTION, **MLP, **EXPERTS, **shared_expert("mlp.shared_expert"),
+    **weights({"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+               "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, subtract_one),
+    "ffn_gate_inp_shexp.weight": (TensorPlace("mlp.shared_expert_gate.weight", change=_one_row),),
+}  # fmt: skip
+QWEN3_NEXT = {
+    **_GATED_ATTENTION, **_gated_delta(None),
+    "ssm_ba.weight": (TensorPlace("linear_attn.in_proj_b.weight", _share_of_key_heads(0, 1)),
+                      TensorPlace("linear_attn.in_proj_a.weight", _share_of_key_heads(1, 2))),
+    "ssm_in.weight": (TensorPlace("linear_attn.in_proj_qkv.weight", _share_of_key_heads(0, 3)),  # of older files
+                      TensorPlace("linear_attn.in_proj_z.weight", _share_of_key_heads(3, 4))),
+}  # fmt: skip
+QWEN3_5 = {**_GATED_ATTENTION, **_gated_delta(_tiled_value_rows)}
