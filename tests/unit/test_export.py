@@ -64,3 +64,17 @@ def test_a_folder_is_copied_in_another_dtype(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out")
     export_folder(resolve(folder), tmp_path / "out")
     assert tokens(tmp_path / "out") == tokens(folder)
+
+
+def test_matrices_in_fp8_blocks_are_read_as_such(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "in", CONFIGS["llama"])
+    export_folder(resolve(folder), tmp_path / "out", fp8_blocks=True)
+    before, after = dict(resolve(folder).tensors()), dict(resolve(tmp_path / "out").tensors())
+    name = "model.layers.0.mlp.down_proj"
+    stored = resolve(tmp_path / "out").stored_format(name)
+    assert stored is not None and stored.kind == "fp8" and resolve(folder).stored_format(name) is None
+    assert before.keys() == after.keys() and torch.equal(before["model.embed_tokens.weight"].float(),
+                                                         after["model.embed_tokens.weight"].float())
+    numbers = before[f"{name}.weight"].float()
+    error = (after[f"{name}.weight"].float() - numbers).abs() / numbers.abs().amax()
+    assert 0 < error.max() < 2**-4
