@@ -93,6 +93,7 @@ def _devices() -> list[tuple[str, str]]:
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """The memory plan that an engine would make, from a model on the meta device, without weights."""
     from outrider.commands.parser import engine_config
+    from outrider.models.loader import describe_weights
     from outrider.models.registry import build_model
     from outrider.models.sources import resolve
     from outrider.runner.cache_plan import plan_cache
@@ -121,6 +122,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [
         ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),
         ("runs as", f"{str(dtype).removeprefix('torch.')} on {device}"),
+        ("weights", describe_weights(model.weights())),
         ("memory plan", plan.report() + (f" (without {' and '.join(uncounted)})" if uncounted else "")),
         ("cache groups", groups),
         ("limits", f"{limits.max_requests} requests, {limits.max_batched_tokens} tokens a step, "

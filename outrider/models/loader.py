@@ -20,6 +20,7 @@ from outrider.models.sources.base import ModelSource, WeightError
 
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
+MIB = 1 << 20
 MOST_WIDENED = 1 << 24  # numbers in float32 beside those of 8 bits
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
@@ -63,7 +64,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     slots = model.weights()
     missing = set(slots)
     left_over: list[str] = []
-    for name, tensor in one_by_one(tensors, slots):
+    expanded: Counter[str] = Counter()
+    for name, tensor in one_by_one(tensors, slots, expanded):
         if name in missing:
             _store(name, tensor, slots[name])
             missing.remove(name)
@@ -79,6 +81,35 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
             + (f"; left over: {some_names(left_over)}" if left_over else "")
         )
     model.finalize()
+    report_weights(slots, expanded)
+
+
+def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int]) -> None:
+    """Log in one line which weights keep their bits, and how many matrices of which kind had to become numbers."""
+    if not expanded and all(slot.kind is None for slot in slots.values()):
+        return
+    dtypes = " or ".join(sorted({dtype_name(slot) for slot in slots.values() if slot.kind is None}))
+    kinds = ", ".join(f"{count} of {kind}" for kind, count in expanded.items())
+    level = logging.WARNING if expanded else logging.INFO  # they take several times the memory of the file
+    log.log(level, "weights: %s%s", describe_weights(slots), f"; expanded to {dtypes}: {kinds}" if expanded else "")
+
+
+def describe_weights(slots: Mapping[str, WeightSlot]) -> str:
+    """The memory of weights by the form in which they are kept: "4096 MiB in fp8 rows, 512 MiB in bfloat16"."""
+    kept: Counter[str] = Counter()
+    for name, slot in slots.items():
+        module, _, part = name.rpartition(".")
+        codes, scales = slots.get(f"{module}.weight"), slots.get(f"{module}.weight_scale")
+        if codes is None or codes.kind is None or not part.startswith("weight"):  # numbers, a bias among them
+            kept[slot.kind or dtype_name(slot)] += slot.nbytes
+        else:  # codes, or scales that go with them
+            groups = "" if scales is None else " rows" if scales.shape[-1] == 1 else " groups"
+            kept[codes.kind + groups] += slot.nbytes
+    return ", ".join(f"{num_bytes / MIB:.0f} MiB in {form}" for form, num_bytes in kept.most_common())
+
+
+def dtype_name(slot: WeightSlot) -> str:
+    return str(slot.target.dtype).removeprefix("torch.")
 
 
 def some_names(names: Collection[str]) -> str:
@@ -88,18 +119,18 @@ def some_names(names: Collection[str]) -> str:
 
 
 def one_by_one(
-    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
+    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a source, each by the name of its slot where the model has one."""
-    return _split_experts(_in_parts(tensors, slots), slots)
+    """The tensors of a source, each by the name of its slot where the model has one. Counts in `expanded`, by kind, the
+    stored weights that became numbers."""
+    return _split_experts(_in_parts(tensors, slots, expanded), slots)
 
 
 def _in_parts(
-    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]
+    tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, with the parts of a stored weight in its place where the layer's format keeps them, and its numbers
     elsewhere."""
-    expanded: Counter[str] = Counter()
     for name, tensor in tensors:
         slot = slots.get(name)
         if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
@@ -114,9 +145,6 @@ def _in_parts(
             expanded[tensor.kind] += 1
             yield name, tensor.dequantize()
         del tensor  # before the next one is read
-    if expanded:
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in expanded.items())
-        log.warning("weights that are expanded, because no product here keeps their bits: %s", kinds)
 
 
 def _kept_parts(
@@ -157,6 +185,7 @@ def load_dummy(model: Model, seed: int) -> None:
     for slot in model.weights().values():
         slot.draw(slot.target, generator)
     model.finalize()
+    report_weights(model.weights(), {})
 
 
 def blank_model(model: Model) -> None:

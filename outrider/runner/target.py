@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -65,20 +64,8 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
-    report_formats(model, source)
     if config.activation_bits == 8:
         log.warning(use_int8_activations(model))
-
-
-def report_formats(model: Model, source: ModelSource) -> None:
-    """Say how many matrices keep their bits, by kind, and how many quantised ones became numbers."""
-    slots = model.weights()
-    kinds = Counter(slot.kind for slot in slots.values() if slot.kind is not None)
-    expanded = sum(slot.kind is None and source.stored_format(name.removesuffix(".weight")) is not None
-                   for name, slot in slots.items() if name.endswith(".weight"))
-    if kinds or expanded:
-        kept = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
-        log.info("matrices that keep their bits: %s; quantised ones that were dequantised: %d", kept or 0, expanded)
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ files of their own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class WeightUpdate:
                 slot.store(tensor.to(slot.target.dtype))  # converted on the host: the device may be full
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in one_by_one(self._read(), self._slots):
+        for name, tensor in one_by_one(self._read(), self._slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
@@ -312,3 +313,33 @@ def test_a_device_without_a_product_refuses_the_quantization(tmp_path: Path, mon
     monkeypatch.setattr(ScaledLinear, "serves", classmethod(lambda *_: False))
     with pytest.raises(ValueError, match="quantization='fp8': there is no product of torch.float64 with such weights"):
         load(folder, quantization="fp8")
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), [
+    ("FP8_DYNAMIC", {}, r"weights: {kept} MiB in fp8 rows, {plain} MiB in float64"),
+    ("W4A16", {}, r"weights: {plain} MiB in float64, {kept} MiB in int4 groups"),
+    ("GPTQ desc_act", {}, r"weights: {plain} MiB in float64; expanded to float64: 14 of gptq_ordered"),
+    ("FP8_DYNAMIC", {"keep_quantized": False}, r"weights: {plain} MiB in float64; expanded to float64: 14 of fp8"),
+])  # fmt: skip
+def test_start_up_says_in_one_line_what_is_kept_and_what_is_expanded(
+        name: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loader, "MIB", 1)
+    files.save_form(tmp_path / "quantised", files.FORMS[name])
+    with caplog.at_level("INFO", "outrider"):
+        model = load(tmp_path / "quantised", **settings)
+    slots = model.weights()
+    kept = sum(slot.nbytes for name, slot in slots.items() if slot.kind or name.endswith("weight_scale"))
+    total = sum(slot.nbytes for slot in slots.values())
+    (line,) = [record for record in caplog.records if record.message.startswith("weights: ")]
+    assert line.message == words.format(kept=kept, plain=total - kept)
+    assert line.levelname == ("WARNING" if "expanded" in words else "INFO")
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.35), ("int4", 0.25)])
+def test_the_floor_of_a_benchmark_counts_the_bytes_that_are_kept(quantization: str, share: float,
+                                                                 tmp_path: Path) -> None:
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
+    plain, coded = (Traffic(load(folder, dtype="float32", **settings)).weights.dense
+                    for settings in ({}, {"quantization": quantization}))
+    assert coded < share * plain

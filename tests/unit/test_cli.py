@@ -407,6 +407,9 @@ def test_env_is_the_text_for_a_bug_report(folder: Path, capsys: pytest.CaptureFi
     for name in ("outrider:", "python:", "torch:", "platform:", "cpu:", "memory:", "memory plan:", "limits:"):
         assert f"\n{name}" in f"\n{text}"
     assert "50 pages" in text and "LlamaForCausalLM" in text
+    coded = outrider(capsys, "env", folder, "--quantization", "fp8", "--device", "cpu").out
+    (kept,) = [line.split(maxsplit=1)[1] for line in coded.splitlines() if line.startswith("weights:")]
+    assert "MiB in fp8 rows" in kept and "MiB in float32" in kept
 
 
 def test_random_prompts_follow_the_common_rule() -> None:
