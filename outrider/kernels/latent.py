@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.fp8_cache import FP8, to_fp8
+
 NOT_CHOSEN = -1
 NUM_COUNTERS = 1  # int32 numbers for each token row with which the kernels choose positions
 MAX_ELEMENTS = 1 << 24  # of the scores, or of the gathered cache entries, that exist at a time
@@ -43,8 +45,8 @@ def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
     """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
     is_live = (slots >= 0)[:, None]
     pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
-    entries = entries.to(cache.dtype)
-    if cache.dtype == torch.float8_e4m3fn:  # which torch stores, but cannot select
+    entries = to_fp8(entries) if cache.dtype == FP8 != entries.dtype else entries.to(cache.dtype)
+    if cache.dtype == FP8:  # which torch stores, but cannot select
         entries, cache = entries.view(torch.uint8), cache.view(torch.uint8)
     # Dead rows put back what the null page's first cell holds.
     cache[pages, offsets] = torch.where(is_live, entries, cache[pages, offsets])

@@ -30,12 +30,17 @@ plain_equal_tuples = tl.tuple.__eq__
 plain_unwrap = tl.core._unwrap_if_constexpr
 plain_broadcast = TritonSemantic.broadcast_impl_value
 NEVER_WRAPPED = frozenset({tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool})
+TORCH_DTYPES = {tl.float16: torch.float16, tl.float32: torch.float32}
 DOT_COLUMNS = 16  # columns that a tensor core multiplies and adds up at once
 block_types: dict[tuple[Any, ...], tl.block_type] = {}
 
 
 def convert_float(values: np.ndarray, from_dtype: Any, to_dtype: Any, rounding_mode: Any) -> np.ndarray:
-    """To fp8 by torch: the interpreter's own rounding loses the carry out of the fraction."""
+    """To and from fp8 by torch: the interpreter's own rounding loses the carry out of the fraction, and NaN becomes a
+    number."""
+    if from_dtype == tl.float8e4nv and to_dtype in TORCH_DTYPES:
+        numbers = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(torch.float8_e4m3fn)
+        return numbers.to(TORCH_DTYPES[to_dtype]).numpy().reshape(values.shape)
     if from_dtype != tl.float32 or to_dtype != tl.float8e4nv:
         return plain_convert_float(values, from_dtype, to_dtype, rounding_mode)
     rounded = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).to(torch.float8_e4m3fn)

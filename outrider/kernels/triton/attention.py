@@ -16,6 +16,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import (
     PagedHead,
     attend_keys,
@@ -55,17 +56,18 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import is_collecting, kernel
 
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, out, part_out,
-    part_lse, counters, scale, softcap, window, num_tokens, num_requests, max_query, split_size, coarse_size,
-    num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    part_lse, counters, k_scales, v_scales, scale, softcap, window, num_tokens, num_requests, max_query, split_size,
+    coarse_size, num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -98,6 +100,7 @@ def _decode_kernel(
 
     rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
     queries = load_queries(q, rows, q_token_stride, q_head_stride)
+    queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     begin, lowest, highest = _keys_of_split(
         tile, tokens, split, base, size, num_active, first_key, window, Q_TILE, BLOCK_N, SPLIT, HAS_WINDOW, HAS_STARTS
     )
@@ -118,6 +121,7 @@ def _decode_kernel(
             num_splits, num_tiles, HEADS, BLOCK_M, D_PAD,
         )  # fmt: skip
     if is_last:
+        acc = scaled_values(acc, v_scales, kv_head, v_cache)
         store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M,
                      GROUP)
     if FILL_PADDING:
@@ -204,9 +208,10 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    key_starts: torch.Tensor | None = None, max_query: int, max_length: int, splits: SplitList | None = None,
-    split_size: int | None = None, num_splits: int | None = None, out: torch.Tensor | None = None,
-    fill_padding: bool = True, config: DecodeConfig | None = None, pdl: bool | None = None,
+    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, max_query: int, max_length: int,
+    splits: SplitList | None = None, split_size: int | None = None, num_splits: int | None = None,
+    out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
 
@@ -214,11 +219,12 @@ def decode_attention(
     key_starts [requests] is the first key each request may see; `splits` is what `list_splits` made of the same
     batch. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per
     split, for results that do not depend on the grid; `num_splits` overrides the number chosen from the bounds.
+    scales: of heads, for pages in fp8.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts)
+                            window, softcap, key_starts, scales)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
     heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, q.element_size())
     if splits is not None:
@@ -245,9 +251,10 @@ def decode_attention(
                                                                      * plan.num_tiles)))  # fmt: skip
     if splits is not None and splits.packs is not None:
         launch_packed(q, k_cache, v_cache, page_table, query_starts, lengths, live, splits, splits.packs, out, part_out,
-                      part_lse, counters, shape, scale=scale, softcap=softcap, max_query=max_query,
-                      fill_padding=fill_padding, pdl=pdl)  # fmt: skip
+                      part_lse, counters, shape, scale=scale, softcap=softcap, scales=scales,
+                      max_query=max_query, fill_padding=fill_padding, pdl=pdl)  # fmt: skip
         return out
+    head_scales = scales or (lengths, lengths)
     items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)
     grid = (shape.num_kv_heads, shape.num_requests, plan.num_splits * plan.num_tiles)
     if splits is not None:
@@ -256,8 +263,9 @@ def decode_attention(
     for is_long in (False, True) if is_collecting() else (plan.may_be_long,):
         _decode_kernel[grid](
             q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
-            items, count, out, part_out, part_lse, counters, scale, softcap or 1.0, window or 0, shape.num_tokens,
-            shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits, plan.num_tiles,
+            items, count, out, part_out, part_lse, counters, *head_scales, scale, softcap or 1.0, window or 0,
+            shape.num_tokens, shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits,
+            plan.num_tiles,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
             HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
             D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,

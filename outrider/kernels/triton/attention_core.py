@@ -14,20 +14,23 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
+from outrider.kernels.triton.fp8_pages import check_cache_dtype
 
 MAX_HEAD_DIM = 1024
 
 
 @triton.jit
-def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values [keys, D_PAD]; columns past D are 0, and so is what is not inside, where that is asked."""
+def _load_tile(at, inside, dim, dtype: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [keys, D_PAD] in the dtype of the queries; columns past D are 0, and so is what is not inside,
+    where that is asked."""
     if MASKED:
-        return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+        return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0).to(dtype)
     elif D != D_PAD:
-        return tl.load(at, mask=(dim < D)[None, :], other=0.0)
+        return tl.load(at, mask=(dim < D)[None, :], other=0.0).to(dtype)
     else:
-        return tl.load(at)
+        return tl.load(at).to(dtype)
 
 
 class RequestTokens(NamedTuple):
@@ -91,7 +94,8 @@ def attend_keys(
     STAGES: tl.constexpr = None,
 ):
     """Folds keys [begin, end) of a `PagedHead` into (acc, peak, total): the weighted values, the running maximum in
-    base 2, and the sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
+    base 2, and the sum of weights. scale: of all scores, or of each query's [rows, 1] where pages are in fp8
+    (`fp8_pages.py`). Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
     that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
     keys. STAGES: tiles on their way at a time, instead of the kernel's own number."""
     dim = tl.arange(0, D_PAD)
@@ -106,9 +110,9 @@ def attend_keys(
         k_at = pages.k_head + k_row[:, None] + dim[None, :]
         v_row = page * pages.v_page_stride + (position % PAGE) * pages.v_token_stride
         v_at = pages.v_head + v_row[:, None] + dim[None, :]
-        k = _load_tile(k_at, inside, dim, D, D_PAD, MASKED)
+        k = _load_tile(k_at, inside, dim, q.dtype, D, D_PAD, MASKED)
         if EARLY_VALUES:
-            v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
+            v = _load_tile(v_at, inside, dim, q.dtype, D, D_PAD, MASKED)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * tanh(score / softcap)
@@ -120,8 +124,8 @@ def attend_keys(
             score = tl.where(visible, score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
         if not EARLY_VALUES:
-            v = _load_tile(v_at, inside, dim, D, D_PAD, MASKED)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = _load_tile(v_at, inside, dim, q.dtype, D, D_PAD, MASKED)
+        acc = tl.dot(weight.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, peak, total
 
 
@@ -226,13 +230,13 @@ def check_attention(
     kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor,
     out: torch.Tensor | None, window: int | None, softcap: float | None, key_starts: torch.Tensor | None = None,
+    scales: HeadScales | None = None,
 ) -> AttentionShape:
     device, int32 = q.device, (torch.int32,)
     require_tensor(kernel, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, head_dim = q.shape
     require(0 < head_dim <= MAX_HEAD_DIM, kernel, "q", f"has head_dim {head_dim}, allowed are 1 to {MAX_HEAD_DIM}")
-    require_tensor(kernel, "k_cache", k_cache, (None, None, None, head_dim), device, (q.dtype,))
-    require_tensor(kernel, "v_cache", v_cache, k_cache.shape, device, (q.dtype,))
+    check_cache_dtype(kernel, k_cache, v_cache, (None, None, None, head_dim), q, scales)
     page_size, num_kv_heads = k_cache.shape[1:3]
     require(page_size & (page_size - 1) == 0 and page_size > 0, kernel, "k_cache",
             f"has {page_size} tokens per page, expected a power of two")

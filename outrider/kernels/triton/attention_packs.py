@@ -13,16 +13,18 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import AttentionShape, PagedHead, attend_keys, no_sums, zero_padding
 from outrider.kernels.triton.attention_merge import merge_parts, store_part
 from outrider.kernels.triton.attention_sharing import pack_split_size
 from outrider.kernels.triton.attention_splits import MOST_SPLITS, Packs, SplitList, own_num_splits, split_geometry
 from outrider.kernels.triton.common import next_power_of_two, pdl_options, release_dependents, wait_for_inputs
+from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "items", "count", "order", "pack_firsts", "first_keys",
-         "num_pack_splits"]  # fmt: skip
+         "num_pack_splits", "k_scales", "v_scales"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "max_query", "pack_size", "split_size", "coarse_size", "num_splits",
             "num_slots"]  # fmt: skip
 # Registers of a thread, for heads of 128: with more, fewer programs would fit onto a multiprocessor than without packs.
@@ -32,9 +34,10 @@ MAX_REGISTERS = 128
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _packed_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, items, count, order, pack_firsts, first_keys,
-    num_pack_splits, out, part_out, part_lse, counters, scale, softcap, num_tokens, num_requests, max_query, pack_size,
-    split_size, coarse_size, num_splits, num_slots, q_token_stride, q_head_stride, k_page_stride, k_token_stride,
-    k_head_stride, v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
+    num_pack_splits, out, part_out, part_lse, counters, k_scales, v_scales, scale, softcap, num_tokens, num_requests,
+    max_query, pack_size, split_size, coarse_size, num_splits, num_slots, q_token_stride, q_head_stride, k_page_stride,
+    k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride,
+    out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FILL_PADDING: tl.constexpr,
     GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
@@ -72,6 +75,7 @@ def _packed_kernel(
     token = (first_token + query).to(tl.int64)
     queries = tl.load(q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
                       mask=is_query[:, None] & (dim < D)[None, :], other=0.0)  # fmt: skip
+    queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     pages = PagedHead(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
         page_table + leader.to(tl.int64) * table_stride, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
@@ -96,6 +100,7 @@ def _packed_kernel(
         if most_splits > 0:
             acc, peak, total = merge_parts(part_out, part_lse, part, is_query & is_last, all_splits, most_splits,
                                            BLOCK_M, D_PAD)  # fmt: skip
+    acc = scaled_values(acc, v_scales, kv_head, v_cache)
     result = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
     is_scheduled = is_last & exists & (query < tl.load(query_starts + request + 1) - first_token)
     tl.store(out + token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :],
@@ -143,7 +148,7 @@ def launch_packed(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, splits: SplitList, packs: Packs,
     out: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, counters: torch.Tensor, shape: AttentionShape, *,
-    scale: float, softcap: float | None, max_query: int, fill_padding: bool, pdl: bool,
+    scale: float, softcap: float | None, scales: HeadScales | None, max_query: int, fill_padding: bool, pdl: bool,
 ) -> None:
     """The launch of `decode_attention`, which checks its arguments, for a list with packs."""
     plan = splits.plan
@@ -151,10 +156,10 @@ def launch_packed(
     limit = {"maxnreg": MAX_REGISTERS} if is_limited and not knobs.runtime.interpret else {}
     _packed_kernel[(shape.num_kv_heads, len(splits.items))](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, splits.items, splits.count, packs.order,
-        packs.pack_firsts, packs.first_keys, packs.num_pack_splits, out, part_out, part_lse, counters, scale,
-        softcap or 1.0, shape.num_tokens, shape.num_requests, max_query, packs.plan.size, plan.split_size,
-        plan.coarse_size, plan.num_splits, splits.num_slots, *q.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
+        packs.pack_firsts, packs.first_keys, packs.num_pack_splits, out, part_out, part_lse, counters,
+        *(scales or (lengths, lengths)), scale, softcap or 1.0, shape.num_tokens, shape.num_requests, max_query,
+        packs.plan.size, plan.split_size, plan.coarse_size, plan.num_splits, splits.num_slots, *q.stride()[:2],
+        *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
         D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, BLOCK_M=plan.block_m,
         BLOCK_N=plan.config.block_n, HAS_SOFTCAP=softcap is not None, FILL_PADDING=fill_padding,

@@ -12,6 +12,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.common import (
     FLOATS,
     next_power_of_two,
@@ -21,6 +22,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import as_stored, check_cache_dtype
 from outrider.kernels.triton.launch import kernel
 
 
@@ -35,9 +37,9 @@ def contained_values(v):
     return tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
 
 
-@kernel(do_not_specialize_on_alignment=["slots"])
+@kernel(do_not_specialize_on_alignment=["slots", "k_scales", "v_scales"])
 def _cache_kernel(
-    k, v, slots, k_cache, v_cache, k_stride, k_head_stride, v_stride, v_head_stride,
+    k, v, slots, k_cache, v_cache, k_scales, v_scales, k_stride, k_head_stride, v_stride, v_head_stride,
     k_page_stride, k_token_stride, k_slot_head_stride, v_page_stride, v_token_stride, v_slot_head_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -47,21 +49,24 @@ def _cache_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     page, offset = slot // PAGE, slot % PAGE
-    head, dim = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
+    row, dim = tl.arange(0, HEADS_PAD), tl.arange(0, D_PAD)[None, :]
+    head = row[:, None]
     mask = (head < HEADS) & (dim < D) & (slot >= 0)
     value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=mask, other=0.0)
     if tl.program_id(1) == 0:
         key = tl.load(k + token * k_stride + head * k_head_stride + dim, mask=mask, other=0.0)
         key += tl.sum(zero_or_nan(key) + zero_or_nan(value), axis=1)[:, None].to(key.dtype)
+        key = as_stored(key, k_scales, row, row < HEADS, k_cache)
         tl.store(k_cache + page * k_page_stride + offset * k_token_stride + head * k_slot_head_stride + dim, key, mask)
     else:
-        tl.store(v_cache + page * v_page_stride + offset * v_token_stride + head * v_slot_head_stride + dim,
-                 contained_values(value), mask)
+        value = as_stored(contained_values(value), v_scales, row, row < HEADS, v_cache)
+        tl.store(v_cache + page * v_page_stride + offset * v_token_stride + head * v_slot_head_stride + dim, value,
+                 mask)
 
 
 def cache_write(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
-    pdl: bool | None = None,
+    scales: HeadScales | None = None, pdl: bool | None = None,
 ) -> None:
     """k and v [tokens, kv heads, dim] into caches [pages, page_size, kv heads, dim]; slots [tokens] int64. The slot of
     offset o in page p is p * page_size + o."""
@@ -71,11 +76,11 @@ def cache_write(
     for argument, tensor in (("k", k), ("v", v)):
         require_tensor(name, argument, tensor, (num_tokens, num_heads, head_dim), device, FLOATS)
     require_tensor(name, "slots", slots, (num_tokens,), device, (torch.int64,))
-    require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (k.dtype,))
-    require_tensor(name, "v_cache", v_cache, tuple(k_cache.shape), device, (v.dtype,))
+    check_cache_dtype(name, k_cache, v_cache, (None, None, None, None), k, scales)
     if num_tokens:
         _cache_kernel[(num_tokens, 2)](
-            k, v, slots, k_cache, v_cache, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3],
-            *v_cache.stride()[:3], HEADS=num_heads, HEADS_PAD=next_power_of_two(num_heads), D=head_dim,
-            D_PAD=next_power_of_two(head_dim), PAGE=page_size, PDL=pdl, num_warps=4, **pdl_options(pdl),
+            k, v, slots, k_cache, v_cache, *(scales or (slots, slots)), k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], HEADS=num_heads,
+            HEADS_PAD=next_power_of_two(num_heads), D=head_dim, D_PAD=next_power_of_two(head_dim), PAGE=page_size,
+            PDL=pdl, num_warps=4, **pdl_options(pdl),
         )  # fmt: skip

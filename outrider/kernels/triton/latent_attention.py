@@ -28,6 +28,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import fit_latent_queries
 from outrider.kernels.triton.hopper.latent import can_attend
 from outrider.kernels.triton.hopper.latent_decode import launch_splits as launch_hopper_splits
 from outrider.kernels.triton.latent_checks import check_latents
@@ -99,9 +100,10 @@ def _attend_entries(
         page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
         entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
         k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
+        k_latent = k_latent.to(q_latent.dtype)
         k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
         score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
-        score = tl.dot(q_rope, tl.trans(k_rope), score, input_precision="ieee") * (scale * LOG2E)
+        score = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), score, input_precision="ieee") * (scale * LOG2E)
         visible = inside[None, :] & is_own[:, None]
         visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
         score = tl.where(visible, score, float("-inf"))
@@ -135,6 +137,7 @@ def _latent_attention_kernel(
     at = q + token.to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
     q_latent = tl.load(at + latent[None, :], mask=exists[:, None] & (latent < L)[None, :], other=0.0)
     q_rope = tl.load(at + L + rope[None, :], mask=exists[:, None] & (rope < R)[None, :], other=0.0)
+    q_latent, q_rope, scale = fit_latent_queries(q_latent, q_rope, scale, cache)
     acc, peak, total = no_sums(BLOCK_M, L_PAD)
     served = tl.full([BLOCK_M], 0, dtype=tl.int32)
     for _ in range(0, Q_TILE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.fp8_cache import FP8
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.triton.common import FLOATS, require, require_tensor
 
@@ -14,7 +15,7 @@ def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: Tok
     device, integers = q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, width = q.shape
-    require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype,))
+    require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype, FP8))
     require(0 < latent_dim < width, name, "latent_dim", f"is {latent_dim}, expected less than the entry's {width}")
     page_tokens = cache.shape[1]
     require(page_tokens & (page_tokens - 1) == 0, name, "cache", f"has {page_tokens} tokens per page, expected a power"

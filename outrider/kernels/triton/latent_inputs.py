@@ -11,6 +11,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import FP8
 from outrider.kernels.latent_inputs import LEAST_SCALE, MAX_FP8, IndexInputs, RopeRows
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -23,6 +24,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import latent_as_stored
 from outrider.kernels.triton.launch import kernel
 
 _HEADS = 8  # heads per program
@@ -61,18 +63,18 @@ def _index_normed(source, gain, shift, column, inside, mean, spread, dtype: tl.c
 def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.constexpr, L_PAD: tl.constexpr,
                   ROT: tl.constexpr):  # fmt: skip
     """The latent, normed, and the rotated key after it."""
-    dtype = to.dtype.element_ty
+    dtype = source.dtype.element_ty
     dim = tl.arange(0, L_PAD)
     value = tl.load(source + dim, mask=dim < L, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / L + eps)
     value *= tl.load(norm + dim, mask=dim < L, other=0.0).to(tl.float32)
-    tl.store(to + dim, value.to(dtype), mask=(dim < L) & (slot >= 0))
+    tl.store(to + dim, latent_as_stored(value.to(dtype), to), mask=(dim < L) & (slot >= 0))
     low_column, high_column = _pair_columns(half, True, ROT)
     low = tl.load(source + L + low_column, mask=in_half, other=0.0).to(tl.float32)
     high = tl.load(source + L + high_column, mask=in_half, other=0.0).to(tl.float32)
     mask = in_half & (slot >= 0)
-    tl.store(to + L + half, (low * cos - high * sin).to(dtype), mask=mask)
-    tl.store(to + L + ROT // 2 + half, (high * cos + low * sin).to(dtype), mask=mask)
+    tl.store(to + L + half, latent_as_stored((low * cos - high * sin).to(dtype), to), mask=mask)
+    tl.store(to + L + ROT // 2 + half, latent_as_stored((high * cos + low * sin).to(dtype), to), mask=mask)
 
 
 @triton.jit
@@ -170,13 +172,13 @@ def write_latents(
     require_tensor(name, "compressed", compressed, (None, None), device, FLOATS)
     num_tokens, q_size, latent = compressed.shape[0], 0 if q_norm is None else len(q_norm), len(latent_norm)
     rot, max_len = _check_rope(name, rope, num_tokens, device)
-    require_tensor(name, "cache", cache, (None, None, latent + rot), device, (dtype,))
+    require_tensor(name, "cache", cache, (None, None, latent + rot), device, (dtype, FP8))
     require_tensor(name, "slots", slots, (num_tokens,), device, (torch.int64,))
     index_dim, num_heads, keys = 0, 0, cache
     if index is not None:
         index_dim, num_heads, keys = index.cache.shape[2], index.num_heads, index.cache
     scales = None if index is None else index.scales
-    stored = dtype if scales is None else torch.float8_e4m3fn
+    stored = cache.dtype if index is None else dtype if scales is None else FP8
     require_tensor(name, "index cache", keys, (cache.shape[0], cache.shape[1], None), device, (stored,))
     if scales is not None:
         require_tensor(name, "scales", scales, (*keys.shape[:2], 1), device, (torch.float32,), inner_contiguous=2)

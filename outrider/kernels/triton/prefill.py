@@ -15,6 +15,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import (
     PagedHead,
     attend_keys,
@@ -39,10 +40,12 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, launch_prefill, takes_cache
 from outrider.kernels.triton.launch import kernel
 
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
+         "v_scales"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
@@ -110,7 +113,7 @@ def _keys_of_tile(
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
-    scale, softcap, window, num_tokens, num_requests, num_tiles,
+    k_scales, v_scales, scale, softcap, window, num_tokens, num_requests, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -126,6 +129,7 @@ def _prefill_kernel(
     tokens = load_request(query_starts, lengths, live, request, exists)
     rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
     queries = load_queries(q, rows, q_token_stride, q_head_stride)
+    queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     lowest, highest, begin, whole_begin, whole_end = _keys_of_tile(
         tile, tokens, key_starts, request, window, Q_TILE, BLOCK_N, HAS_WINDOW, HAS_STARTS
     )
@@ -148,6 +152,7 @@ def _prefill_kernel(
         queries, acc, peak, total, rows.position, whole_end, highest, lowest, highest, pages,
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
+    acc = scaled_values(acc, v_scales, kv_head, v_cache)
     store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M, GROUP)
     if FILL_PADDING:
         first = tl.load(query_starts + num_requests) + program
@@ -259,15 +264,15 @@ def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    key_starts: torch.Tensor | None = None, out: torch.Tensor | None = None, fill_padding: bool = True,
-    pdl: bool | None = None,
+    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, out: torch.Tensor | None = None,
+    fill_padding: bool = True, pdl: bool | None = None,
 ) -> torch.Tensor:
     """Does what `decode_attention` does, for any number of query tokens per request. Token rows of requests without
     a tile are left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts)
+                            window, softcap, key_starts, scales)
     num_tiles = tiles.count
     tile_requests, tile_indices, search = tiles.order.arguments(name, num_tiles, shape.num_requests, q.device)
     group, config = shape.heads_per_kv, tiles.config
@@ -284,7 +289,7 @@ def prefill_attention(
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
         lengths if key_starts is None else key_starts,
-        tile_requests, tile_indices, out,
+        tile_requests, tile_indices, out, *(scales or (lengths, lengths)),
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),

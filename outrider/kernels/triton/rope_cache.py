@@ -13,6 +13,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.cache_write import contained_values, zero_or_nan
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -25,6 +26,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.fp8_pages import as_stored, check_cache_dtype
 from outrider.kernels.triton.launch import kernel
 
 _HEADS = 8  # heads per program
@@ -33,8 +35,8 @@ _MANY_TOKENS = 1024  # from here on programs have twice as many, where no sum de
 
 @triton.jit
 def _rotate(
-    source, target, row, head, valid_head, store, cos_sin, norm_weight, source_head_stride, target_head_stride, eps,
-    values, D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
+    source, target, row, head, valid_head, store, scales, cos_sin, norm_weight, source_head_stride, target_head_stride,
+    eps, values, D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_KEY: tl.constexpr,
 ):
     """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest. A key
@@ -75,7 +77,7 @@ def _rotate(
         if D > ROT:
             rest *= scale * rest_gain[None, :]
     to = target + (head * target_head_stride)[:, None]
-    dtype = target.dtype.element_ty
+    dtype = source.dtype.element_ty
     first, second = (low * cos - high * sin).to(dtype), (high * cos + low * sin).to(dtype)
     if IS_KEY:
         mark = tl.sum(zeros + zero_or_nan(first) + zero_or_nan(second), axis=1)
@@ -84,15 +86,16 @@ def _rotate(
             rest += mark[:, None]
         first += mark[:, None].to(dtype)
         second += mark[:, None].to(dtype)
-    tl.store(to + half[None, :], first, mask=mask & store)
-    tl.store(to + ROT // 2 + half[None, :], second, mask=mask & store)
+    tl.store(to + half[None, :], as_stored(first, scales, head, valid_head, target), mask=mask & store)
+    tl.store(to + ROT // 2 + half[None, :], as_stored(second, scales, head, valid_head, target), mask=mask & store)
     if D > ROT:
-        tl.store(to + rest_column[None, :], rest.to(dtype), mask=rest_mask & store)
+        rest = as_stored(rest.to(dtype), scales, head, valid_head, target)
+        tl.store(to + rest_column[None, :], rest, mask=rest_mask & store)
 
 
-@kernel(do_not_specialize_on_alignment=["positions", "slots"])
+@kernel(do_not_specialize_on_alignment=["positions", "slots", "k_scales", "v_scales"])
 def _rope_cache_kernel(
-    qkv, positions, slots, cos_sin, q_weight, k_weight, q_out, k_cache, v_cache, eps, max_len,
+    qkv, positions, slots, cos_sin, q_weight, k_weight, q_out, k_cache, v_cache, k_scales, v_scales, eps, max_len,
     qkv_stride, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr,
@@ -111,7 +114,7 @@ def _rope_cache_kernel(
     row = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_len - 1)
     if part < Q_PARTS:
         head = part * HEADS + tl.arange(0, HEADS)
-        _rotate(source, q_out + token * q_token_stride, row, head, head < Q_HEADS, True, cos_sin, q_weight,
+        _rotate(source, q_out + token * q_token_stride, row, head, head < Q_HEADS, True, k_scales, cos_sin, q_weight,
                 D, q_head_stride, eps, source, D, ROT, HALF_PAD, REST_PAD, Q_NORM, False)
     else:
         slot = tl.load(slots + token)
@@ -122,7 +125,7 @@ def _rope_cache_kernel(
         if part < Q_PARTS + KV_PARTS:
             head = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
             target = k_cache + page * k_page_stride + offset * k_token_stride
-            _rotate(keys, target, row, head, head < KV_HEADS, slot >= 0, cos_sin, k_weight,
+            _rotate(keys, target, row, head, head < KV_HEADS, slot >= 0, k_scales, cos_sin, k_weight,
                     D, k_head_stride, eps, values, D, ROT, HALF_PAD, REST_PAD, K_NORM, True)
         else:
             head = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
@@ -131,9 +134,10 @@ def _rope_cache_kernel(
             value = tl.load(values + (head * D)[:, None] + dim[None, :], mask=mask, other=0.0)
             if V_NORM:
                 wide = value.to(tl.float32)
-                value = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]).to(v_cache.dtype.element_ty)
+                value = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]).to(qkv.dtype.element_ty)
             target = v_cache + page * v_page_stride + offset * v_token_stride
-            tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], contained_values(value), mask=mask)
+            value = as_stored(contained_values(value), v_scales, head, head < KV_HEADS, v_cache)
+            tl.store(target + (head * v_head_stride)[:, None] + dim[None, :], value, mask=mask)
 
 
 def rope_cache_write(
@@ -141,7 +145,7 @@ def rope_cache_write(
     k_cache: torch.Tensor, v_cache: torch.Tensor,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
-    out: torch.Tensor | None = None, pdl: bool | None = None,
+    scales: HeadScales | None = None, out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
 
@@ -153,8 +157,7 @@ def rope_cache_write(
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "qkv", qkv, (None, None), device, FLOATS)
     num_tokens = qkv.shape[0]
-    require_tensor(name, "k_cache", k_cache, (None, None, None, None), device, (qkv.dtype,))
-    require_tensor(name, "v_cache", v_cache, k_cache.shape, device, (qkv.dtype,))
+    check_cache_dtype(name, k_cache, v_cache, (None, None, None, None), qkv, scales)
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     kv_columns = num_kv_heads * (0 if not writes else 1 if v_from_k else 2)
     num_heads = qkv.shape[1] // head_dim - kv_columns
@@ -180,7 +183,8 @@ def rope_cache_write(
     parts = cdiv(num_heads, heads) + (2 * cdiv(num_kv_heads, heads) if writes else 0)
     _rope_cache_kernel[(num_tokens, parts)](
         qkv, positions, slots, cos_sin, qkv if q_norm_weight is None else q_norm_weight,
-        qkv if k_norm_weight is None else k_norm_weight, out if num_heads else qkv, k_cache, v_cache, eps, max_len,
+        qkv if k_norm_weight is None else k_norm_weight, out if num_heads else qkv, k_cache, v_cache,
+        *(scales or (cos_sin, cos_sin)), eps, max_len,
         qkv.stride(0), *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         Q_HEADS=num_heads, KV_HEADS=num_kv_heads, D=head_dim, D_PAD=next_power_of_two(head_dim), ROT=rot_dim,
         HALF_PAD=next_power_of_two(rot_dim // 2), REST_PAD=next_power_of_two(max(1, head_dim - rot_dim)),

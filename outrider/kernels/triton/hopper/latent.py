@@ -154,7 +154,7 @@ def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContext
 def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
     """Whether the kernels of this package serve the card and these shapes."""
     return (
-        is_hopper(q.device) and latent_dim in (256, 512) and q.shape[2] - latent_dim == 64
+        is_hopper(q.device) and cache.dtype == q.dtype and latent_dim in (256, 512) and q.shape[2] - latent_dim == 64
         and q.stride(2) == cache.stride(2) == 1 and cache.data_ptr() % 16 == q.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in (*q.stride()[:2], *cache.stride()[:2]))
     )  # fmt: skip
