@@ -42,6 +42,7 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes of the cache",
     "gpu_memory_utilization": "share of the GPU's memory to use",
     "kv_cache_dtype": "how keys and values are stored; auto: in the model's dtype",
+    "kv_cache_dtype_skip_layers": "layers that keep the model's dtype: a number, or sliding_window (repeat)",
     "enable_prefix_caching": "share the cache of equal beginnings of prompts",
     "checkpoint_interval": "tokens between the states of recurrent layers that are kept for prefix hits",
     "overlap": "schedule the next step while the last one runs",

@@ -80,7 +80,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "trust_remote_code": Explained("no remote code is ever run: model families are built in", is_switch=True),
     "use_v2_block_manager": Explained("there is one page manager", is_switch=True),
     "allowed_local_media_path": Refused(NO_IMAGES, (None, "")),
-    "calculate_kv_scales": Refused("scales belong to the type in kv_cache_dtype", (None, False), is_switch=True),
+    "calculate_kv_scales": Refused("scales of an fp8 cache are the files', or 1", (None, False), is_switch=True),
     "convert": Refused(BY_CONFIG, (None, "auto", "none", "embed", "classify")),
     "cpu_offload_gb": Refused("weights lie on one device: choose a smaller model or a quantised file", (None, 0)),
     "config_format": Explained("config.json is read, or a GGUF file's metadata"),

@@ -6,20 +6,30 @@ page. So one copy moves a page with all that belongs to it. The pool does not kn
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import MODEL_DTYPE, Part
 from outrider.core import PageChanges
 from outrider.kernels.buffers import lazy_zeros, to_device
+from outrider.kernels.fp8_cache import ScaleNumbers
 
 
 class DevicePool:
-    def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
+                 scales: Mapping[int, ScaleNumbers] | None = None) -> None:
+        """scales: those of layers in fp8, where the model's files have them."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0
         self.data = lazy_zeros(num_pages, layout.page_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._scales = {layout.places[layer]: own for layer, own in (scales or {}).items()}
+
+    def scales_of(self, layer: int) -> ScaleNumbers | None:
+        """Scales of a layer's heads. Layers that share their pages have the same."""
+        return self._scales.get(self.layout.places[layer])
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
         """The parts of one layer's cache by name: [pages, page tokens, *shape] each, views of the pool."""

@@ -16,6 +16,7 @@ import torch
 
 from outrider.core.class_head import ClassHead
 from outrider.kernels import ops
+from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
     Delta,
     Embedding,
@@ -80,6 +81,7 @@ class Model(LayeredModule, ABC):
     embed_tokens: Embedding
     lm_head: Linear
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
+    cache_scales: Mapping[int, ScaleNumbers] = MappingProxyType({})  # of a cache in fp8, by layer index
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
 
     @abstractmethod

@@ -4,32 +4,84 @@ attention backend that serves that type."""
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
 import torch
 
-from outrider.cache.groups import CacheLayout, plan_groups
-from outrider.cache.kinds import MODEL_CACHE, CacheType
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
+from outrider.cache.kinds import MODEL_CACHE, CacheType, SlidingSpec
 from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
+from outrider.kernels.fp8_cache import ScaleNumbers
+from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.mixers import AttentionLayer
 from outrider.mixers.paged.base import Backend
-from outrider.mixers.paged.codecs import find_cache_type
+from outrider.mixers.paged.codecs import FP8_NAMES, find_cache_type
 from outrider.mixers.paged.registry import make_backend
 from outrider.models.base import Model
+from outrider.models.sources.base import ModelSource
 
 log = logging.getLogger("outrider")
+SLIDING = "sliding_window"  # all layers with a window, in kv_cache_dtype_skip_layers
 
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,
                whole_parts: bool = False) -> CacheLayout:
     """Plan the groups of the target's and the drafter's layers. Both store keys and values as the same type.
     whole_parts: see `Backend.needs_whole_parts`."""
-    cache_type = cache_type_of(config, model.dtype)
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(layer.is_recurrent for layer in own_layers):
         raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
-    target, own = ([layer.stored_as(cache_type) for layer in claims] for claims in (model.cache_layers(), own_layers))
+    target, own = (store_claims(config, model.dtype, claims) for claims in (model.cache_layers(), own_layers))
     return plan_groups(target, config.page_size, config.checkpoint_interval, own, whole_parts=whole_parts)
+
+
+def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[LayerCache]) -> list[LayerCache]:
+    """The claims of a model of this dtype, with keys and values stored as the config says. Layers that read another
+    layer's cache are skipped together with it."""
+    cache_type, skipped = cache_type_of(config, dtype), config.kv_cache_dtype_skip_layers
+    sliding = SLIDING in skipped
+    return [claim if str(claim.layer if claim.reads is None else claim.reads) in skipped
+            or (sliding and isinstance(claim.spec, SlidingSpec)) else claim.stored_as(cache_type) for claim in claims]
+
+
+def check_cache_types(config: EngineConfig, outline: Model, device: torch.device) -> None:
+    """Raise ValueError if a layer of the target cannot store what the config says, or the device cannot convert to
+    it. `outline`: the model on the meta device."""
+    claims = outline.cache_layers()
+    numbers = {str(claim.layer) for claim in claims}
+    for entry in config.kv_cache_dtype_skip_layers:
+        if entry not in (SLIDING, *numbers):
+            raise ValueError(f"kv_cache_dtype_skip_layers: {entry!r} is neither {SLIDING!r} nor the number of a layer "
+                             f"that has a cache: {', '.join(sorted(numbers, key=int))}")
+    store_claims(config, outline.dtype, claims)
+    if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda" and (
+            torch.cuda.get_device_capability(device) < FP8_CAPABILITY):
+        raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: {torch.cuda.get_device_name(device)} does not "
+                         "convert to fp8: use kv_cache_dtype='auto'")
+
+
+def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -> dict[int, ScaleNumbers]:
+    """The scales that the model's files have for a cache in fp8, by layer; none for another cache. Latents have no
+    scale: they are normed, so their numbers fit."""
+    if config.kv_cache_dtype not in FP8_NAMES or config.load_format == "dummy":
+        return {}
+    found, scales = source.cache_scales(), {}
+    for layer in model.attention_layers:
+        if layer.index in found and isinstance(layer, AttentionLayer):
+            scales[layer.index] = ScaleNumbers(*(_of_heads(own, layer) for own in found[layer.index]))
+    if found:
+        log.info("scales of the cache: those of the files in %d layers, 1 in the others", len(scales))
+    return scales
+
+
+def _of_heads(scales: list[float], layer: AttentionLayer) -> tuple[float, ...]:
+    """One scale for every kv head, of none, one or as many."""
+    if len(scales) not in (0, 1, layer.num_kv_heads) or not all(0 < own < math.inf for own in scales):
+        raise ValueError(f"the files' scales of the cache of layer {layer.index} are {scales}: expected one positive "
+                         f"number, or {layer.num_kv_heads}")
+    return tuple(scales) if len(scales) == layer.num_kv_heads else tuple(scales or [1.0]) * layer.num_kv_heads
 
 
 def choose_backend(config: EngineConfig, model: Model, max_drafts: int) -> Backend:

@@ -16,7 +16,7 @@ from outrider.drafters.base import DraftBuild
 from outrider.drafters.registry import make_drafter
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import ModelSource
-from outrider.runner.cache_plan import cache_type_of
+from outrider.runner.cache_plan import check_cache_types
 from outrider.runner.device import gpu_bytes
 
 GIB = 1 << 30
@@ -30,8 +30,7 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
                            vocab_size=outline.vocab_size,
                            max_drafts=0 if speculative is None else speculative.num_speculative_tokens)
     _check_weights(outline, device)
-    for claim in outline.cache_layers():  # refuses a cache type that the layer cannot store
-        claim.stored_as(cache_type_of(config, outline.dtype))
+    check_cache_types(config, outline, device)
     if speculative is not None:
         make_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
                                              config.seed, config.model))

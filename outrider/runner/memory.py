@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.cache.groups import MAX_PADDING, CacheLayout
-from outrider.cache.kinds import RowCapacity
+from outrider.cache.kinds import MODEL_CACHE, RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
 from outrider.runner.storages import collect_replaced
@@ -71,13 +72,14 @@ class MemoryPlan:
     num_rows: int
     max_drafts: int
     step: StepMemory = StepMemory()
+    stored_as: str = ""  # words for the types of the layers' caches
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
         lines = [
             f"weights {self.weight_bytes / MIB:.0f} MiB"
             + (f" + packed copies {self.packed_bytes / MIB:.0f} MiB" if self.packed_bytes else ""),
-            f"cache {pool / MIB:.0f} MiB: {self.num_pages} pages of {self.page_bytes / 1024:.0f} KiB, "
+            f"cache {pool / MIB:.0f} MiB{self.stored_as}: {self.num_pages} pages of {self.page_bytes / 1024:.0f} KiB, "
             f"{self.tokens} tokens, padding {self.padding:.1%}",
         ]
         if self.rows.row_bytes:
@@ -117,7 +119,18 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         num_pages = max(least, num_pages)
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
     return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
-                      limits.max_drafts, step)
+                      limits.max_drafts, step, _stored_as(layout))
+
+
+def _stored_as(layout: CacheLayout) -> str:
+    """How layers store keys and values, unless all of them do in the model's dtype."""
+    layers: Counter[str] = Counter()
+    for group in layout.groups:
+        layers[group.spec.cache_type.name] += len(group.layers)
+    if set(layers) == {MODEL_CACHE.name}:
+        return ""
+    names = {MODEL_CACHE.name: "the model's dtype"}
+    return " (" + ", ".join(f"{count} layers in {names.get(name, name)}" for name, count in layers.items()) + ")"
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:

@@ -59,7 +59,7 @@ class StepParts:
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device
-        pool = DevicePool(self.layout, num_pages, model.dtype, device)
+        pool = DevicePool(self.layout, num_pages, model.dtype, device, model.cache_scales)
         if drafter is not None:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, device)
         state = RowState(limits, self.layout.groups, device)

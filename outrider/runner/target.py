@@ -11,19 +11,19 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.kernels import compiling
+from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.layers.fuse import use_int8_activations
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.models.sources.quantization import KEY
+from outrider.runner.cache_plan import find_cache_scales
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
 
 log = logging.getLogger("outrider")
-
-FP8_CAPABILITY = (8, 9)
 
 
 def build_target(config: EngineConfig, source: ModelSource) -> Model:
@@ -40,6 +40,7 @@ def build_target(config: EngineConfig, source: ModelSource) -> Model:
         model = build(device=device)
         declare_stored(model, config, source, device)
         model.weights()  # formats allocate their weights when they are first asked for them
+    model.cache_scales = find_cache_scales(config, source, model)
     return model
 
 

@@ -237,7 +237,7 @@ REFUSED = {
                    "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
     "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
     "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
-    "an 8-bit cache": ("LLM(model, kv_cache_dtype='fp8')", "kv_cache_dtype must be one of auto, .*, got 'fp8'"),
+    "another fp8 cache": ("LLM(model, kv_cache_dtype='fp8_e5m2')", "kv_cache_dtype 'fp8_e5m2': did you mean"),
     "another task": ("LLM(model, task='transcription')", "task='transcription' is not supported: a head that class"),
 }
 

@@ -5,10 +5,11 @@ Both parts lie in the same pages and are found by the same page table. Pages sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from outrider.cache.kinds.base import PagedSpec
 from outrider.cache.kinds.parts import Part
+from outrider.cache.kinds.types import MODEL_CACHE, CacheType, ElementType
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,23 @@ class LatentSpec(PagedSpec):
     latent_dim: int
     rope_dim: int
     itemsize: int
+    cache_type: CacheType = field(default=MODEL_CACHE, kw_only=True)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         return (self.latent_part,)
 
+    def stored_as(self, cache_type: CacheType) -> PagedSpec:
+        if isinstance(cache_type, ElementType) and cache_type.takes_latents:
+            return replace(self, cache_type=cache_type)
+        return super().stored_as(cache_type)
+
     @property
     def latent_part(self) -> Part:
-        return Part("latent", (self.latent_dim + self.rope_dim,), self.itemsize)
+        shape = (self.latent_dim + self.rope_dim,)
+        if isinstance(self.cache_type, ElementType):
+            return Part("latent", shape, self.cache_type.itemsize, self.cache_type.dtype)
+        return Part("latent", shape, self.itemsize)
 
 
 @dataclass(frozen=True)

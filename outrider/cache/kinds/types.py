@@ -32,6 +32,7 @@ class ElementType(CacheType):
     dtype: str  # name of a torch dtype, such as "int8"
     itemsize: int  # bytes of one number
     head_parts: tuple[Part, ...] = ()  # further tensors, such as scales; their shapes are those of one token and head
+    takes_latents: bool = False  # whether latents, of which all heads share one, may be stored in this dtype
 
     def parts(self, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[Part, ...]:
         numbers = [Part(name, (num_kv_heads, head_dim), self.itemsize, self.dtype) for name in ("k", "v")]

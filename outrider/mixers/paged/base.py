@@ -61,7 +61,8 @@ class KeyValueCache:
     def from_pool(cls, pool: DevicePool, layer: int) -> KeyValueCache:
         further = pool.layer(layer)
         k, v = further.pop("k"), further.pop("v")
-        return cls(k, v, further, codec_of(pool.layout.groups_of(layer)[0].spec.cache_type))
+        codec = codec_of(pool.layout.groups_of(layer)[0].spec.cache_type)
+        return cls(k, v, further, codec.for_layer(k.shape[2], k.device, pool.scales_of(layer)))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:

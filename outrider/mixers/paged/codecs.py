@@ -15,8 +15,10 @@ import torch
 
 from outrider.cache.kinds import MODEL_CACHE, CacheType, ElementType
 from outrider.config import CACHE_TYPES as SETTINGS
+from outrider.kernels.fp8_cache import HeadScales, ScaleNumbers, from_fp8, to_fp8
 from outrider.kernels.reference import contain_non_finite
 
+FP8_NAMES = ("fp8", "fp8_e4m3")  # of the same type
 Parts = Mapping[str, torch.Tensor]  # tensors by the names of their parts
 
 
@@ -37,6 +39,11 @@ class CacheCodec(ABC):
 
     cache_type: CacheType
     is_exact: bool = False  # whether a token has the same bits alone and among others; otherwise exact mode refuses it
+    scales: HeadScales | None = None  # of a layer's heads, for types that have such scales
+
+    def for_layer(self, num_kv_heads: int, device: torch.device, scales: ScaleNumbers | None) -> CacheCodec:
+        """The codec of one layer. scales: those that the model's files have for it."""
+        return self
 
     @abstractmethod
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
@@ -74,6 +81,30 @@ class FloatCodec(ModelCodec):
         return super().encode(k.to(self._dtype), v.to(self._dtype))
 
 
+class Fp8Codec(ModelCodec):
+    """Keys and values as fp8 numbers (e4m3), divided by scales of their heads. Numbers beyond the range of fp8 become
+    its greatest. Scales never depend on what is computed: they come from the model's files, or are 1."""
+
+    def __init__(self, name: str, scales: HeadScales | None = None) -> None:
+        self.cache_type = ElementType(name, "float8_e4m3fn", 1, takes_latents=True)
+        self.scales = scales
+
+    def for_layer(self, num_kv_heads: int, device: torch.device, scales: ScaleNumbers | None) -> CacheCodec:
+        ones = (1.0,) * num_kv_heads
+        return Fp8Codec(self.cache_type.name, (scales or ScaleNumbers(ones, ones)).to_device(device))
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
+        assert self.scales is not None, "the codec belongs to no layer"
+        k, v = contain_non_finite(k, v)
+        return {"k": to_fp8(k, self.scales.k[:, None]), "v": to_fp8(v, self.scales.v[:, None])}
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
+        assert self.scales is not None, "the codec belongs to no layer"
+        k, v = parts["k"], parts["v"]
+        return DecodedTokens(from_fp8(k, self.scales.k[:, None], dtype), from_fp8(v, self.scales.v[:, None], dtype),
+                             ~k[..., 0, 0].isnan())
+
+
 _CODECS: dict[str, CacheCodec] = {}
 
 
@@ -102,3 +133,5 @@ def find_cache_type(name: str, dtype: torch.dtype) -> CacheType:
 register_cache_type(ModelCodec())
 for _name in ("float32", "bfloat16", "float16", "float64"):
     register_cache_type(FloatCodec(_name))
+for _name in FP8_NAMES:
+    register_cache_type(Fp8Codec(_name))

@@ -15,6 +15,7 @@ from outrider.cache.kinds import MODEL_CACHE, CacheType
 from outrider.config import BACKENDS as SETTINGS
 from outrider.kernels import native, ops
 from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.codecs import FP8_NAMES
 from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.mixers.paged.torch_backend import TorchBackend
 
@@ -36,7 +37,7 @@ class BackendEntry:
     def refusal_of(self, device: torch.device, dtype: torch.dtype, cache_type: CacheType) -> str | None:
         """Why the backend does not serve them together; None if it does."""
         if not self.serves_type(cache_type):
-            return "it reads keys and values in the model's dtype only"
+            return "it reads keys and values in the model's dtype, or in types that its kernels know"
         return self.refusal(device, dtype)
 
 
@@ -111,7 +112,8 @@ def _make_exact_triton(max_drafts: int) -> Backend:
     return ExactTritonBackend(decode_kernel_max_query=1 + max_drafts)
 
 
-register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton))
+register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton,
+                              serves_type=lambda cache_type: cache_type.name in (MODEL_CACHE.name, *FP8_NAMES)))
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
 register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
 register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend(),

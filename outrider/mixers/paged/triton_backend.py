@@ -177,7 +177,7 @@ class TritonBackend(Backend):
 
     def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         check_writes(layer)
-        cache_write(k, v, plan.slots, cache.k, cache.v)
+        cache_write(k, v, plan.slots, cache.k, cache.v, scales=cache.codec.scales)
 
     def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:
@@ -192,7 +192,7 @@ class TritonBackend(Backend):
               norms: HeadNorms | None, plan: Plan) -> torch.Tensor:
         q_norm, k_norm, eps, norms_v, has_v = norms or HeadNorms(None, None, 1e-6)
         return rope_cache_write(qkv, rope.positions, rope.table, plan.slots, cache.k, cache.v, q_norm, k_norm, eps,
-                                v_norm=norms_v, v_from_k=not has_v, writes=layer.writes)
+                                v_norm=norms_v, v_from_k=not has_v, writes=layer.writes, scales=cache.codec.scales)
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         prepare_counters(device)
@@ -209,14 +209,15 @@ class TritonBackend(Backend):
         def attend() -> torch.Tensor:
             tiles = device_query_tiles(starts, num_tokens, 1, *heads, config=choose_prefill(layer.num_heads, cache.k))
             return prefill_attention(q, cache.k, cache.v, table, starts, lengths, live, tiles, scale=layer.scale,
-                                     window=layer.window, softcap=layer.softcap, fill_padding=False)
+                                     window=layer.window, softcap=layer.softcap, scales=cache.codec.scales,
+                                     fill_padding=False)
 
         return attend
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
-                                   "key_starts": plan.key_starts}
+                                   "key_starts": plan.key_starts, "scales": cache.codec.scales}
         view = plan.view
         tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
         if plan.decode_max_query:

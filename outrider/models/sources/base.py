@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.formats import StoredFormat, StoredWeight
+    from outrider.models.sources.cache_scales import ScalePairs
 
 
 class SourceError(ValueError):
@@ -76,6 +77,10 @@ class ModelSource(ABC):
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         """The tensors of the files, one at a time; matrices with a stored format as stored weights, with their scales.
         Each call reads the files anew."""
+
+    def cache_scales(self) -> ScalePairs:
+        """The scales that the files have for a cache in fp8, by layer."""
+        return {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the files as plain numbers."""

@@ -125,10 +125,6 @@ class CompressedTensors(Quantization):
         self.suffix = suffixes.pop()
         reader.refuse_unread()
 
-    def is_beside(self, name: str, names: Any) -> bool:
-        """Scales of a cache in fp8 are passed over: the cache has its own setting."""
-        return name.endswith((".k_scale", ".v_scale", ".q_scale")) or super().is_beside(name, names)
-
     def _scheme(self, name: str) -> Scheme | None:
         if name in self._plain:
             return None

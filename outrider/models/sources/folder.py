@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from outrider.core.fields import INT32, Range, check_value, shown
 from outrider.models.config_reader import ConfigError, ConfigReader
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.cache_scales import ScalePairs, find_scales, pair_scales
 from outrider.models.sources.quantization import KEY, Quantization, find_quantization
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class FolderSource(ModelSource):
         from outrider.models.sources.safetensors_files import safetensors_tensors
 
         return safetensors_tensors(self.path, self._quantization)
+
+    def cache_scales(self) -> ScalePairs:
+        from outrider.models.sources.safetensors_files import read_tensors
+
+        return pair_scales(read_tensors(self.path, find_scales(self.tensor_names(), self.config.get(KEY) or {})))
 
     def tokenizer(self) -> Path:
         return self.path

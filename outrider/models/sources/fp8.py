@@ -34,8 +34,7 @@ class Fp8Files(Quantization):
         reader.must_equal("scale_fmt", "ue8m0", "float", default="float")
         self._plain = ModuleNames(reader, "modules_to_not_convert", "ignored_layers")
         reader.refuse_unread()
-        self.beside = (".weight_scale_inv" if self._is_in_blocks else ".weight_scale", ".input_scale",
-                       ".k_scale", ".v_scale")
+        self.beside = (".weight_scale_inv" if self._is_in_blocks else ".weight_scale", ".input_scale")
 
     def stored_format(self, name: str) -> StoredFormat | None:
         from outrider.formats.scaled import ScaledFormat

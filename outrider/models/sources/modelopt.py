@@ -17,7 +17,7 @@ GROUP = 16  # inputs that share a scale in NVFP4
 
 
 class ModelOptFiles(Quantization):
-    beside = (".weight_scale", ".weight_scale_2", ".input_scale", ".k_scale", ".v_scale")
+    beside = (".weight_scale", ".weight_scale_2", ".input_scale")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         reader = ConfigReader(settings, KEY)

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from outrider.models.config_reader import ConfigReader
+from outrider.models.sources.cache_scales import SUFFIXES
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,9 @@ class Quantization(ABC):
         """The stored weight of a matrix, from its tensors by their suffixes."""
 
     def is_beside(self, name: str, names: Collection[str]) -> bool:
-        """Whether the tensor belongs to another one, with which it is read."""
-        return any(name.endswith(end) and name.removesuffix(end) + self.suffix in names for end in self.beside)
+        """Whether the tensor belongs to another one, with which it is read; or to the cache (`cache_scales.py`)."""
+        return name.endswith(SUFFIXES) or any(name.endswith(end) and name.removesuffix(end) + self.suffix in names
+                                              for end in self.beside)
 
 
 class ModuleNames:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,14 @@ def safetensors_names(folder: str | Path) -> set[str]:
     """The names of all tensors of a folder, from the index or the files' headers."""
     return {name for path, names in _files(Path(folder)).items()
             for name in (_open(path).keys() if names is None else names)}
+
+
+def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Some tensors of a folder, as they are stored."""
+    for path, held in _files(folder).items() if names else ():
+        handle = _open(path)
+        for name in sorted(set(names).intersection(handle.keys() if held is None else held)):
+            yield name, _tensor(handle, name, path)
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

@@ -1,0 +1,37 @@
+"""Scales of an fp8 cache among a model's tensors: `k_scale` and `v_scale` below a layer's attention, or `kv_scale` for
+both, each one number or one for every key/value head. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from outrider.models.config_reader import ConfigError
+
+SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale")  # the last is of queries, which no cache holds
+_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\..*\.(k|v|kv)_scale$")
+
+# Of keys and of values, by layer: no scale, one, or one for each head.
+ScalePairs = dict[int, tuple[list[float], list[float]]]
+
+
+def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
+    """The scales among the names of tensors. section: the `quantization_config`, which may say that they are not for
+    fp8."""
+    found = [name for name in names if _NAME.search(name)]
+    scheme = section.get("kv_cache_scheme")
+    if found and isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        raise ConfigError(f"quantization_config: kv_cache_scheme is {dict(scheme)!r}, whose scales are not for an fp8 "
+                          "cache: use kv_cache_dtype='auto'")
+    return found
+
+
+def pair_scales(tensors: Iterable[tuple[str, Any]]) -> ScalePairs:
+    """The scales of all layers that have some, from their tensors."""
+    made: dict[int, dict[str, list[float]]] = {}
+    for name, tensor in tensors:
+        match = _NAME.search(name)
+        assert match is not None, f"{name} is no scale"
+        made.setdefault(int(match[1]), {})[match[2]] = tensor.double().flatten().tolist()
+    return {layer: (own.get("k", own.get("kv", [])), own.get("v", own.get("kv", []))) for layer, own in made.items()}
