@@ -64,7 +64,8 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor, limit: float | None
     ("fp8", 200, 200, False), ("fp8", 320, 128, False), ("fp8", 96, 32, False),
     ("int8", 200, 200, True), ("int8", 256, 64, False),
     ("int4", 384, 128, False), ("int4", 384, 128, True), ("int4", 96, 32, True), ("int4", 320, 64, False),
-    ("int4", 256, 256, False), ("fp4", 96, 16, False), ("fp4", 256, 32, False),
+    ("int4", 256, 256, False), ("int4", 96, 96, False), ("int4", 192, 192, True),
+    ("fp4", 96, 16, False), ("fp4", 256, 32, False),
 ])  # fmt: skip
 def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, has_zeros: bool) -> None:
     n = 50

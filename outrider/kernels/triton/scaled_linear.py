@@ -60,9 +60,10 @@ def _load_scales(
 
 
 @triton.jit
-def _load_rows(x_row, in_tokens, column, K: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns of the token rows, transposed: [columns, tokens]."""
-    mask = in_tokens[:, None] if WHOLE else in_tokens[:, None] & (column < K)[None, :]
+def _load_rows(x_row, in_tokens, column, inside, WHOLE: tl.constexpr, DTYPE: tl.constexpr):
+    """Columns of the token rows, transposed: [columns, tokens]. inside: which of them meet a code of the row. Beyond
+    the row's end codes of integers are no zeros, and columns of another half of the group may lie there."""
+    mask = in_tokens[:, None] if WHOLE else in_tokens[:, None] & inside[None, :]
     return tl.trans(tl.load(x_row + column[None, :], mask=mask, other=0.0).to(DTYPE))
 
 
@@ -91,10 +92,11 @@ def _chain(
                                    begin // GROUP, GROUPS, X_GROUP)
     for start in range(begin // PER_BYTE, end // PER_BYTE, BYTES):
         byte = start + at
+        inside = byte < K // PER_BYTE
         if SCALES_SUMS:  # asked for one step ahead
             next_scale, next_of_x = _load_scales(scales + row * stride_n, x_scales + token * GROUPS, in_rows, in_tokens,
                                                  stride_g, (start + BYTES) // SPAN, GROUPS, X_GROUP)
-        mask = in_rows[:, None] if WHOLE else in_rows[:, None] & (byte < K // PER_BYTE)[None, :]
+        mask = in_rows[:, None] if WHOLE else in_rows[:, None] & inside[None, :]
         packed = tl.load(codes_row + byte[None, :], mask=mask, other=0.0 if CODE == _FP8 else 0)
         group = start // SPAN
         if PER_BYTE == 1:
@@ -118,18 +120,18 @@ def _chain(
             column = tl.multiple_of(group * GROUP + start % SPAN, BYTES) + at
         else:
             column = byte // SPAN * GROUP + byte % SPAN
-        value = _load_rows(x_row, in_tokens, column, K, WHOLE, DTYPE)
+        value = _load_rows(x_row, in_tokens, column, inside, WHOLE, DTYPE)
         if SCALES_SUMS:
             part = tl.dot(numbers, value, input_precision="ieee")
             if PER_BYTE == 2:
-                value = _load_rows(x_row, in_tokens, column + SPAN, K, WHOLE, DTYPE)
+                value = _load_rows(x_row, in_tokens, column + SPAN, inside, WHOLE, DTYPE)
                 part = tl.dot(high, value, part, input_precision="ieee")
             acc += part * (scale[:, None] * of_x[None, :]) if X_GROUP > 0 else part * scale[:, None]
             scale, of_x = next_scale, next_of_x
         else:
             acc = tl.dot(numbers, value, acc, input_precision="ieee", max_num_imprecise_acc=COLUMNS)
             if PER_BYTE == 2:
-                value = _load_rows(x_row, in_tokens, column + SPAN, K, WHOLE, DTYPE)
+                value = _load_rows(x_row, in_tokens, column + SPAN, inside, WHOLE, DTYPE)
                 acc = tl.dot(high, value, acc, input_precision="ieee")
     return acc
 
