@@ -49,14 +49,14 @@ class FormatChoice:
 
     stored_format: Callable[[str], StoredFormat | None]  # by a matrix's name, without ".weight"; None for numbers
     device: torch.device  # the device on which the model runs; that of a declaration may be meta
-    quantization: str | None = None  # codes into which linear layers of numbers are brought at load
+    quantization: str | None = None  # codes into which layers of numbers are brought at load
 
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
         """What makes the format, derived from `base`, that keeps the bits of all these matrices; None if the layer must
         be dense."""
         (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
         stored: list[StoredFormat] = []
-        made = choose_made(self.quantization, declared) if self.quantization and base is LinearFormat else None
+        made = self._made(base, declared)
         for name in names:
             found = self.stored_format(name) or made
             if found is None or found.kind not in table:
@@ -67,3 +67,8 @@ class FormatChoice:
             return None
         return partial(chosen, stored=stored)
 
+    def _made(self, base: type[Any], declared: Any) -> StoredFormat | None:
+        """The format into which matrices of numbers are coded when they are read, if they are to be."""
+        if self.quantization is None or base not in (LinearFormat, ExpertsFormat):
+            return None
+        return choose_made(self.quantization, *(declared.projections if base is ExpertsFormat else (declared,)))

@@ -17,7 +17,7 @@ from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw
-from outrider.kernels import experts_on_host, moe, native, ops, scaled
+from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.quantized import kept_bits_are_fast
 from outrider.kernels.scaled import FP8, INT4, Scaled
@@ -43,9 +43,11 @@ class ScaledFormat(StoredFormat):
         return self.group or inputs
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
-        """The stored form of a weight [outputs, inputs] of numbers."""
+        """The stored form of a weight [.., outputs, inputs] of numbers."""
         make = scaled.to_fp8_rows if self.kind == FP8 else partial(scaled.to_int4_groups, group=self.group)
-        return ScaledWeight(scaled.by_outputs(make, weight))
+        made, outputs = scaled.by_outputs(make, weight.flatten(0, -2)), weight.shape[:-1]
+        return ScaledWeight(replace(made, codes=made.codes.unflatten(0, outputs),
+                                    scales=made.scales.unflatten(0, outputs)))
 
     def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
         """Codes and scales without content of a weight [.., outputs, inputs]."""
@@ -101,6 +103,10 @@ class ScaledWeight:
         parts = {"weight": weight.codes, "weight_scale": weight.scales, "weight_zero": weight.zeros,
                  "weight_factor": weight.factors}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+    def __getitem__(self, index: int | slice) -> ScaledWeight:
+        """An expert of a joint weight, or some outputs."""
+        return ScaledWeight(self.weight[index])
 
     def is_finite(self) -> bool:
         return bool(self.weight.scales.float().isfinite().all())
@@ -190,11 +196,12 @@ class ScaledLinear(EmbeddingFormat):
 
 
 class ScaledExperts(ExpertsFormat):
-    """Experts on the CPU, each with matrices of its own in the checkpoint."""
+    """Experts, by themselves or joint in the checkpoint."""
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
-        self._stored, self._mix = stored[0], experts_on_host.scaled_experts
+        self._stored, self._mix = stored[0], ops.scaled_experts
+        self._rounds = self._stored.rounds and declared.device.type == "cuda"  # as in ScaledLinear
         self._gate_up, self._down = (
             self._stored.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
             for each in declared.projections)
@@ -202,27 +209,36 @@ class ScaledExperts(ExpertsFormat):
     @classmethod
     def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
         first = stored[0]
-        return (device.type == "cpu" and not declared.is_joint and len(set(stored)) == 1
-                and isinstance(first, ScaledFormat) and all(map(first.fits, declared.projections)))
+        if len(set(stored)) > 1 or not isinstance(first, ScaledFormat) or not all(
+                map(first.fits, declared.projections)):
+            return False
+        return device.type == "cpu" or ops.scaled_experts.serves(torch.empty(0, dtype=declared.dtype, device=device))
 
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
-        return self._stored.tensors(self._gate_up), self._stored.tensors(self._down)
+        first, down = self._stored.tensors(self._gate_up), self._stored.tensors(self._down)
+        return (_joint(first), _joint(down)) if self.declared.is_joint else (first, down)
 
     def set_exact(self, exact: bool) -> None:
-        self._mix = experts_on_host.exact_scaled_experts if exact else experts_on_host.scaled_experts
+        self._mix = ops.scaled_experts.variant(exact)
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+        return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, self._rounds)
 
 
-def choose_made(quantization: str, declared: LinearDeclaration) -> ScaledFormat | None:
-    """The format into which a linear layer of numbers is coded at load, as `quantization` of the engine asks. None for
-    layers that stay as they are: very small ones, and for int4 those whose inputs no group divides."""
-    if min(declared.stored.values()) < LEAST_OUTPUTS:
+def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    """The tensors with names that end that of a joint matrix."""
+    return [held._replace(name=held.name.removeprefix("weight")) for held in tensors]
+
+
+def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat | None:
+    """The format into which a linear layer of numbers, or all projections of experts, are coded at load, as
+    `quantization` of the engine asks. None for weights that stay as they are: very small ones, and for int4 those whose
+    inputs no group divides."""
+    if min(size for each in declared for size in each.stored.values()) < LEAST_OUTPUTS:
         return None
     if quantization == FP8:
         return ScaledFormat(FP8, rounds=True, is_made=True)
-    group = next((group for group in INT4_GROUPS if declared.in_features % group == 0), None)
+    group = next((group for group in INT4_GROUPS if all(each.in_features % group == 0 for each in declared)), None)
     return None if group is None else ScaledFormat(INT4, group, torch.bfloat16, is_made=True)

@@ -36,14 +36,21 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
 
 
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
-                   added: Tensor | None = None) -> Tensor:
+                   added: Tensor | None = None, rounds: bool = False) -> Tensor:
     """Experts whose weights are codes with scales."""
-    return _mix(ops.scaled_wide, x, ids, weights, gate_up, down, activation, added)
+    product = _rounding_product(ops.scaled_wide) if rounds else ops.scaled_wide
+    return _mix(product, x, ids, weights, gate_up, down, activation, added)
 
 
 def exact_scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
-                         added: Tensor | None = None) -> Tensor:
-    return _mix(exact.scaled_wide, x, ids, weights, gate_up, down, activation, added)
+                         added: Tensor | None = None, rounds: bool = False) -> Tensor:
+    product = _rounding_product(exact.scaled_wide) if rounds else exact.scaled_wide
+    return _mix(product, x, ids, weights, gate_up, down, activation, added)
+
+
+def _rounding_product(product: Callable[..., Tensor]) -> Callable[[Tensor, Scaled], Tensor]:
+    """The product with token rows that are rounded in groups of the weight's size."""
+    return lambda x, weight: product(x, weight, min(weight.group, x.shape[1]))
 
 
 def _mix(product: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight,

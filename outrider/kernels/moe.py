@@ -6,6 +6,7 @@ from, shared experts and norms are for layers. Any float type; sums are in float
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import reference
-from outrider.kernels.scaled import Scaled
+from outrider.kernels.scaled import Scaled, rounded
 
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
 PLAIN = ("relu2",)  # the square of relu, of one projection
@@ -93,18 +94,38 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
     [experts, width, hidden] where the activation takes no gate. Fixed shapes and no host reads on any device, at the
     price of a copy of each pair's weights.
     """
+    return _mix(x, ids, weights, gate_up, down, activation, added)
+
+
+def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
+                   added: Tensor | None = None, rounds: bool = False) -> Tensor:
+    """`experts` whose weights are codes with scales. rounds: token rows, and the activation's results before the second
+    projection, are first rounded to fp8, each row by itself, in groups of as many inputs as share a scale."""
+    return _mix(x, ids, weights, gate_up, down, activation, added, rounds)
+
+
+def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled, activation: str,
+         added: Tensor | None, rounds: bool = False) -> Tensor:
     check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     token = torch.arange(flat.shape[0], device=x.device) // top_k
-    chunk = max(1, MAX_GATHERED // (gate_up[0].numel() + down[0].numel()))
+    chunk = max(1, MAX_GATHERED // (math.prod(gate_up.shape[1:]) + math.prod(down.shape[1:])))
     parts = []
     for rows, chosen in zip(token.split(chunk), flat.split(chunk), strict=True):
-        projected = torch.einsum("ph,pnh->pn", reference.widened(x[rows]), reference.widened(gate_up[chosen]))
-        hidden = reference.widened(activate(projected, activation).to(x.dtype))
-        parts.append(torch.einsum("pw,phw->ph", hidden, reference.widened(down[chosen])).to(x.dtype))
+        projected = _products(x[rows], gate_up[chosen], rounds)
+        parts.append(_products(activate(projected, activation).to(x.dtype), down[chosen], rounds).to(x.dtype))
     out = combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
     return out if added is None else out.add_(added)
+
+
+def _products(x: Tensor, weights: Tensor | Scaled, rounds: bool) -> Tensor:
+    """x [pairs, inputs] times the weight of each pair [pairs, outputs, inputs]: [pairs, outputs]."""
+    if isinstance(weights, Scaled):
+        x = rounded(x, min(weights.group, x.shape[1])) if rounds else x
+        weights = weights.numbers()
+    wide = reference.widened(x)
+    return torch.einsum("pi,poi->po", wide, weights.to(wide.dtype))
 
 
 def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import torch
 
-from outrider.formats import FormatChoice, StoredFormat, StoredWeight, WeightSlot, join_names
+from outrider.formats import FormatChoice, StoredFormat, StoredWeight, WeightSlot
+from outrider.formats.scaled import ScaledWeight
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
@@ -123,7 +124,7 @@ def one_by_one(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source, each by the name of its slot where the model has one. Counts in `expanded`, by kind, the
     stored weights that became numbers."""
-    return _split_experts(_in_parts(tensors, slots, expanded), slots)
+    return _in_parts(_split_experts(tensors, slots), slots, expanded)
 
 
 def _in_parts(
@@ -150,8 +151,9 @@ def _in_parts(
 def _kept_parts(
     name: str, stored: StoredWeight, slots: Mapping[str, WeightSlot]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a stored weight by their own names; none if no format keeps them."""
-    parts = [(join_names(name.rpartition(".")[0], part), tensor) for part, tensor in stored.parts().items()]
+    """The tensors of a stored weight by their own names; none if no format keeps them. The name of a joint matrix of
+    experts has no ".weight", those of its scales follow it directly."""
+    parts = [(name + part.removeprefix("weight"), tensor) for part, tensor in stored.parts().items()]
     if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
         return []
     if not stored.is_finite():
@@ -159,9 +161,7 @@ def _kept_parts(
     return parts
 
 
-def _split_experts(
-    tensors: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, WeightSlot]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
     """The tensors, with a tensor of all experts split into one for each expert and projection if the model has slots
     for these. Files of one family have either form."""
     for name, tensor in tensors:
@@ -169,12 +169,13 @@ def _split_experts(
         if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:
             yield name, tensor
         else:
+            joint = tensor if isinstance(tensor, torch.Tensor | ScaledWeight) else tensor.dequantize()
             parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
-            for expert, rows in enumerate(tensor):
-                for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
-                    yield f"{experts}.{expert}.{part}.weight", own
-                    del own
-                del rows
+            rows = -(-joint.shape[1] // len(parts))
+            for expert in range(joint.shape[0]):
+                for at, part in enumerate(parts):
+                    yield f"{experts}.{expert}.{part}.weight", joint[expert][at * rows : (at + 1) * rows]
+            del joint
         del tensor  # before the next one is read
 
 

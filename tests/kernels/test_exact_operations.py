@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
+from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
@@ -85,6 +86,13 @@ def experts(rows: torch.Tensor) -> torch.Tensor:
     mix = ops.experts.variant(exact=True)
     return mix(random(ROWS, WIDTH)[rows], routed.ids[rows], routed.weights[rows], gate_up, down, "silu",
                random(ROWS, WIDTH, seed=3)[rows])  # fmt: skip
+
+
+def scaled_experts(rows: torch.Tensor, rounds: bool = False) -> torch.Tensor:
+    routed = moe.route(random(ROWS, 7, dtype=torch.float32), RULE)
+    made = [ScaledFormat("fp8").make(random(7, *shape, seed=1)).weight for shape in ((48, 96), (96, 24))]
+    return ops.scaled_experts.variant(exact=True)(random(ROWS, 96)[rows], routed.ids[rows], routed.weights[rows], *made,
+                                                  "silu", random(ROWS, 96, seed=3)[rows], rounds)
 
 
 def gated_norm(rows: torch.Tensor, gate_first: bool = True) -> torch.Tensor:
@@ -212,6 +220,7 @@ SHOWN: dict[str, list[Call]] = {
     "exact_linear_add": [linear_add],
     "exact_route": [route, lambda rows: route(rows, "sigmoid")],
     "exact_experts": [experts],
+    "exact_scaled_experts": [scaled_experts, lambda rows: scaled_experts(rows, True)],
     "rope_write": [rope_write],
     "paged_attention": [paged_attention, lambda rows: paged_attention(rows, 40)],
     "exact_dense_latent_attention": [dense_latent_attention],

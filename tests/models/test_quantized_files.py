@@ -16,7 +16,7 @@ from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
-from outrider.kernels import native, scaled
+from outrider.kernels import moe, native, scaled
 from outrider.layers.base import find_modules
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.moe import Experts
@@ -203,6 +203,34 @@ def test_the_section_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert sum(isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)) == 8
 
 
+def save_joint_mxfp4(folder: Path) -> files.Tensors:
+    """A model whose files have the experts of a layer in two tensors. Returns the numbers, expert by expert."""
+    tensors, numbers = files.plain_weights(files.MOE), {}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (torch.stack([tensors.pop(f"{experts}.{at}.{part}_proj.weight") for at in range(4)])
+                          for part in ("gate", "up", "down"))
+        for name, joint in (("gate_up", torch.stack((gate, up), dim=2).flatten(1, 2)), ("down", down)):
+            parts, made = files.mxfp4(joint)
+            tensors |= {f"{experts}.{name}_proj_blocks": parts[".weight_packed"].unflatten(-1, (-1, 16)),
+                        f"{experts}.{name}_proj_scales": parts[".weight_scale"]}  # fmt: skip
+            rows = {"gate": made[:, ::2], "up": made[:, 1::2]} if name == "gate_up" else {"down": made}
+            numbers |= {f"{experts}.{at}.{part}_proj.weight": of_all[at]
+                        for part, of_all in rows.items() for at in range(4)}  # fmt: skip
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    files.save_folder(folder, tensors, files.MOE | {"quantization_config": settings})
+    return {name: tensor for name, tensor in tensors.items() if "experts" not in name} | numbers
+
+
+def test_joint_experts_of_a_file_keep_their_bits(tmp_path: Path) -> None:
+    numbers = save_joint_mxfp4(tmp_path / "quantised")
+    files.save_folder(tmp_path / "numbers", numbers, files.MOE)
+    kept, dense = load(tmp_path / "quantised"), load(tmp_path / "numbers")
+    assert isinstance(find_modules([kept], Experts)[0].format, ScaledExperts)
+    assert not any(isinstance(linear.format, ScaledLinear) for linear in find_modules([kept], Linear))
+    assert outcome(kept) == outcome(dense) == outcome(load(tmp_path / "quantised", keep_quantized=False))
+
+
 def test_joint_experts_of_4_bits_have_gate_and_up_rows_in_turn() -> None:
     found = read_quantization({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     weight = torch.randn(3, 8, 64) * 0.05
@@ -297,9 +325,29 @@ def test_int4_takes_the_largest_group_that_divides_the_inputs(inputs: int, group
     assert (None if made is None else made.group) == group
 
 
+@pytest.mark.parametrize(("quantization", "error"), [("fp8", 0.04), ("int4", 0.2)])
+@pytest.mark.parametrize("is_joint", [False, True], ids=["by expert", "joint"])
+def test_experts_are_coded_matrix_by_matrix(quantization: str, error: float, is_joint: bool, tmp_path: Path) -> None:
+    """By files that have experts joint or by themselves, whichever of these the model has slots for."""
+    experts = Experts(3, 64, 32, activation="silu", is_fused=is_joint, dtype=torch.float64, device=torch.device("cpu"))
+    first, down = torch.randn(3, 64, 64), torch.randn(3, 64, 32)
+    stored = {"mlp.experts.gate_up_proj": first, "mlp.experts.down_proj": down}
+    experts.declare_formats(FormatChoice(lambda name: None, torch.device("cpu"), quantization), "mlp.experts")
+    slots = experts.weights("mlp.experts")
+    assert isinstance(experts.format, ScaledExperts)
+    for name, tensor in loader.one_by_one(stored.items(), slots):
+        slots.pop(name).store(tensor)
+    assert not slots
+    x, routed = torch.randn(5, 64).double(), moe.Routed(torch.tensor([[0, 2]] * 5), torch.ones(5, 2))
+    wanted = moe.experts(x, routed.ids, routed.weights, first.double(), down.double(), "silu")
+    assert (experts.format.mix(x, routed, "silu") - wanted).norm() / wanted.norm() < 2 * error
+
+
 def test_routers_and_quantised_files_are_left_as_they_are(tmp_path: Path) -> None:
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.MOE), files.MOE)
     model = load(folder, quantization="fp8")
+    assert all(isinstance(experts.format, ScaledExperts) for experts in find_modules([model], Experts))
+    assert outcome(model)
     assert not any(isinstance(router.gate.format, ScaledLinear) for router in find_modules([model], Router))
     files.save_form(tmp_path / "quantised", files.FORMS["W4A16"])
     model = load(tmp_path / "quantised", quantization="fp8")

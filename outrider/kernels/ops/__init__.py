@@ -291,6 +291,12 @@ experts = Operation(
     triton_kernel("outrider.kernels.triton.moe:experts", UP_TO_FLOAT32),
     exact=exact.experts,
 )
+scaled_experts = Operation(
+    moe.scaled_experts,
+    Kernel("host", "cpu", "outrider.kernels.experts_on_host:scaled_experts"),
+    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
+    exact=exact.scaled_experts,
+)
 experts_with_shared = Operation(
     moe.experts_with_shared,
     triton_kernel("outrider.kernels.triton.shared_expert:experts_with_shared", BFLOAT16,

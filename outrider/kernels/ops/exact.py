@@ -142,6 +142,12 @@ experts = Operation(
     triton_kernel("outrider.kernels.triton.moe:exact_experts", SIXTEEN_BITS),
     name="exact_experts", exact=ROW_BY_ROW,
 )
+scaled_experts = Operation(
+    row_by_row(moe.scaled_experts, 1, 2, 6),
+    Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_scaled_experts"),
+    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
+    name="exact_scaled_experts", exact=ROW_BY_ROW,
+)
 
 # Latent attention and its indexer
 

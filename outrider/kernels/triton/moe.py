@@ -44,7 +44,7 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def _few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The tile that starts with pair `first`: (expert, pairs [BLOCK_M], which of them exist, whether a tile starts
     here). Equal experts are tiled in the order of their pairs; a tile starts at every BLOCK_M-th."""
     pair = tl.arange(0, PAIRS)
@@ -58,8 +58,8 @@ def _few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _sorted_pairs(order, ends, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Like `_few_pairs`, for the tile of this number among tiles numbered expert by expert; there may be fewer."""
+def find_sorted_pairs(order, ends, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Like `find_few_pairs`, for the tile of this number among tiles numbered expert by expert; there may be fewer."""
     index = tl.arange(0, EXPERTS)
     start = tl.load(ends + index - 1, mask=(index > 0) & (index < E), other=0)
     end = tl.load(ends + index, mask=index < E, other=0)
@@ -95,9 +95,9 @@ def _expert_kernel(
     release_dependents(PDL)
     wait_for_inputs(PDL)
     if FEW:
-        expert, pairs, exists, is_tile = _few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
+        expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
     else:
-        expert, pairs, exists, is_tile = _sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
+        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
     if is_tile:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_rows = row < N

@@ -68,7 +68,7 @@ def _load_rows(x_row, in_tokens, column, inside, WHOLE: tl.constexpr, DTYPE: tl.
 
 
 @triton.jit
-def _chain(
+def sum_columns(
     x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n, zero_g,
     begin, end, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr,
@@ -162,15 +162,17 @@ def _scaled_kernel(
     x_row = x + token.to(tl.int64)[:, None] * x_stride
     codes_row = codes + row.to(tl.int64)[:, None] * codes_stride
     if SHARED or CHAIN >= K:
-        total = _chain(x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g,
-                       zero_n, zero_g, begin, tl.minimum(begin + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N,
-                       COLUMNS, HAS_ZEROS, WIDEN, ASM)
+        total = sum_columns(
+            x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n,
+            zero_g, begin, tl.minimum(begin + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS,
+            WIDEN, ASM)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for start in range(0, K, CHAIN):
-            total += _chain(x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n,
-                            stride_g, zero_n, zero_g, start, tl.minimum(start + CHAIN, K), K, GROUP, CODE, X_GROUP,
-                            BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS, WIDEN, ASM)
+            total += sum_columns(
+                x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n,
+                zero_g, start, tl.minimum(start + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS,
+                HAS_ZEROS, WIDEN, ASM)
     total = tl.trans(total)
     inside_out = in_tokens[:, None] & in_rows[None, :]
     is_last = True

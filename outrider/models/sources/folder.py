@@ -35,7 +35,7 @@ class FolderSource(ModelSource):
 
     def stored_format(self, name: str) -> StoredFormat | None:
         quantization, names = self._quantization, self._held_names
-        is_stored = KEY in self.config if names is None else name + quantization.beside[0] in names
+        is_stored = KEY in self.config if names is None else quantization.proof(name) in names
         return quantization.stored_format(name) if is_stored else None
 
     @cached_property

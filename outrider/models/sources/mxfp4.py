@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.models.config_reader import ConfigReader
-from outrider.models.sources.quantization import KEY, ModuleNames, Quantization
+from outrider.models.sources.quantization import KEY, ModuleNames, Quantization, is_module
 
 if TYPE_CHECKING:
     import torch
@@ -18,47 +18,35 @@ GROUP = 32  # inputs that share a scale
 
 
 class Mxfp4Experts(Quantization):
-    """The tensors [experts, outputs, groups, 16 bytes] and [experts, outputs, groups]."""
+    """The tensors [experts, outputs, groups, 16 bytes] and [experts, outputs, groups]. All else is plain numbers."""
 
     suffix, beside, plain_suffix = "_blocks", ("_scales",), ""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         reader = ConfigReader(settings, KEY)
         reader.passes_over("quant_method")
-        ModuleNames(reader, "modules_to_not_convert")
+        self._plain = ModuleNames(reader, "modules_to_not_convert")
         reader.refuse_unread()
 
-    def stored_format(self, name: str) -> StoredFormat:
-        from outrider.formats import StoredFormat
+    def stored_format(self, name: str) -> StoredFormat | None:
+        import torch
 
-        return StoredFormat("mxfp4_experts")
+        from outrider.formats.scaled import ScaledFormat
+
+        is_stored = is_module("experts", name) and name not in self._plain
+        return ScaledFormat("fp4", GROUP, torch.bfloat16) if is_stored else None
+
+    def proof(self, name: str) -> str:
+        """A model may ask for the matrices of each expert ("experts.0.up_proj"): the files have those of all in one."""
+        experts, _, projection = name.rpartition(".")
+        joint = "gate_up_proj" if projection in ("gate_proj", "up_proj") else projection
+        return re.sub(r"\.\d+$", "", experts) + f".{joint}{self.beside[0]}"
 
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
+        """[experts, outputs, inputs], the rows of gate before those of up."""
         from outrider.models.sources.scaled_weights import fp4_weight
 
-        stored = fp4_weight(name, tensors["_blocks"].flatten(-2), tensors["_scales"], GROUP)
-        return JointExperts(stored, is_interleaved=name.endswith("gate_up_proj"))
-
-
-@dataclass(frozen=True)
-class JointExperts:
-    """The stored weight of all experts. No format keeps it."""
-
-    stored: StoredWeight
-    is_interleaved: bool
-    kind: str = "mxfp4_experts"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def is_finite(self) -> bool:
-        return self.stored.is_finite()
-
-    def dequantize(self) -> torch.Tensor:
-        """[experts, outputs, inputs], the rows of gate before those of up."""
-        numbers = self.stored.dequantize()
-        return numbers.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.is_interleaved else numbers
+        blocks, scales = tensors["_blocks"].flatten(-2), tensors["_scales"]
+        if name.endswith("gate_up_proj"):
+            blocks, scales = (each.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for each in (blocks, scales))
+        return fp4_weight(name, blocks, scales, GROUP)

@@ -43,6 +43,10 @@ class Quantization(ABC):
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
         """The stored weight of a matrix, from its tensors by their suffixes."""
 
+    def proof(self, name: str) -> str:
+        """Name of the tensor whose presence in the files proves that the matrix of this name is stored so."""
+        return name + self.beside[0]
+
     def is_beside(self, name: str, names: Collection[str]) -> bool:
         """Whether the tensor belongs to another one, with which it is read; or to the cache (`cache_scales.py`)."""
         return name.endswith(SUFFIXES) or any(name.endswith(end) and name.removesuffix(end) + self.suffix in names

@@ -1,0 +1,160 @@
+"""Products of token rows with the experts they chose, whose weights are codes with scales (`kernels.scaled.Scaled`).
+
+Pairs are found as in `moe`, and an output is one chain of additions over the columns, as in `scaled_linear`: the weight
+is the first operand, fp8 codes meet rounded rows as they are, other codes become the dtype of x in registers. A tile of
+a gated product has as many rows of the gate as of what it gates. A pair's result depends on no other pair, nor on the
+tile, so exact mode has the same kernels.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+import triton.language as tl
+from outrider.kernels.scaled import CODES, INT4, Scaled
+from outrider.kernels.triton.common import (
+    FLOATS,
+    cdiv,
+    gated,
+    next_power_of_two,
+    pdl_options,
+    refuse,
+    release_dependents,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.moe import (
+    ACTIVATIONS,
+    FEW_PAIRS,
+    Pairs,
+    combine,
+    find_few_pairs,
+    find_sorted_pairs,
+    max_tiles,
+    sort_pairs,
+)
+from outrider.kernels.triton.scaled_linear import COLUMNS, ScaledTile, round_rows, sum_columns
+
+_SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
+
+
+@kernel(do_not_specialize=["P"])
+def _scaled_expert_kernel(
+    x, x_scales, codes, scales, zeros, factors, out, ids, order, ends, x_stride, codes_e, codes_n, scales_e, scales_n,
+    scales_g, zeros_e, zeros_n, zeros_g, factors_e, out_stride, P, E, N, K: tl.constexpr, GROUP: tl.constexpr,
+    CODE: tl.constexpr, X_GROUP: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
+    FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
+
+    Strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group. With a
+    gated activation weight rows 0 to N are the gate and the next N are what it gates."""
+    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    if FEW:
+        expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
+    else:
+        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
+    if is_tile:
+        at = tl.arange(0, BLOCK_N)
+        output = tl.program_id(0) * OUTPUTS + at % OUTPUTS
+        row = output + at // OUTPUTS * N  # the second half of a gated tile is what its first half gates
+        in_rows = output < N
+        token = (pairs // PAIRS_PER_ROW).to(tl.int64)
+        own_scales = scales + expert * scales_e
+        total = sum_columns(
+            x + token[:, None] * x_stride, x_scales, codes + expert * codes_e + row.to(tl.int64)[:, None] * codes_n,
+            own_scales, zeros + expert * zeros_e, token, row, exists, in_rows, scales_n, scales_g, zeros_n, zeros_g,
+            0, K, K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS, WIDEN, ASM)
+        if GROUP >= K:
+            total *= tl.load(own_scales + row * scales_n, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+            if X_GROUP > 0:
+                total *= tl.load(x_scales + token, mask=exists, other=0.0)[None, :]
+        if HAS_FACTORS:
+            total *= tl.load(factors + expert * factors_e + row, mask=in_rows, other=0.0)[:, None]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, (2, OUTPUTS, BLOCK_M)), (1, 2, 0)))
+            total = gated(gate, up, ACTIVATION == _GELU_TANH)
+        elif ACTIVATION == _RELU2:
+            # Not a maximum with zero, which would turn NaN into a number.
+            total = tl.where(total < 0, 0.0, total * total)
+        column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        place = out + pairs.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(place, tl.trans(total).to(out.dtype.element_ty), mask=exists[:, None] & (column < N)[None, :])
+
+
+_FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 64, 4, 5), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
+                             ScaledTile(128, 128, 8, 3))  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def expert_tile(num_pairs: int, num_experts: int, is_small: bool) -> ScaledTile:
+    """Chosen by the shapes alone, without reading ids. is_small: there is no card, and tiles are computed by the
+    interpreter."""
+    rows = num_pairs / num_experts
+    if is_small:
+        return ScaledTile(16, 64, 4, 1) if rows <= 16 else ScaledTile(32, 64, 4, 1)
+    return _FEW if rows <= 8 else _SOME if rows <= 32 else _MORE if rows <= 128 else _MANY
+
+
+def scaled_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
+    added: torch.Tensor | None = None, rounds: bool = False, *, tile: ScaledTile | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """See `kernels.moe.scaled_experts`."""
+    name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
+    if activation not in ACTIVATIONS:
+        refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+    rows = width if activation == "relu2" else 2 * width
+    require_tensor(name, "x", x, (None, hidden), device, FLOATS)
+    if gate_up.shape != (num_experts, rows, hidden):
+        refuse(name, "gate_up", f"has shape {list(gate_up.shape)}, expected {[num_experts, rows, hidden]}")
+    require_tensor(name, "ids", ids, (x.shape[0], None), device, (torch.int64,), inner_contiguous=2)
+    require_tensor(name, "weights", weights, ids.shape, device, (torch.float32,), inner_contiguous=2)
+    if ids.numel() == 0:
+        return torch.empty_like(x) if added is None else added
+    pdl = uses_pdl(device) if pdl is None else pdl
+    pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
+    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, tile, pdl)
+    return combine(_product(made, down, ids, pairs, 1, hidden, None, rounds, tile, pdl), weights, added=added, pdl=pdl)
+
+
+def _product(
+    x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
+    activation: str | None, rounds: bool, tile: ScaledTile | None, pdl: bool,
+) -> torch.Tensor:
+    """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
+    (num_experts, rows, k), num_pairs, is_card = weight.shape, ids.numel(), x.device.type == "cuda"
+    group = min(weight.group, k)
+    assert not rounds or group == k or group % COLUMNS == 0, "sums of whole groups are scaled"
+    values, x_scales = round_rows(x, group, pdl=pdl) if rounds else (x, x)
+    # By powers of two: a batch of another size is no reason to compile anew.
+    tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card)
+    out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
+    codes, scales, zeros, factors = weight.codes, weight.scales, weight.zeros, weight.factors
+    offsets = scales if zeros is None else zeros
+    multipliers = scales if factors is None else factors
+    order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
+    # Outputs first: programs that run together share a tile of x, and read one expert's weights.
+    grid = (cdiv(rows, tile.block_n), num_pairs if pairs is None else max_tiles(num_pairs, num_experts, tile.block_m))
+    _scaled_expert_kernel[grid](
+        values, x_scales, codes, scales, offsets, multipliers, out, ids, order, ends, values.stride(0), codes.stride(0),
+        codes.stride(1), *scales.stride(), *offsets.stride(), multipliers.stride(0), out.stride(0), num_pairs,
+        num_experts, n, K=k, GROUP=group, CODE=CODES.index(weight.code), X_GROUP=group if rounds else 0,
+        PAIRS_PER_ROW=pairs_per_row, ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
+        PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=zeros is not None,
+        HAS_FACTORS=factors is not None, WIDEN=not is_card,
+        ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,174 @@
+"""Experts whose weights are codes with scales, in Triton, against their reference: every code, odd sizes, few and many
+token rows, experts without any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from outrider.kernels import moe, scaled  # noqa: E402
+from outrider.kernels.scaled import Scaled  # noqa: E402
+from outrider.kernels.triton import scaled_experts as module  # noqa: E402
+from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton.scaled_experts import scaled_experts  # noqa: E402
+from outrider.kernels.triton.scaled_linear import ScaledTile  # noqa: E402
+
+TILES = ScaledTile(16, 64, 4, 1), ScaledTile(32, 32, 4, 1)
+CARD_TILES = ScaledTile(16, 64, 4, 3), ScaledTile(64, 64, 4, 3), ScaledTile(128, 128, 8, 3)
+# (code, hidden size, expert size, group or 0 for all inputs, whether token rows are rounded, whether there are zeros)
+FORMS = {
+    "fp8 rows": ("fp8", 200, 72, 0, True, False),
+    "fp8 blocks": ("fp8", 152, 136, 128, True, False),
+    "fp8 unrounded": ("fp8", 136, 40, 0, False, False),
+    "int8": ("int8", 72, 40, 0, False, True),
+    "int4 of 128": ("int4", 256, 128, 128, False, False),
+    "int4 of 64": ("int4", 192, 64, 64, False, True),
+    "int4 of 32": ("int4", 96, 32, 32, False, False),
+    "int4 of rows": ("int4", 96, 40, 0, False, True),
+    "mxfp4": ("fp4", 96, 160, 32, False, False),
+    "nvfp4": ("fp4", 80, 48, 16, False, False),
+}
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make(device: torch.device, name: str, rows: int, k: int, num_experts: int, seed: int) -> Scaled:
+    code, _, _, group, _, has_zeros = FORMS[name]
+    generator = torch.Generator().manual_seed(seed)
+    group, per_byte = group or k, scaled.codes_per_byte(code)
+    codes = torch.randint(0, 256, (num_experts, rows, k // per_byte), generator=generator, dtype=torch.uint8)
+    codes = draw(num_experts, rows, k, seed=seed).to(torch.float8_e4m3fn) if code == "fp8" else codes.view(
+        scaled.code_dtype(code))
+    groups = num_experts, -(-k // group), rows  # in memory, as in an engine
+    scales = (0.5 + torch.rand(groups, generator=generator)) / 64
+    scales = (scales * 64).to(torch.float8_e4m3fn) if name == "nvfp4" else scales
+    zeros = torch.randint(-8, 9, groups, generator=generator).half().to(device).mT if has_zeros else None
+    factors = torch.rand(num_experts, rows, 1, generator=generator).to(device) / 64 if name == "nvfp4" else None
+    return Scaled(code, group, codes.to(device), scales.to(device).mT, zeros, factors)
+
+
+@dataclass
+class Case:
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    gate_up: Scaled
+    down: Scaled
+    activation: str
+    added: torch.Tensor | None
+    rounds: bool
+
+    @classmethod
+    def drawn(cls, device: torch.device, dtype: torch.dtype, name: str, num_tokens: int, activation: str = "silu",
+              num_experts: int = 4, top_k: int = 2) -> Case:
+        _, hidden, width, _, rounds, _ = FORMS[name]
+        ids = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1)).topk(top_k, -1).indices
+        ids[ids == 1] = 0  # an expert without pairs, and some that come twice in a token row
+        rows = width if activation == "relu2" else 2 * width
+        return cls(draw(num_tokens, hidden).to(device, dtype), ids.to(device),
+                   draw(num_tokens, top_k, seed=2).abs().to(device), make(device, name, rows, hidden, num_experts, 3),
+                   make(device, name, hidden, width, num_experts, 4), activation, None, rounds)
+
+    def run(self, tile: ScaledTile | None = None) -> torch.Tensor:
+        return scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
+                              self.rounds, tile=tile)  # fmt: skip
+
+    def wanted(self) -> torch.Tensor:
+        return moe.scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
+                                  self.rounds)  # fmt: skip
+
+    def of(self, tokens: slice) -> Case:
+        added = None if self.added is None else self.added[tokens]
+        return replace(self, x=self.x[tokens], ids=self.ids[tokens], weights=self.weights[tokens], added=added)
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor, rounds: bool = False) -> None:
+    # Where the activation's results are rounded to fp8, one that lies between two codes may become either of them.
+    limit = 2e-2 if actual.dtype == torch.bfloat16 or rounds else 1e-5
+    assert float((actual.double() - wanted.double()).norm() / wanted.double().norm()) < limit
+
+
+def tiles_for(device: torch.device) -> tuple[ScaledTile, ...]:
+    return CARD_TILES if device.type == "cuda" else TILES
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_code(device: torch.device, dtype: torch.dtype, name: str, num_tokens: int) -> None:
+    case = Case.drawn(device, dtype, name, num_tokens)
+    assert_close(case.run(), case.wanted(), case.rounds)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_tokens", [2, 64, 65, 300])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_code_with_many_token_rows(device: torch.device, dtype: torch.dtype, name: str, activation: str,
+                                         num_tokens: int) -> None:
+    case = Case.drawn(device, dtype, name, num_tokens, activation)
+    assert_close(case.run(), case.wanted(), case.rounds)
+
+
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "relu2"])
+def test_other_activations(device: torch.device, dtype: torch.dtype, activation: str) -> None:
+    for name in ("fp8 rows", "mxfp4"):
+        case = Case.drawn(device, dtype, name, 3, activation)
+        assert_close(case.run(), case.wanted(), case.rounds)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "int4 of 32"])
+def test_pairs_are_sorted_where_there_are_many(device: torch.device, dtype: torch.dtype, name: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.drawn(device, dtype, name, 21, num_experts=3)
+    few = case.run()
+    monkeypatch.setattr(module, "FEW_PAIRS", 8)
+    assert torch.equal(case.run(), few)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 of 32", "nvfp4"])
+def test_a_row_has_the_same_bits_among_any_others_in_every_tile(device: torch.device, dtype: torch.dtype,
+                                                                name: str) -> None:
+    case = Case.drawn(device, dtype, name, 20, num_experts=2)
+    whole = case.run(tiles_for(device)[0])
+    for tile in tiles_for(device)[1:]:
+        assert torch.equal(case.of(slice(7, 9)).run(tile), whole[7:9])
+    poisoned = replace(case, x=case.x.clone())
+    poisoned.x[:5] = torch.nan
+    out = poisoned.run(tiles_for(device)[1])
+    assert torch.equal(out[5:], whole[5:]) and out[:5].isnan().all()
+
+
+def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case.drawn(device, dtype, "fp8 rows", 3)
+    added = draw(*case.x.shape, seed=9).to(device, dtype)
+    assert torch.equal(replace(case, added=added).run(), case.run() + added)
+    nothing = replace(case, added=added).of(slice(0, 0)).run()
+    assert nothing.shape == (0, case.x.shape[1])
+
+
+def test_numbers_of_pairs_up_to_a_power_of_two_have_the_same_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    def kernels(num_tokens: int) -> set[tuple[str, str]]:
+        case, launched = Case.drawn(device, dtype, "fp8 rows", num_tokens), set()
+        options_of_all = ("BLOCK_M", "BLOCK_N", "FEW", "PAIRS", "ACTIVATION", "num_warps")
+        with collecting(lambda function, args, options: launched.add(
+                (function.fn.__name__, str([options.get(name) for name in options_of_all])))):
+            case.run()
+        return launched
+
+    assert kernels(33) == kernels(64) and kernels(65) == kernels(128)
+    assert {name for name, _ in kernels(1)} == {"_round_kernel", "_scaled_expert_kernel", "_combine_kernel"}
+
+
+def test_the_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
+    case = Case.drawn(device, dtype, "fp8 rows", 2)
+    for argument, changed in (("activation", replace(case, activation="tanh")), ("x", replace(case, x=case.x[:, :9])),
+                              ("gate_up", replace(case, gate_up=case.down)), ("ids", replace(case, ids=case.ids.int())),
+                              ("weights", replace(case, weights=case.weights.double()))):
+        with pytest.raises(ValueError, match=f"scaled_experts: {argument} "):
+            changed.run()
