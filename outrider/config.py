@@ -67,7 +67,7 @@ class EngineConfig:
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
-    quantization: Annotated[str, OneOf(QUANTIZATIONS)] | None = None  # unquantised linear layers, experts: coded so at load
+    quantization: Annotated[str, OneOf(QUANTIZATIONS)] | None = None  # unquantised products: coded so at load
     activation_bits: Annotated[int, OneOf((8, 32))] = 32  # CPU, kept GGUF bits: 8 is faster, and rounds activations
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here

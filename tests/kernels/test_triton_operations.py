@@ -76,6 +76,8 @@ COMPARED = {
     ("route", "triton"): ["test_triton_moe::test_route"],
     ("experts", "host"): ["../models/test_moe::test_the_cpu_means_what_the_reference_says"],
     ("experts", "triton"): ["test_triton_moe::test_experts"],
+    ("scaled_experts", "host"): ["../models/test_quantized_files::test_the_cpu_multiplies_as_the_reference_says"],
+    ("scaled_experts", "triton"): ["test_triton_scaled_experts::test_every_code"],
     ("experts_with_shared", "triton"): ["test_triton_moe::test_a_shared_expert_beside_the_chosen_ones"],
     ("join_embedding", "triton"): ["test_triton_draft::test_joined_inputs_equal_the_steps_one_by_one"],
     ("take_rows", "triton"): ["test_triton_draft::test_rows_of_two_matrices_are_taken_at_once"],

@@ -14,6 +14,7 @@ from outrider.kernels import moe, scaled  # noqa: E402
 from outrider.kernels.scaled import Scaled  # noqa: E402
 from outrider.kernels.triton import scaled_experts as module  # noqa: E402
 from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
 from outrider.kernels.triton.scaled_experts import scaled_experts  # noqa: E402
 from outrider.kernels.triton.scaled_linear import ScaledTile  # noqa: E402
 
@@ -75,9 +76,9 @@ class Case:
                    draw(num_tokens, top_k, seed=2).abs().to(device), make(device, name, rows, hidden, num_experts, 3),
                    make(device, name, hidden, width, num_experts, 4), activation, None, rounds)
 
-    def run(self, tile: ScaledTile | None = None) -> torch.Tensor:
+    def run(self, tile: ScaledTile | None = None, as_numbers: bool | None = None) -> torch.Tensor:
         return scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
-                              self.rounds, tile=tile)  # fmt: skip
+                              self.rounds, as_numbers=as_numbers, tile=tile)  # fmt: skip
 
     def wanted(self) -> torch.Tensor:
         return moe.scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
@@ -129,6 +130,34 @@ def test_pairs_are_sorted_where_there_are_many(device: torch.device, dtype: torc
     few = case.run()
     monkeypatch.setattr(module, "FEW_PAIRS", 8)
     assert torch.equal(case.run(), few)
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 of 64", "nvfp4"])
+def test_codes_become_numbers_some_experts_at_a_time(device: torch.device, dtype: torch.dtype, name: str,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    case, sizes = Case.drawn(device, dtype, name, 7, "relu2"), []
+
+    def watched(weight: Scaled, own: torch.dtype) -> torch.Tensor:
+        sizes.append(weight.shape[:-1])
+        return expand(weight, own)
+
+    monkeypatch.setattr(module, "expand", watched)
+    monkeypatch.setattr(module, "MAX_NUMBERS", 3 * FORMS[name][1] * FORMS[name][2])
+    assert_close(case.run(as_numbers=True), case.wanted(), case.rounds)
+    hidden, width = FORMS[name][1:3]
+    assert [size for size in sizes if len(size) == 2] == [(2, width)] * 2 + [(2, hidden)] * 2
+
+
+def test_numbers_are_made_of_many_pairs_alone(device: torch.device, dtype: torch.dtype,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NUMBERS_PAIRS_PER_EXPERT", 2)
+    kernels: dict[int, set[str]] = {}
+    for num_tokens in (2, 3, 4):
+        launched = kernels[num_tokens] = set()
+        with collecting(lambda function, *_, launched=launched: launched.add(function.fn.__name__)):
+            Case.drawn(device, dtype, "int4 of 32", num_tokens).run()
+    assert kernels[2] == {"_scaled_expert_kernel", "_combine_kernel"}
+    assert kernels[3] == kernels[4] == {"_sort_kernel", "_expand_kernel", "_expert_kernel", "_combine_kernel"}
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 of 32", "nvfp4"])

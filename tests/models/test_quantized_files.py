@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
-from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
-from outrider.kernels import moe, native, scaled
+from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
+from outrider.kernels import experts_on_host, moe, native, scaled
 from outrider.layers.base import find_modules
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.moe import Experts
@@ -323,6 +323,17 @@ def test_int4_takes_the_largest_group_that_divides_the_inputs(inputs: int, group
     declared = Linear(inputs, 64, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
     made = choose_made("int4", declared)
     assert (None if made is None else made.group) == group
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_cpu_multiplies_as_the_reference_says(rounds: bool) -> None:
+    """Experts of codes: with token rows as they are, and rounded to fp8 before each projection."""
+    gate_up, down = (ScaledFormat("fp8").make(torch.randn(shape)).weight for shape in ((3, 40, 24), (3, 24, 20)))
+    x, added, routed = torch.randn(5, 24), torch.randn(5, 24), moe.route(torch.randn(5, 3), moe.RouteRule(3, 2))
+    given = x, routed.ids, routed.weights, gate_up, down, "silu", added, rounds
+    found, wanted = experts_on_host.scaled_experts(*given), moe.scaled_experts(*given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(moe.scaled_experts(*given[:-1]), wanted) is not rounds
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("fp8", 0.04), ("int4", 0.2)])

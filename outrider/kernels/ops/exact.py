@@ -145,7 +145,7 @@ experts = Operation(
 scaled_experts = Operation(
     row_by_row(moe.scaled_experts, 1, 2, 6),
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_scaled_experts"),
-    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
+    fp8_kernel("outrider.kernels.triton.scaled_experts:exact_scaled_experts", BFLOAT16),
     name="exact_scaled_experts", exact=ROW_BY_ROW,
 )
 

@@ -29,48 +29,23 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.expert_pairs import (
+    FEW_PAIRS,
+    Pairs,
+    find_few_pairs,
+    find_sorted_pairs,
+    max_tiles,
+    sort_pairs,
+)
 from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows, mix_rows
 from outrider.kernels.triton.launch import is_collecting, kernel
 
 METHODS = ("rows", "few", "tiles", "library")
-FEW_PAIRS = 128  # up to here every program looks through all ids; beyond, sorting them once is cheaper
 LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one
 
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
-_CHUNK, _CHUNK_OF_MANY = (2048, 4), (8192, 8)  # ids that a sorting program looks at together, and its warps
-_MANY_PAIRS = 1 << 14
 _COLUMNS = 1024
-
-
-@triton.jit
-def find_few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile that starts with pair `first`: (expert, pairs [BLOCK_M], which of them exist, whether a tile starts
-    here). Equal experts are tiled in the order of their pairs; a tile starts at every BLOCK_M-th."""
-    pair = tl.arange(0, PAIRS)
-    expert = tl.load(ids + first)
-    same = tl.load(ids + pair, mask=pair < P, other=-1) == expert
-    before = tl.sum((same & (pair < first)).to(tl.int32), axis=0)
-    rank = tl.cumsum(same.to(tl.int32), axis=0) - 1 - before
-    here = same[None, :] & (rank[None, :] == tl.arange(0, BLOCK_M)[:, None])
-    pairs = tl.sum(tl.where(here, pair[None, :], 0), axis=1)
-    return expert, pairs, tl.sum(here.to(tl.int32), axis=1) > 0, before % BLOCK_M == 0
-
-
-@triton.jit
-def find_sorted_pairs(order, ends, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Like `find_few_pairs`, for the tile of this number among tiles numbered expert by expert; there may be fewer."""
-    index = tl.arange(0, EXPERTS)
-    start = tl.load(ends + index - 1, mask=(index > 0) & (index < E), other=0)
-    end = tl.load(ends + index, mask=index < E, other=0)
-    tiles = tl.where(index < E, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
-    tiles_end = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((tiles_end <= tile).to(tl.int32), axis=0)
-    mine = index == expert
-    first = tl.sum(tl.where(mine, start + (tile - tiles_end + tiles) * BLOCK_M, 0), axis=0)
-    row = first + tl.arange(0, BLOCK_M)
-    exists = row < tl.sum(tl.where(mine, end, 0), axis=0)
-    return expert.to(tl.int64), tl.load(order + row, mask=exists, other=0), exists, expert < E
 
 
 @triton.jit
@@ -82,22 +57,24 @@ def _load_weight(pointer, mask, FEW: tl.constexpr):
         return tl.load(pointer, mask=mask, other=0.0)
 
 
-@kernel(do_not_specialize=["P"])
+@kernel(do_not_specialize=["P", "first_expert"])
 def _expert_kernel(
-    x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, E, N,
+    x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, first_expert, E, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
-    With a gated activation weight rows 0 to N are the gate and the next N are what it gates."""
+    With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Weights are those of E
+    experts from `first_expert` on; other pairs are left out, if pairs are sorted."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
     release_dependents(PDL)
     wait_for_inputs(PDL)
     if FEW:
         expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
     else:
-        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
+        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), first_expert, E, EXPERTS,
+                                                            BLOCK_M)
     if is_tile:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         in_rows = row < N
@@ -126,27 +103,6 @@ def _expert_kernel(
         mask = exists[:, None] & in_rows[None, :]
         out_row = out + pairs.to(tl.int64)[:, None] * out_stride
         tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
-
-
-@kernel(do_not_specialize=["P"])
-def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One program for an expert: counts the pairs of lower experts, then lists its own behind them, in order."""
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
-    expert = tl.program_id(0)
-    index = tl.arange(0, CHUNK)
-    lower = 0
-    for start in range(0, P, CHUNK):
-        inside = start + index < P
-        lower += tl.sum(((tl.load(ids + start + index, mask=inside, other=0) < expert) & inside).to(tl.int32), axis=0)
-    for start in range(0, P, CHUNK):
-        pair = start + index
-        mine = tl.load(ids + pair, mask=pair < P, other=-1) == expert
-        position = lower + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-        tl.store(order + position, pair, mask=mine)
-        tl.store(place + pair, position, mask=mine)
-        lower += tl.sum(mine.to(tl.int32), axis=0)
-    tl.store(ends + expert, lower)
 
 
 @kernel
@@ -210,34 +166,6 @@ def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: i
     if rows <= 128:
         return TileConfig(64, 64 if is_gated else 128, 64, 4, 4)
     return TileConfig(128, 64 if is_gated else 128, 64, 8, 3)
-
-
-def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that any choice makes: each expert taken has a first pair, and the others fill whole tiles."""
-    taken = min(num_pairs, num_experts)
-    return taken + (num_pairs - taken) // block_m
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs by expert, and within an expert in order."""
-
-    order: torch.Tensor  # [pairs] int32, the pair at each position
-    place: torch.Tensor  # [pairs] int32, the position of each pair
-    ends: torch.Tensor  # [experts] int32, the position after each expert's last pair
-
-
-def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pairs:
-    """ids [tokens, k] int64, packed; every id is below num_experts."""
-    require_tensor("sort_pairs", "ids", ids, (None, None), ids.device, (torch.int64,), inner_contiguous=2)
-    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    place = torch.empty_like(order)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    chunk, num_warps = _CHUNK if ids.numel() <= _MANY_PAIRS else _CHUNK_OF_MANY
-    _sort_kernel[(num_experts,)](
-        ids, order, place, ends, ids.numel(), CHUNK=chunk, PDL=pdl, num_warps=num_warps, **pdl_options(pdl)
-    )
-    return Pairs(order, place, ends)
 
 
 def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
@@ -349,24 +277,33 @@ def _product(
     activation: str | None, config: TileConfig | None, pdl: bool,
 ) -> torch.Tensor:
     """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
-    num_pairs, num_experts = ids.numel(), weight.shape[0]
     # By powers of two: a batch of another size is no reason to compile anew.
-    config = config or tile_config(next_power_of_two(num_pairs), num_experts, n, weight.shape[1] == 2 * n,
+    config = config or tile_config(next_power_of_two(ids.numel()), weight.shape[0], n, weight.shape[1] == 2 * n,
                                    num_sms(x.device))
-    out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
+    out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
+    multiply_pairs(x, weight, ids, pairs, pairs_per_row, out, activation, config, pdl)
+    return out
+
+
+def multiply_pairs(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int,
+    out: torch.Tensor, activation: str | None, config: TileConfig, pdl: bool, first_expert: int = 0,
+) -> None:
+    """Fill the rows of out [pairs, n] whose experts have their weights in `weight`: those from `first_expert` on, which
+    may be some of all where pairs are sorted."""
+    (num_pairs, n), num_experts = out.shape, weight.shape[0]
     tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
     grid = (cdiv(n, config.block_n), tiles)
     order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
     _expert_kernel[grid](
         x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
-        num_pairs, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
+        num_pairs, first_expert, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
         ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.num_stages, **pdl_options(pdl),
     )
-    return out
 
 
 def _library(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import triton
@@ -90,11 +92,18 @@ def store_rounded(value, codes, scales, scale_stride, K: tl.constexpr, GROUP: tl
 
 @kernel(do_not_specialize=["N"])
 def _expand_kernel(
-    codes, scales, zeros, factors, out, codes_stride, stride_n, stride_g, zero_n, zero_g, N, K: tl.constexpr,
-    GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, TILED: tl.constexpr,
+    codes, scales, zeros, factors, out, codes_e, codes_stride, scales_e, stride_n, stride_g, zeros_e, zero_n, zero_g,
+    factors_e, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """out [N, K]: (code - zero) * scale * factor, rounded once. TILED: bytes lie as `Scaled.tiled` puts them."""
+    """out [experts, N, K]: (code - zero) * scale * factor, rounded once. Strides from expert to expert end in _e. TILED:
+    bytes lie as `Scaled.tiled` puts them."""
+    expert = tl.program_id(2).to(tl.int64)
+    codes += expert * codes_e
+    scales += expert * scales_e
+    zeros += expert * zeros_e
+    factors += expert * factors_e
+    out += expert * N * K
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
@@ -136,13 +145,20 @@ def _expand_kernel(
 
 
 def expand(weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
-    """`Scaled.numbers` of a weight [outputs, inputs], rounded to `dtype`."""
-    (n, k), scales, zeros, factors = weight.shape, weight.scales, weight.zeros, weight.factors
-    out = torch.empty(n, k, dtype=dtype, device=scales.device)
-    offsets = scales if zeros is None else zeros
-    _expand_kernel[(cdiv(n, _ROWS), cdiv(k, _COLUMNS))](
-        weight.codes, scales, offsets, scales if factors is None else factors, out, weight.codes.stride(0),
-        scales.stride(0), scales.stride(1), offsets.stride(0), offsets.stride(1), n, K=k, GROUP=min(weight.group, k),
-        CODE=CODES.index(weight.code), ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=zeros is not None,
-        HAS_FACTORS=factors is not None, TILED=weight.is_tiled)
+    """`Scaled.numbers` of a weight [outputs, inputs], or of several [experts, outputs, inputs], rounded to `dtype`."""
+    shape, zeros, factors = weight.shape, weight.zeros, weight.factors
+    (n, k), num_experts = shape[-2:], math.prod(shape[:-2])
+    out = torch.empty(shape, dtype=dtype, device=weight.scales.device)
+    codes, scales = _by_expert(weight.codes), _by_expert(weight.scales)
+    offsets = scales if zeros is None else _by_expert(zeros)
+    multipliers = scales if factors is None else _by_expert(factors)
+    _expand_kernel[(cdiv(n, _ROWS), cdiv(k, _COLUMNS), num_experts)](
+        codes, scales, offsets, multipliers, out, codes.stride(0), codes.stride(1), *scales.stride(),
+        *offsets.stride(), multipliers.stride(0), n, K=k, GROUP=min(weight.group, k), CODE=CODES.index(weight.code),
+        ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=zeros is not None, HAS_FACTORS=factors is not None,
+        TILED=weight.is_tiled)
     return out
+
+
+def _by_expert(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 3 else tensor[None]

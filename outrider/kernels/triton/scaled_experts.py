@@ -3,7 +3,8 @@
 Pairs are found as in `moe`, and an output is one chain of additions over the columns, as in `scaled_linear`: the weight
 is the first operand, fp8 codes meet rounded rows as they are, other codes become the dtype of x in registers. A tile of
 a gated product has as many rows of the gate as of what it gates. A pair's result depends on no other pair, nor on the
-tile, so exact mode has the same kernels.
+tile, so exact mode has the same kernel. In ordinary mode codes of experts with many pairs become numbers first, some
+experts at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from functools import lru_cache
 import torch
 
 import triton.language as tl
-from outrider.kernels.scaled import CODES, INT4, Scaled
+from outrider.kernels.scaled import CODES, FP8, INT4, Scaled
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
     gated,
     next_power_of_two,
+    num_sms,
     pdl_options,
     refuse,
     release_dependents,
@@ -26,19 +28,20 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.moe import (
-    ACTIVATIONS,
+from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
-    combine,
     find_few_pairs,
     find_sorted_pairs,
     max_tiles,
     sort_pairs,
 )
-from outrider.kernels.triton.scaled_linear import COLUMNS, ScaledTile, round_rows, sum_columns
+from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.moe import ACTIVATIONS, combine, multiply_pairs, tile_config
+from outrider.kernels.triton.scaled_codes import expand
+from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, round_rows, sum_columns
 
+NUMBERS_PAIRS_PER_EXPERT = 256  # from here on writing numbers once costs less than making them for every tile
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 
 
@@ -62,7 +65,7 @@ def _scaled_expert_kernel(
     if FEW:
         expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
     else:
-        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), E, EXPERTS, BLOCK_M)
+        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), 0, E, EXPERTS, BLOCK_M)
     if is_tile:
         at = tl.arange(0, BLOCK_N)
         output = tl.program_id(0) * OUTPUTS + at % OUTPUTS
@@ -107,10 +110,11 @@ def expert_tile(num_pairs: int, num_experts: int, is_small: bool) -> ScaledTile:
 
 def scaled_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
-    added: torch.Tensor | None = None, rounds: bool = False, *, tile: ScaledTile | None = None,
-    pdl: bool | None = None,
+    added: torch.Tensor | None = None, rounds: bool = False, *, as_numbers: bool | None = None,
+    tile: ScaledTile | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.moe.scaled_experts`."""
+    """See `kernels.moe.scaled_experts`. as_numbers: whether codes are written as numbers to scratch memory first, None
+    for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
     if activation not in ACTIVATIONS:
         refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
@@ -123,23 +127,59 @@ def scaled_experts(
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
     pdl = uses_pdl(device) if pdl is None else pdl
-    pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
-    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, tile, pdl)
-    return combine(_product(made, down, ids, pairs, 1, hidden, None, rounds, tile, pdl), weights, added=added, pdl=pdl)
+    as_numbers = is_faster_as_numbers(ids.numel(), num_experts) if as_numbers is None else as_numbers
+    pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
+    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl)
+    out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl)
+    return combine(out, weights, added=added, pdl=pdl)
+
+
+def exact_scaled_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
+    added: torch.Tensor | None = None, rounds: bool = False,
+) -> torch.Tensor:
+    """`scaled_experts` with one order of additions, and the same roundings, for any number of pairs."""
+    return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, as_numbers=False)
+
+
+def is_faster_as_numbers(num_pairs: int, num_experts: int) -> bool:
+    """By powers of two, like the tiles."""
+    return next_power_of_two(num_pairs) >= NUMBERS_PAIRS_PER_EXPERT * num_experts
 
 
 def _product(
     x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
-    activation: str | None, rounds: bool, tile: ScaledTile | None, pdl: bool,
+    activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool,
 ) -> torch.Tensor:
     """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
-    (num_experts, rows, k), num_pairs, is_card = weight.shape, ids.numel(), x.device.type == "cuda"
-    group = min(weight.group, k)
-    assert not rounds or group == k or group % COLUMNS == 0, "sums of whole groups are scaled"
+    group = min(weight.group, x.shape[1])
+    assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
     values, x_scales = round_rows(x, group, pdl=pdl) if rounds else (x, x)
+    out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
+    if not as_numbers:
+        _multiply_codes(values, x_scales, weight, ids, pairs, pairs_per_row, out, activation, group, rounds, tile, pdl)
+        return out
+    assert pairs is not None
+    values = expand(Scaled(FP8, group, values, x_scales), x.dtype) if rounds else values
+    num_experts, rows, k = weight.shape
+    config = tile_config(next_power_of_two(ids.numel()), num_experts, n, rows == 2 * n, num_sms(x.device))
+    at_once = cdiv(num_experts, cdiv(num_experts * rows * k, MAX_NUMBERS))
+    for first in range(0, num_experts, at_once):
+        numbers = expand(weight[first : first + at_once], x.dtype)
+        multiply_pairs(values, numbers, ids, pairs, pairs_per_row, out, activation, config, False, first)
+        del numbers  # before the next ones are made
+    return out
+
+
+def _multiply_codes(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None,
+    pairs_per_row: int, out: torch.Tensor, activation: str | None, group: int, rounds: bool, tile: ScaledTile | None,
+    pdl: bool,
+) -> None:
+    """Fill out [pairs, n]. x: codes, if token rows are rounded."""
+    (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
     # By powers of two: a batch of another size is no reason to compile anew.
     tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card)
-    out = torch.empty(num_pairs, n, dtype=x.dtype, device=x.device)
     codes, scales, zeros, factors = weight.codes, weight.scales, weight.zeros, weight.factors
     offsets = scales if zeros is None else zeros
     multipliers = scales if factors is None else factors
@@ -147,14 +187,13 @@ def _product(
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
     grid = (cdiv(rows, tile.block_n), num_pairs if pairs is None else max_tiles(num_pairs, num_experts, tile.block_m))
     _scaled_expert_kernel[grid](
-        values, x_scales, codes, scales, offsets, multipliers, out, ids, order, ends, values.stride(0), codes.stride(0),
+        x, x_scales, codes, scales, offsets, multipliers, out, ids, order, ends, x.stride(0), codes.stride(0),
         codes.stride(1), *scales.stride(), *offsets.stride(), multipliers.stride(0), out.stride(0), num_pairs,
         num_experts, n, K=k, GROUP=group, CODE=CODES.index(weight.code), X_GROUP=group if rounds else 0,
         PAIRS_PER_ROW=pairs_per_row, ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=zeros is not None,
         HAS_FACTORS=factors is not None, WIDEN=not is_card,
-        ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
+        ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
-    return out
