@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -346,7 +347,7 @@ def test_experts_are_coded_matrix_by_matrix(quantization: str, error: float, is_
     experts.declare_formats(FormatChoice(lambda name: None, torch.device("cpu"), quantization), "mlp.experts")
     slots = experts.weights("mlp.experts")
     assert isinstance(experts.format, ScaledExperts)
-    for name, tensor in loader.one_by_one(stored.items(), slots):
+    for name, tensor in loader.one_by_one(stored.items(), slots, Counter()):
         slots.pop(name).store(tensor)
     assert not slots
     x, routed = torch.randn(5, 64).double(), moe.Routed(torch.tensor([[0, 2]] * 5), torch.ones(5, 2))

@@ -25,7 +25,7 @@ from outrider.kernels import (
 )
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
-from outrider.kernels.ops.coded import arrange_codes, scaled_gated, scaled_linear, scaled_wide
+from outrider.kernels.ops.coded import arrange_codes, scaled_experts, scaled_gated, scaled_linear, scaled_wide
 from outrider.kernels.ops.operation import (
     BFLOAT16,
     FLOAT32,
@@ -57,6 +57,7 @@ __all__ = [
     "has_triton",
     "native_kernel",
     "operations",
+    "scaled_experts",
     "scaled_gated",
     "scaled_linear",
     "scaled_wide",
@@ -290,12 +291,6 @@ experts = Operation(
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:experts"),
     triton_kernel("outrider.kernels.triton.moe:experts", UP_TO_FLOAT32),
     exact=exact.experts,
-)
-scaled_experts = Operation(
-    moe.scaled_experts,
-    Kernel("host", "cpu", "outrider.kernels.experts_on_host:scaled_experts"),
-    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
-    exact=exact.scaled_experts,
 )
 experts_with_shared = Operation(
     moe.experts_with_shared,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.kernels import scaled
+from outrider.kernels import moe, scaled
 from outrider.kernels.ops.exact import arrange_codes as exact_arrange_codes
+from outrider.kernels.ops.exact import scaled_experts as exact_scaled_experts
 from outrider.kernels.ops.exact import scaled_linear as exact_scaled_linear
 from outrider.kernels.ops.exact import scaled_wide as exact_scaled_wide
-from outrider.kernels.ops.operation import BFLOAT16, NotExact, Operation, fp8_kernel
+from outrider.kernels.ops.operation import BFLOAT16, Kernel, NotExact, Operation, fp8_kernel
 
 arrange_codes = Operation(
     scaled.arrange,
@@ -27,4 +28,10 @@ scaled_gated = Operation(
     fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_gated", BFLOAT16,
                "outrider.kernels.triton.scaled_linear:takes_gate"),
     exact=NotExact("in exact mode the product and its activation are two operations"),
+)
+scaled_experts = Operation(
+    moe.scaled_experts,
+    Kernel("host", "cpu", "outrider.kernels.experts_on_host:scaled_experts"),
+    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
+    exact=exact_scaled_experts,
 )

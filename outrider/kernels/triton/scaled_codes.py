@@ -96,8 +96,8 @@ def _expand_kernel(
     factors_e, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """out [experts, N, K]: (code - zero) * scale * factor, rounded once. Strides from expert to expert end in _e. TILED:
-    bytes lie as `Scaled.tiled` puts them."""
+    """out [experts, N, K]: (code - zero) * scale * factor, rounded once. Strides from expert to expert end in _e.
+    TILED: bytes lie as `Scaled.tiled` puts them."""
     expert = tl.program_id(2).to(tl.int64)
     codes += expert * codes_e
     scales += expert * scales_e

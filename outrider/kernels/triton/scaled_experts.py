@@ -38,8 +38,9 @@ from outrider.kernels.triton.expert_pairs import (
 )
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.moe import ACTIVATIONS, combine, multiply_pairs, tile_config
+from outrider.kernels.triton.rounding import round_rows
 from outrider.kernels.triton.scaled_codes import expand
-from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, round_rows, sum_columns
+from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns
 
 NUMBERS_PAIRS_PER_EXPERT = 256  # from here on writing numbers once costs less than making them for every tile
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
