@@ -55,7 +55,7 @@ def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
     kinds = {"x_tiles": tiles("fp8e4nv", plan.rows, 128, 8) if is_fp8 else tiles("bf16", plan.rows, 64, 16),
              "w_tiles": tiles("fp8e4nv", 64, 128, 8) if is_fp8 else tiles("u8", 32, 128, 8),
              "s_tiles": tiles(scale, 1, 64, 32 if is_fp8 else 16, 0), "z_tiles": tiles("fp16", 1, 64, 16, 0),
-             "xs_tiles": tiles("fp32", 1, plan.rows, 32, 0), "of_x": "*fp32",
+             "xs_tiles": tiles("fp32", 1, max(plan.rows, 32), 32, 0), "of_x": "*fp32",
              "of_weight": f"*{scale}", "bias": "*bf16", "out": "*bf16", "parts": "*fp32",
              "counters": "*i32"}  # fmt: skip
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 COLUMNS = gl.constexpr(128)  # of the inner dimension, of one step
 OUTPUTS = gl.constexpr(64)  # weight rows of one group of warps
 MAX_OLD_ROWS = gl.constexpr(16)
+LEAST_SCALES = gl.constexpr(32)  # of token rows, in one step: what is fetched lies at multiples of 128 bytes
 # What has a scale of its own: an output, 128 columns of an output, or 128 columns of 128 outputs.
 OF_OUTPUTS, OF_STEPS, OF_BLOCKS = (gl.constexpr(kind) for kind in range(3))
 _FP8 = gl.constexpr(CODES.index(FP8))
@@ -181,7 +182,7 @@ def _multiply(
             if SCALES == OF_STEPS:
                 scale = scales.index(slot * WARP_GROUPS + WARP_GROUP).permute((1, 0)).load(LAYOUT).to(gl.float32)
             if ROUNDED:
-                x_scale = x_scales.index(slot).load(LAYOUT)
+                x_scale = x_scales.index(slot).slice(0, ROWS, 1).load(LAYOUT)
             barrier()  # every thread has read what may be overwritten from here on
             mbarrier.arrive(free.index(slot), count=1)
             if SCALES == OF_BLOCKS:
@@ -247,7 +248,7 @@ def coded_rows_kernel(
     else:
         scales = rows
     if SCALES != OF_OUTPUTS and CODE == _FP8:
-        x_scales = gl.allocate_shared_memory(xs_tiles.dtype, [STAGES, 1, ROWS], xs_tiles.layout)
+        x_scales = gl.allocate_shared_memory(xs_tiles.dtype, [STAGES, 1, max(ROWS, LEAST_SCALES)], xs_tiles.layout)
     else:
         x_scales = rows
     if HAS_ZEROS:

@@ -20,6 +20,7 @@ from outrider.kernels.triton.attention_merge import MIN_COUNTERS, counters_for
 from outrider.kernels.triton.common import cdiv, num_sms, pdl_options, uses_pdl
 from outrider.kernels.triton.hopper.coded_kernel import (
     COLUMNS,
+    LEAST_SCALES,
     OF_BLOCKS,
     OF_OUTPUTS,
     OF_STEPS,
@@ -63,6 +64,10 @@ def scale_kind(weight: Scaled) -> int:
     return OF_STEPS.value if weight.blocks is None else OF_BLOCKS.value
 
 
+def padded_scales(rows: int) -> int:
+    return max(rows, LEAST_SCALES.value)
+
+
 def step_bytes(weight: Scaled, rows: int, warp_groups: int) -> int:
     """Bytes of shared memory of one step."""
     codes = OUTPUTS.value * COLUMNS.value // codes_per_byte(weight.code)
@@ -70,7 +75,7 @@ def step_bytes(weight: Scaled, rows: int, warp_groups: int) -> int:
     zeros = 0 if weight.zeros is None else weight.zeros.element_size()
     of_rows = rows * COLUMNS.value * (1 if weight.code == FP8 else 2)
     x_scales = 4 if weight.code == FP8 and scale_kind(weight) != OF_OUTPUTS.value else 0
-    return warp_groups * (codes + OUTPUTS.value * (scales + zeros)) + of_rows + rows * x_scales
+    return warp_groups * (codes + OUTPUTS.value * (scales + zeros)) + of_rows + padded_scales(rows) * x_scales
 
 
 def make_plan(weight: Scaled, rows: int, warp_groups: int, splits: int, fills: bool, is_gated: bool) -> CodedPlan:
@@ -155,7 +160,7 @@ def _launch(
         counters = counters_for(device, MIN_COUNTERS)
     kind, is_fp8 = scale_kind(weight), weight.code == FP8
     x_tiles = _describe(values, plan.rows, COLUMNS.value if is_fp8 else COLUMNS.value // 2, 128)
-    xs_tiles = _describe(x_scales.T, 1, plan.rows, 0) if is_fp8 and kind != OF_OUTPUTS.value else x_tiles
+    xs_tiles = _describe(x_scales.T, 1, padded_scales(plan.rows), 0) if is_fp8 and kind != OF_OUTPUTS.value else x_tiles
     codes = weight.codes if is_fp8 else weight.codes.view(-1, COLUMNS.value)
     w_tiles = _describe(codes, OUTPUTS.value if is_fp8 else OUTPUTS.value // 2, COLUMNS.value, 128)
     s_tiles = _describe(weight.scales.T, 1, OUTPUTS.value, 0) if kind == OF_STEPS.value else x_tiles
