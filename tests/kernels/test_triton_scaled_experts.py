@@ -1,9 +1,11 @@
 """Experts whose weights are codes with scales, in Triton, against their reference: every code, odd sizes, few and many
-token rows, experts without any."""
+token rows, experts without any. As a program this file compiles kernels for an H200 and prints what they consist of."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from outrider.kernels.triton.launch import collecting  # noqa: E402
 from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
 from outrider.kernels.triton.scaled_experts import scaled_experts  # noqa: E402
 from outrider.kernels.triton.scaled_linear import ScaledTile  # noqa: E402
+from tests.kernels.compiled import found_without_interpreter  # noqa: E402
 
 TILES = ScaledTile(16, 64, 4, 1), ScaledTile(32, 32, 4, 1)
 CARD_TILES = ScaledTile(16, 64, 4, 3), ScaledTile(64, 64, 4, 3), ScaledTile(128, 128, 8, 3)
@@ -201,3 +204,35 @@ def test_the_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtyp
                               ("weights", replace(case, weights=case.weights.double()))):
         with pytest.raises(ValueError, match=f"scaled_experts: {argument} "):
             changed.run()
+
+
+@pytest.mark.long
+def test_compiles_for_the_card() -> None:
+    for kernel in found_without_interpreter(__file__):
+        assert kernel["multiplies"], "tensor cores read fp8 codes as they are, and other codes as bf16"
+        assert kernel["copies"] > 0 and kernel["shared"] <= 228 << 10
+
+
+def compile_product(code: str, group: int, rounds: bool, k: int, activation: int, tile: ScaledTile) -> dict[str, Any]:
+    from tests.kernels.test_triton_scaled import compile_for_card
+
+    constants = {"K": k, "GROUP": group or k, "CODE": scaled.CODES.index(code), "X_GROUP": rounds * (group or k),
+                 "PAIRS_PER_ROW": 8, "ACTIVATION": activation, "FEW": tile.block_m == 16, "PAIRS": 64, "EXPERTS": 64,
+                 "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "HAS_ZEROS": False,
+                 "HAS_FACTORS": False, "WIDEN": False, "ASM": code == "int4", "PDL": True, "scales_n": 1,
+                 "zeros_n": 1}  # fmt: skip
+    kinds = {"x": "*fp8e4nv" if rounds else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "zeros": "*bf16",
+             "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "out": "*bf16", "ids": "*i64",
+             "order": "*i32", "ends": "*i32"}  # fmt: skip
+    made = compile_for_card(module._scaled_expert_kernel, constants, kinds, num_warps=tile.num_warps,
+                            num_stages=tile.num_stages)  # fmt: skip
+    ptx, wanted = made.asm["ptx"], "e4m3.e4m3" if rounds else "bf16.bf16"
+    return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
+            "shared": made.metadata.shared}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sizes = (2048, 1), (1856, 0)  # inputs, and the activation
+    forms = ("fp8", 0, True), ("fp8", 128, True), ("int4", 64, False), ("fp4", 32, False)
+    print(json.dumps([compile_product(*form, *size, module.expert_tile(pairs, 64, False))
+                      for form in forms for size in sizes for pairs in (1, 1 << 16)]))
