@@ -32,6 +32,11 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     def weight_bytes(self) -> int:
         return sum(held.tensor.numel() * held.tensor.element_size() for tensors in self.tensors() for held in tensors)
 
+    @property
+    def rounding(self) -> int:
+        """As that of `LinearFormat`, of the first projection."""
+        return 0
+
     @abstractmethod
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None

@@ -200,7 +200,7 @@ class ScaledExperts(ExpertsFormat):
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
-        self._stored, self._mix = stored[0], ops.scaled_experts
+        self._stored, self._mix, self._exact = stored[0], ops.scaled_experts, False
         self._rounds = self._stored.rounds and declared.device.type == "cuda"  # as in ScaledLinear
         self._gate_up, self._down = (
             self._stored.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
@@ -219,7 +219,12 @@ class ScaledExperts(ExpertsFormat):
         return (_joint(first), _joint(down)) if self.declared.is_joint else (first, down)
 
     def set_exact(self, exact: bool) -> None:
-        self._mix = ops.scaled_experts.variant(exact)
+        self._mix, self._exact = ops.scaled_experts.variant(exact), exact
+
+    @property
+    def rounding(self) -> int:
+        is_left = self._rounds and not self._stored.group and not self._exact
+        return self.declared.hidden_size if is_left else 0
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None

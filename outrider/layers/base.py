@@ -14,7 +14,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.formats import FormatChoice, LinearFormat, WeightFormat, WeightSlot, build_format, join_names
+from outrider.formats import (
+    ExpertsFormat,
+    FormatChoice,
+    LinearFormat,
+    WeightFormat,
+    WeightSlot,
+    build_format,
+    join_names,
+)
 from outrider.layers.context import StepContext
 from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
@@ -111,7 +119,7 @@ def find_modules(roots: Iterable[Module], kind: type[Kind]) -> list[Kind]:
 class FeedForward(Module, ABC):
     """The part of a layer that treats every token row alone: an MLP, or a mixture of experts."""
 
-    def readers(self) -> Sequence[LinearFormat]:
+    def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
         """The formats whose products all read the token rows that are given, if nothing else does."""
         return ()
 

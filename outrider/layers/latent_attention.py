@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.formats import DenseExpansion, ExpansionDeclaration, ExpansionFormat, ModelSize
+from outrider.formats import DenseExpansion, ExpansionDeclaration, ExpansionFormat, LinearFormat, ModelSize
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
@@ -131,6 +131,10 @@ class LatentAttention(TokenMixer):
         key_norm = [] if self.key_norm is None else [("indexer.k_norm", self.key_norm)]
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
                 ("kv_b_proj", self.expansion), *key_norm, ("o_proj", self.out)]
+
+    def readers(self) -> Sequence[LinearFormat]:
+        first = self.compress.products if self.q_norm is not None else [*self.compress.products, self.queries]
+        return [product.format for product in first]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.formats import LinearFormat
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
@@ -96,6 +97,9 @@ class Mamba2(TokenMixer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("in_proj", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
+
+    def readers(self) -> Sequence[LinearFormat]:
+        return (self.enter.format,)
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
         """x: [tokens, hidden]. Positions do not matter."""

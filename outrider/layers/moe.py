@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import DenseExperts, ExpertsDeclaration, ExpertsFormat, InputCut, ModelSize
+from outrider.formats import DenseExperts, ExpertsDeclaration, ExpertsFormat, InputCut, LinearFormat, ModelSize
 from outrider.kernels import moe, ops
 from outrider.layers.base import FeedForward, FormatModule, Module
 from outrider.layers.context import StepContext
@@ -87,6 +87,11 @@ class MoE(FeedForward):
         if self.latent is not None:
             parts += zip(("fc1_latent_proj", "fc2_latent_proj"), self.latent, strict=True)
         return parts
+
+    def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
+        """Beside the router, whose product reads numbers."""
+        shared = () if self.shared is None else self.shared.readers()
+        return [*shared, self.experts.format if self.latent is None else self.latent[0].format]
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from outrider.formats import LinearFormat
+from outrider.formats import ExpertsFormat, LinearFormat
 from outrider.kernels import ops
 from outrider.kernels.reference import widened
 from outrider.layers.base import Module, Parameter
@@ -59,7 +59,7 @@ class RMSNorm(Module):
         self.scale = self.weight  # the factor: the weight, or 1 + weight
         self._hint: tuple[int, ...] = ()
 
-    def round_for(self, *readers: LinearFormat) -> None:
+    def round_for(self, *readers: LinearFormat | ExpertsFormat) -> None:
         """Round the result for the products of these formats at the same time, if all of them ask for the same."""
         groups = {reader.rounding for reader in readers} - {0}
         self._hint = tuple(groups) if len(groups) == 1 else ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outrider.formats import LinearFormat
 from outrider.kernels import moe
 from outrider.layers import (
     Angles,
@@ -75,6 +76,9 @@ class PlainMLP(FeedForward):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("up_proj", self.up), ("down_proj", self.down)
 
+    def readers(self) -> Sequence[LinearFormat]:
+        return (self.up.format,)
+
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self.down(self.up.activated(x, ACTIVATION, context), context)
 
@@ -87,6 +91,9 @@ class NemotronHLayer(DecoderLayer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("norm", self.norm), ("mixer", self.part)
+
+    def prepare(self) -> None:
+        self.norm.round_for(*self.part.readers())
 
     def __call__(
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext

@@ -19,8 +19,9 @@ from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
 from outrider.kernels import experts_on_host, moe, native, scaled
 from outrider.layers.base import find_modules
+from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import FusedLinear, Linear
-from outrider.layers.moe import Experts
+from outrider.layers.moe import Experts, MoE
 from outrider.layers.router import Router
 from outrider.models import loader
 from outrider.models.base import Model
@@ -403,3 +404,20 @@ def test_the_floor_of_a_benchmark_counts_the_bytes_that_are_kept(quantization: s
     plain, coded = (Traffic(load(folder, dtype="float32", **settings)).weights.dense
                     for settings in ({}, {"quantization": quantization}))
     assert coded < share * plain
+
+
+@pytest.mark.parametrize(("name", "group"), [("FP8_DYNAMIC", 128), ("fp8 blocks", 0), ("W4A16", 0)])
+def test_norms_round_token_rows_for_experts(name: str, group: int, tmp_path: Path) -> None:
+    """As on a GPU. In blocks of 128 inputs experts round token rows by themselves."""
+    files.save_form(tmp_path / "quantised", files.FORMS[name], files.MOE | {"intermediate_size": 128})
+    model = load(tmp_path / "quantised", dtype="float32")
+    for layer in model.layers:
+        assert isinstance(layer, PreNormLayer) and isinstance(layer.mlp, MoE)
+        experts = layer.mlp.experts.format
+        assert isinstance(experts, ScaledExperts) and experts.rounding == 0, "a CPU rounds nothing"
+        experts._rounds = name.lower().startswith("fp8")
+        assert experts.rounding == group and layer.mlp.readers() == [experts]
+        layer.prepare()
+        assert layer.mlp_norm._hint == ((group,) if group else ())
+        experts.set_exact(True)
+        assert experts.rounding == 0

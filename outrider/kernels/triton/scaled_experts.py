@@ -38,7 +38,7 @@ from outrider.kernels.triton.expert_pairs import (
 )
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.moe import ACTIVATIONS, combine, multiply_pairs, tile_config
-from outrider.kernels.triton.rounding import round_rows
+from outrider.kernels.triton.rounding import round_rows, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand
 from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns
 
@@ -155,7 +155,9 @@ def _product(
     """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
     group = min(weight.group, x.shape[1])
     assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
-    values, x_scales = round_rows(x, group, pdl=pdl) if rounds else (x, x)
+    values, x_scales = x, x
+    if rounds:  # by the kernel that made x, perhaps
+        values, x_scales = rounded_rows(x, group, False) if group == x.shape[1] else round_rows(x, group, pdl=pdl)
     out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
     if not as_numbers:
         _multiply_codes(values, x_scales, weight, ids, pairs, pairs_per_row, out, activation, group, rounds, tile, pdl)
