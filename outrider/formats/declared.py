@@ -169,7 +169,8 @@ class LinearDeclaration:
             shape[axis] = -(-self.in_features // per_column)
         is_whole = sum(map(len, parts)) == shape[axis]
         cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
-        return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize)
+        return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize,
+                          (segment.size, self.in_features))
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class WeightSlot:
     kind: str | None = None  # the kind of stored weight whose bits it keeps; None for numbers, which are converted
     draw: Draw = draw_dummy  # fills a target with random content that is valid in its format
     quantize: Callable[[torch.Tensor], StoredWeight] | None = None  # makes the stored weight of a tensor of numbers
+    numbers_shape: tuple[int, ...] = ()  # the shape that the tensor given to `quantize` must have
 
     def __post_init__(self) -> None:
         layout = self.layout

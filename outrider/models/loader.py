@@ -135,6 +135,7 @@ def _in_parts(
     for name, tensor in tensors:
         slot = slots.get(name)
         if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
+            check_numbers(name, tensor, slot.numbers_shape)
             check_finite(name, tensor)
             tensor = slot.quantize(tensor.to(slot.target.device))
         if isinstance(tensor, torch.Tensor):
@@ -197,16 +198,27 @@ def blank_model(model: Model) -> None:
 
 
 def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
-    if tuple(tensor.shape) != slot.shape:
-        raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
-    if slot.kind is not None and tensor.dtype != slot.target.dtype:
+    _check_shape(name, tensor, slot.shape)
+    if slot.kind is None:
+        check_numbers(name, tensor, slot.shape)
+    elif tensor.dtype != slot.target.dtype:
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, a weight stored as {slot.kind} needs "
                           f"{slot.target.dtype}")
-    if slot.kind is None and not tensor.is_floating_point():
-        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
     slot.store(tensor)
     if slot.target.is_floating_point():
         check_finite(name, slot.target)  # after the copy: a value that only the model's dtype cannot hold shows too
+
+
+def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor that does not hold floats of this shape."""
+    _check_shape(name, tensor, shape)
+    if not tensor.is_floating_point():
+        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

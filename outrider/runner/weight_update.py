@@ -16,7 +16,7 @@ import torch
 from outrider.formats import WeightSlot
 from outrider.layers import LayeredModule
 from outrider.models.base import Model
-from outrider.models.loader import check_finite, one_by_one, some_names
+from outrider.models.loader import check_finite, check_numbers, one_by_one, some_names
 from outrider.models.mtp import MTPHead
 from outrider.models.sources.base import WeightError
 from outrider.runner.commands import NamedArray, UpdateWeights
@@ -78,13 +78,12 @@ class WeightUpdate:
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         slot = self._slots[name]
-        if slot.kind is not None:
+        if slot.kind is not None and slot.quantize is None:
             raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file ({slot.kind}): "
                               "start the engine with keep_quantized=False")
-        if tuple(tensor.shape) != slot.shape:
-            raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(slot.shape)}")
-        if not tensor.is_floating_point():
-            raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
+        if slot.quantize is not None:
+            return  # `one_by_one` has checked the numbers and made codes of them
+        check_numbers(name, tensor, slot.shape)
         for piece in tensor.reshape(-1).split(PIECE):
             check_finite(name, piece.to(slot.target.device, slot.target.dtype))
 
@@ -96,4 +95,6 @@ def _tensor(array: NamedArray) -> torch.Tensor:
     dtype = getattr(torch, array.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch does not know")
+    if not array.data.size:  # bytes of nothing cannot be viewed as numbers
+        return torch.empty(array.shape, dtype=dtype)
     return torch.from_numpy(array.data).view(dtype).view(array.shape)

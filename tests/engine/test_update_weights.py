@@ -266,6 +266,30 @@ def test_a_running_request_goes_on_with_the_new_weights_from_its_tokens(tmp_path
             0].token_ids == tokens[first:]
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_weights_that_are_coded_at_load_are_coded_again(quantization: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path, intermediate_size=128)
+    other = with_other_weights(folder, tmp_path / "other")
+    settings = SETTINGS | {"quantization": quantization}
+    with LLM(str(other), **settings) as llm:
+        theirs = generated(llm)
+    with LLM(str(folder), **settings) as llm:
+        ours, weight = generated(llm), load_file(other / "model.safetensors")[NAME]
+        assert ours != theirs
+        llm.update_weights(other)
+        assert generated(llm) == theirs
+        for bad, why in ((weight[:, :100], r"has shape \[32, 100\], the model needs \[32, 128\]"),
+                         (weight[0], r"has shape \[128\]"), (weight[:0], r"has shape \[0, 128\]"),
+                         (weight.int(), ".*needs a float type"), (weight / 0, "holds NaN or Inf")):
+            with pytest.raises(WeightError, match=f"{NAME} {why}"):
+                llm.update_weights({NAME: bad})
+        assert generated(llm) == theirs
+        llm.sleep(level=2)
+        llm.update_weights(folder)
+        llm.wake_up()
+        assert generated(llm) == ours
+
+
 def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.available():
         pytest.skip(native.reason())
