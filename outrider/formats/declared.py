@@ -38,6 +38,9 @@ class Ranks:
         """This rank's part of `size` features in equal pieces, one for each rank. With fewer pieces than ranks,
         neighbouring ranks hold the same piece."""
         pieces = self.count if pieces is None else pieces
+        if not 1 <= pieces <= self.count:
+            raise ValueError(f"{pieces} pieces cannot be shared by {self.count} ranks, of which each holds one: some "
+                             "would belong to no rank")
         if size % pieces:
             raise ValueError(f"{size} features cannot be cut into {pieces} equal parts: use another number of ranks")
         width = size // pieces

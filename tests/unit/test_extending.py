@@ -366,6 +366,8 @@ def test_slots_of_a_rank_load_exactly_its_part() -> None:
         torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((mine, k, *others, copied), dim=1))
     with pytest.raises(ValueError, match="8 features cannot be cut into 3 equal parts"):
         layer(OutputCut(Ranks(0, 3)))
+    with pytest.raises(ValueError, match="4 pieces cannot be shared by 2 ranks"):
+        layer(OutputCut(Ranks(0, 2), pieces={"k": 4}))
 
 
 @pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "by expert"])
