@@ -55,7 +55,7 @@ def list_for(batch: Batch, shared: SharedPages | None) -> SplitList:
     with (mock.patch.object(attention_splits, "least_listed_split", return_value=32),
           mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 32)):
         return list_splits(
-            batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.q.element_size(),
+            batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.k_cache.element_size(),
             max_query=int(batch.query_starts.diff().max()), max_length=(batch.page_table.shape[1] - 1) * PAGE,
             shared=shared, config=SMALL,
         )  # fmt: skip

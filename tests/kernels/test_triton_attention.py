@@ -168,7 +168,7 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
     by = {name: given[name] for name in ("max_query", "max_length", "window", "key_starts", "config") if name in given}
     with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
         splits = list_splits(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim,
-                             batch.q.element_size(), **by)  # fmt: skip
+                             batch.k_cache.element_size(), **by)  # fmt: skip
     return decode(batch, splits=splits, **given | {"config": None})
 
 
@@ -283,7 +283,7 @@ def test_splits_with_many_rows_are_long(device: torch.device) -> None:
 
 def test_a_list_is_for_one_batch_only(device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, LISTED)
-    splits = list_splits(batch.lengths, batch.live, 4, 2, 16, batch.q.element_size(), max_query=3, max_length=160)
+    splits = list_splits(batch.lengths, batch.live, 4, 2, 16, batch.k_cache.element_size(), max_query=3, max_length=160)
     given = {"max_query": 3, "max_length": 160, "splits": splits, "config": None}
     decode(batch, **given)
     for change in ({"max_query": 2}, {"max_length": 150}, {"window": 8}, {"key_starts": batch.live}):

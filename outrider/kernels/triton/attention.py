@@ -60,6 +60,7 @@ from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import is_collecting, kernel
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales"]
+_TAIL = tl.constexpr(16)  # keys of a tile with a mask, where pages are in fp8
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
 
@@ -110,8 +111,8 @@ def _decode_kernel(
         k_page_stride, k_token_stride, v_page_stride, v_token_stride,
     )  # fmt: skip
     acc, peak, total = _attend_split(
-        queries, rows.position, begin, lowest, highest, pages, scale, softcap, window,
-        D, D_PAD, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
+        queries, rows.position, first_position(tile, tokens, Q_TILE), begin, lowest, highest, pages, scale, softcap,
+        window, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_STARTS, EARLY_VALUES, LONG_STAGES,
     )  # fmt: skip
 
     is_last = True
@@ -152,14 +153,28 @@ def _keys_of_split(
 
 @triton.jit
 def _attend_split(
-    queries, q_position, begin, lowest, highest, pages, scale, softcap, window,
+    queries, q_position, first_query, begin, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, EARLY_VALUES: tl.constexpr,
+    LONG_STAGES: tl.constexpr,
 ):
     """(weighted values, peak, sum of weights) over the keys of a split. Many tiles are worth a longer beginning, in
-    which more of them are asked for."""
+    which more of them are asked for. first_query: position of the tile's first query."""
+    IN_FP8: tl.constexpr = pages.k_head.dtype.element_ty == tl.float8e4nv
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
-    if LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
+    if IN_FP8 and not HAS_WINDOW and not HAS_STARTS:
+        # The instructions of masks would take longer than so few bytes: most tiles are seen whole, and need none. Short
+        # tiles for the others leave the registers to these.
+        whole_end = tl.maximum(tl.minimum(first_query + 1, highest) // BLOCK_N * BLOCK_N, begin)
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, begin, whole_end, lowest, highest, pages, scale, softcap, window,
+            D, D_PAD, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES or None,
+        )
+        acc, peak, total = attend_keys(
+            queries, acc, peak, total, q_position, whole_end, highest, lowest, highest, pages, scale, softcap, window,
+            D, D_PAD, PAGE, _TAIL, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
+        )
+    elif LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, highest, lowest, highest, pages, scale, softcap, window,
             D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
@@ -226,7 +241,7 @@ def decode_attention(
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
                             window, softcap, key_starts, scales)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
-    heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, q.element_size())
+    heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, k_cache.element_size())
     if splits is not None:
         require(split_size is None and num_splits is None and config is None, name, "splits", "plan the launch already")
         require(splits.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "splits",

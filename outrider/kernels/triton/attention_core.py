@@ -16,21 +16,33 @@ import triton
 import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
-from outrider.kernels.triton.fp8_pages import check_cache_dtype
+from outrider.kernels.triton.fp8_pages import check_cache_dtype, first_of_pairs, second_of_pairs
 
 MAX_HEAD_DIM = 1024
 
 
 @triton.jit
-def _load_tile(at, inside, dim, dtype: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values [keys, D_PAD] in the dtype of the queries; columns past D are 0, and so is what is not inside,
-    where that is asked."""
+def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """Keys or values [keys, D_PAD]; columns past D are 0, and so is what is not inside, where that is asked."""
     if MASKED:
-        return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0).to(dtype)
+        return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
     elif D != D_PAD:
-        return tl.load(at, mask=(dim < D)[None, :], other=0.0).to(dtype)
+        return tl.load(at, mask=(dim < D)[None, :], other=0.0)
     else:
-        return tl.load(at).to(dtype)
+        return tl.load(at)
+
+
+@triton.jit
+def _load_values(
+    v_head, v_row, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Values [keys, D_PAD] of rows that begin at v_row; PAIRED: two neighbours in one number, [keys, D_PAD / 2]."""
+    if PAIRED:
+        pair = tl.arange(0, D_PAD // 2)
+        at = (v_head + v_row).to(tl.pointer_type(tl.int16), bitcast=True)
+        return _load_tile(at[:, None] + pair[None, :], inside, pair, D // 2, D_PAD // 2, MASKED)
+    else:
+        return _load_tile(v_head + v_row[:, None] + dim[None, :], inside, dim, D, D_PAD, MASKED)
 
 
 class RequestTokens(NamedTuple):
@@ -94,11 +106,14 @@ def attend_keys(
     STAGES: tl.constexpr = None,
 ):
     """Folds keys [begin, end) of a `PagedHead` into (acc, peak, total): the weighted values, the running maximum in
-    base 2, and the sum of weights. scale: of all scores, or of each query's [rows, 1] where pages are in fp8
-    (`fp8_pages.py`). Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
+    base 2, and the sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
     that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
-    keys. STAGES: tiles on their way at a time, instead of the kernel's own number."""
+    keys. STAGES: tiles on their way at a time, instead of the kernel's own number. Where pages are in fp8, `scale` may
+    be that of each query's scores, [rows, 1], and values are multiplied in pairs (`fp8_pages.py`)."""
     dim = tl.arange(0, D_PAD)
+    PAIRED: tl.constexpr = pages.v_head.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16 and D % 2 == 0
+    if PAIRED:
+        even, odd = tl.split(acc.reshape(acc.shape[0], D_PAD // 2, 2))
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
         inside = (position >= lowest) & (position < highest)
@@ -109,10 +124,9 @@ def attend_keys(
         k_row = page * pages.k_page_stride + (position % PAGE) * pages.k_token_stride
         k_at = pages.k_head + k_row[:, None] + dim[None, :]
         v_row = page * pages.v_page_stride + (position % PAGE) * pages.v_token_stride
-        v_at = pages.v_head + v_row[:, None] + dim[None, :]
-        k = _load_tile(k_at, inside, dim, q.dtype, D, D_PAD, MASKED)
+        k = _load_tile(k_at, inside, dim, D, D_PAD, MASKED).to(q.dtype)
         if EARLY_VALUES:
-            v = _load_tile(v_at, inside, dim, q.dtype, D, D_PAD, MASKED)
+            v = _load_values(pages.v_head, v_row, inside, dim, D, D_PAD, MASKED, PAIRED)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * tanh(score / softcap)
@@ -124,8 +138,15 @@ def attend_keys(
             score = tl.where(visible, score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
         if not EARLY_VALUES:
-            v = _load_tile(v_at, inside, dim, q.dtype, D, D_PAD, MASKED)
-        acc = tl.dot(weight.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            v = _load_values(pages.v_head, v_row, inside, dim, D, D_PAD, MASKED, PAIRED)
+        weight = weight.to(q.dtype)
+        if PAIRED:
+            even = tl.dot(weight, first_of_pairs(v), even * shrink[:, None])
+            odd = tl.dot(weight, second_of_pairs(v), odd * shrink[:, None])
+        else:
+            acc = tl.dot(weight, v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    if PAIRED:
+        acc = tl.join(even, odd).reshape(acc.shape[0], D_PAD)
     return acc, peak, total
 
 

@@ -59,6 +59,8 @@ def decode_config(
         return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
     if num_requests is None:  # one choice for all
         num_requests, num_rows = 1 << 30, 1
+    if padded_dim <= 128 and itemsize == 1 and num_requests > 8:  # half the bytes: tiles of twice as many keys
+        return DecodeConfig(block_n=64, max_rows=64, num_stages=4)
     if padded_dim <= 128:
         if num_requests <= 8:
             return DecodeConfig(block_n=64, max_rows=64, num_warps=8, num_stages=3, min_split=64, early_values=True,

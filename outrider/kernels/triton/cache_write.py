@@ -56,12 +56,11 @@ def _cache_kernel(
     if tl.program_id(1) == 0:
         key = tl.load(k + token * k_stride + head * k_head_stride + dim, mask=mask, other=0.0)
         key += tl.sum(zero_or_nan(key) + zero_or_nan(value), axis=1)[:, None].to(key.dtype)
-        key = as_stored(key, k_scales, row, row < HEADS, k_cache)
-        tl.store(k_cache + page * k_page_stride + offset * k_token_stride + head * k_slot_head_stride + dim, key, mask)
+        tl.store(k_cache + page * k_page_stride + offset * k_token_stride + head * k_slot_head_stride + dim,
+                 as_stored(key, k_scales, row, row < HEADS, k_cache), mask)
     else:
-        value = as_stored(contained_values(value), v_scales, row, row < HEADS, v_cache)
-        tl.store(v_cache + page * v_page_stride + offset * v_token_stride + head * v_slot_head_stride + dim, value,
-                 mask)
+        tl.store(v_cache + page * v_page_stride + offset * v_token_stride + head * v_slot_head_stride + dim,
+                 as_stored(contained_values(value), v_scales, row, row < HEADS, v_cache), mask)
 
 
 def cache_write(

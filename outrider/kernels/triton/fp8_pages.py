@@ -5,6 +5,10 @@ Every number of fp8 is one of float16, and the card converts two at once, where 
 float16 has a smaller range than bfloat16, so each query is multiplied by a power of two that brings its greatest number
 near the end of that range, and its scores are divided by it again: numbers of a query keep their bits unless they are
 2^-31 times as small as its greatest. Scales of heads are folded into scores and results.
+
+Values are loaded in pairs of neighbours, as numbers of 16 bits, of which each half is multiplied by itself. Matrix
+instructions take values with the keys as the inner dimension, in which pages do not lie, and the card turns tiles of 16
+bits around as it loads them from shared memory, but tiles of 8 bits only one number at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import triton
 import triton.language as tl
 from outrider.kernels.fp8_cache import FP8, HeadScales
 from outrider.kernels.triton.common import require_tensor
+from triton import knobs
 
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter runs no instructions of the card
 _MAX_FP8 = tl.constexpr(448.0)
 _FRACTION = tl.constexpr(23)  # bits of a float32 below the exponent
 _TOP = tl.constexpr(14)  # a query's greatest number is brought to at least 2^14 and less than 2^15
@@ -47,6 +53,28 @@ def saturated(wide):
     """Numbers in fp8: too great ones become the greatest, and NaN stays NaN, which tl.clamp would not let it."""
     wide = tl.where(wide > _MAX_FP8, _MAX_FP8, tl.where(wide < -_MAX_FP8, -_MAX_FP8, wide))
     return wide.to(tl.float8e4nv)
+
+
+@triton.jit
+def first_of_pairs(pairs):
+    """The first numbers of pairs, in float16."""
+    if _INTERPRETED:
+        return pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def second_of_pairs(pairs):
+    """The second numbers of pairs, in float16."""
+    if _INTERPRETED:
+        return (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, b; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -230,7 +230,7 @@ class TritonBackend(Backend):
     def _decode(self, layer: AttentionLayer, plan: Plan, tensors: Tensors, options: dict[str, Any]) -> None:
         decode_attention(*tensors, plan.decode_live, max_query=plan.decode_max_query,
                          max_length=plan.view.max_length.tokens,
-                         splits=plan.splits_for(layer, tensors[0].element_size()), **options)
+                         splits=plan.splits_for(layer, tensors[1].element_size()), **options)
 
     def _prefill(self, plan: Plan, tiles: QueryTiles, tensors: Tensors, options: dict[str, Any]) -> None:
         prefill_attention(*tensors, plan.view.live_int32, tiles, **options)
