@@ -120,7 +120,7 @@ class _Chat:
                                             skip_special_tokens=skips)
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
-            "metrics": self._usage.metrics_to_json(), "prompt_logprobs": None}
+            "metrics": self._usage.metrics_to_json(), "prompt_logprobs": None, "prompt_token_ids": None}
         if last.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_to_json(last.prompt_logprobs)
         if self._body.return_token_ids:
@@ -195,7 +195,7 @@ class _Chat:
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
         choice: dict[str, Any] = {"index": sample.index, "message": message, "logprobs": None, "finish_reason": finish,
-                                  "stop_reason": sample.stop_reason}
+                                  "stop_reason": sample.stop_reason, "token_ids": None}
         if sample.logprobs is not None:
             choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs)
         if self._body.return_token_ids:

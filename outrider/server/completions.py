@@ -132,8 +132,9 @@ class _Completion:
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None, "prompt_logprobs": None,
-                                  "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
+                                  "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason,
+                                  "prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
         prompt = ""
         if self._body.max_tokens == 0:
             sample = replace(sample, text="", token_ids=[], logprobs=None if sample.logprobs is None else [])

@@ -56,9 +56,14 @@ def test_usage_of_every_chunk(served: Served, path: str, body: dict[str, Any], o
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_log_probabilities_that_nobody_asked_for_are_null(served: Served, path: str, body: dict[str, Any]) -> None:
+def test_fields_of_vllms_answers_that_were_not_asked_for_are_null(served: Served, path: str,
+                                                                  body: dict[str, Any]) -> None:
+    """A client's object has an attribute for every field of the answer, and for no other."""
     answer = served.post(path, **body, max_tokens=1).json()
-    assert (answer if "messages" in body else answer["choices"][0])["prompt_logprobs"] is None
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] is None
+    owner = answer if "messages" in body else choice
+    assert owner["prompt_logprobs"] is None and owner["prompt_token_ids"] is None
 
 
 def test_what_requests_leave_to_the_server_is_in_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
