@@ -36,7 +36,8 @@ class EmbeddingRequest(PooledRequest):
 class PoolingRequest(EmbeddingRequest):
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
         default=None, description="embed: one vector for each prompt; token_embed: one for each token; classify and "
-                                  "token_classify: probabilities of classes, where the model has them. Default embed")
+                                  "token_classify: probabilities of classes, where the model has them. Default "
+                                  "classify for models with a head that classifies, embed for others")
 
 
 async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: str | None) -> Work:
@@ -45,16 +46,16 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: st
 
 
 async def create_pooling(service: Service, body: PoolingRequest, tenant: str | None) -> Work:
-    task = body.task or "embed"
+    classes = service.host.llm.engine.checks.classes
+    task = body.task or ("embed" if classes is None or body.pooling is not None else "classify")
     if task != "embed" and body.pooling is not None:
         raise ApiError(400, f"pooling goes with the task embed: {task} pools nothing", param="pooling")
     more = {} if task == "embed" else {"task": task, "pooling": "last"}
     model, requests = await _prepared(service, body, tenant, **more)
     if task.startswith("token_"):
-        engine = service.host.llm.engine
-        width = body.dimensions or engine.limits.hidden_size
-        if task == "token_classify" and engine.checks.classes is not None:
-            width = engine.checks.classes.num_labels
+        width = body.dimensions or service.host.llm.engine.limits.hidden_size
+        if task == "token_classify" and classes is not None:
+            width = classes.num_labels
         num_tokens = sum(len(request.token_ids) for request in requests)
         if num_tokens * width > MAX_NUMBERS:
             raise ApiError(400, f"input has {num_tokens} tokens with {width} numbers each, and an answer has at most "

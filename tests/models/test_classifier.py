@@ -92,7 +92,10 @@ def test_a_head_with_one_class_scores_pairs(tmp_path: Path) -> None:
             assert [entry["probs"][0] for entry in answer["data"]] == pytest.approx(scores, rel=1e-4)
             assert answer["data"][0]["label"] == "LABEL_0" and answer["usage"]["prompt_tokens"] == 9 + 13
             pooled = served.post("/pooling", input=query, task="token_classify").json()["data"][0]["data"]
-            assert len(pooled) == len(query) and len(pooled[0]) == 1
+            by_default = served.post("/pooling", input=query).json()["data"][0]["data"]
+            assert len(pooled) == len(query) and len(pooled[0]) == 1 and by_default == pytest.approx(pooled[-1])
+            vectors = served.post("/pooling", input=query, pooling="mean").json()["data"]
+            assert len(vectors[0]["data"]) == SIZES["hidden_size"]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
