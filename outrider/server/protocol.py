@@ -51,8 +51,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 UNUSED = frozenset({
     "annotations", "cache_control", "caller", "citations", "context_management", "kv_transfer_params", "metadata",
     "mm_processor_kwargs", "namespace", "parsed", "parsed_arguments", "parsed_output", "phase", "prediction",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "store", "toolset_name",
-    "user", "verbosity",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "provider_specific_fields",
+    "safety_identifier", "store", "toolset_name", "user", "verbosity",
 })  # fmt: skip
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together

@@ -1,6 +1,6 @@
-"""litellm and lm-eval against the served SmolLM2, each in an environment of its own.
+"""lm-eval against the served SmolLM2, in an environment of its own.
 
-They pin other versions of packages that the tests use, and are fetched when the test runs.
+It pins other versions of packages that the tests use, and is fetched when the test runs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,6 @@ import httpx
 import pytest
 
 pytestmark = pytest.mark.long
-LITELLM = """
-import sys, litellm
-options = {"api_base": sys.argv[1] + "/v1", "api_key": "none"}
-chat = {"model": "openai/smollm2", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
-assert litellm.completion(**chat, **options).choices[0].message.content
-assert "".join(part.choices[0].delta.content or "" for part in litellm.completion(**chat, **options, stream=True))
-assert len(litellm.embedding(model="openai/smollm2", input=["a", "b"], **options).data) == 2
-assert litellm.text_completion(model="openai/smollm2", prompt="Hello", max_tokens=4, **options).choices[0].text
-"""
 TASK = """
 task: tiny_choice
 dataset_path: json
@@ -64,17 +55,12 @@ def url() -> Iterator[str]:
         process.wait(60)
 
 
-def environment(path: Path, package: str) -> Path:
+def environment(path: Path, *packages: str) -> Path:
     venv.create(path, with_pip=True)
-    done = subprocess.run([path / "bin/pip", "install", "-q", package], capture_output=True, text=True)
+    done = subprocess.run([path / "bin/pip", "install", "-q", *packages], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"{package} cannot be fetched: {done.stderr[-200:]}")
+        pytest.skip(f"{' '.join(packages)} cannot be fetched: {done.stderr[-200:]}")
     return path / "bin"
-
-
-def test_litellm(url: str, tmp_path: Path) -> None:
-    programs = environment(tmp_path / "litellm", "litellm")
-    subprocess.run([programs / "python", "-c", LITELLM, url], check=True, timeout=300)
 
 
 def test_lm_eval_scores_texts(url: str, tmp_path: Path) -> None:
