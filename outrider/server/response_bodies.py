@@ -13,6 +13,7 @@ from outrider.server.protocol import (
     Function,
     FunctionCall,
     Generated,
+    Plain,
     Said,
     StreamOptions,
     TextPart,
@@ -149,6 +150,16 @@ class ResponsesRequest(ResponsesPrompt, Generated):
                                                                "of the likeliest tokens, too")
     stream_options: StreamOptions | None = Field(default=None, description="accepted and not used")
     max_tool_calls: int | None = Field(default=None, description="accepted and not used: for tools that a server runs")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    vllm_xargs: dict[str, Plain | list[Plain]] | None = Field(default=None, description="as in a chat")
+    structured_outputs: Json | None = Field(default=None, description="as in a chat")
 
     @property
     def text_format(self) -> TextFormat:

@@ -26,7 +26,9 @@ from outrider.server.work import EventStream, JsonWork, Work, compact
 
 Json = dict[str, Any]
 SHARED = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
-          "speculative", "priority", "cache_salt", "chat_template_kwargs", "reasoning_effort")
+          "speculative", "priority", "cache_salt", "chat_template_kwargs", "reasoning_effort", "presence_penalty",
+          "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output",
+          "ignore_eos", "logit_bias", "vllm_xargs", "structured_outputs")
 CONVERSATION = TypeAdapter(list[Item])
 MAX_ITEMS = 100  # in one answer of input_items
 INCLUDE = ("include", "include[]")  # accepted: whatever a response has is in it

@@ -45,6 +45,23 @@ def test_a_response_and_its_stream(plain: Served) -> None:
     plain.assert_idle()
 
 
+def test_sampling_fields_of_vllm_change_a_response_as_they_change_a_chat(plain: Served) -> None:
+    fields: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {"97": 9}},
+        {"stop": "e", "include_stop_str_in_output": True}, {"stop_token_ids": [101]}, {"ignore_eos": True},
+        {"structured_outputs": {"regex": "[ab]{30}"}}]
+    for more in fields:
+        response = plain.post("/v1/responses", input="hello", temperature=0, max_output_tokens=20, **more)
+        chat = plain.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], temperature=0,
+                          max_tokens=20, **more)
+        assert response.status_code == chat.status_code, (more, response.text, chat.text)
+        if chat.status_code == 200:
+            said = response.json()["output"][0]["content"][0]["text"]
+            assert said == chat.json()["choices"][0]["message"]["content"], more
+    error = plain.error("/v1/responses", input="hello", vllm_xargs={"a": {"b": 1}})
+    assert error["param"].startswith("vllm_xargs")
+
+
 @pytest.mark.parametrize("run", [1, 1000])
 def test_a_response_with_reasoning_and_calls(served: Served, run: int) -> None:
     say(served, TEXT, run)
