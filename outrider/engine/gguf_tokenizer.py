@@ -1,7 +1,6 @@
-"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE, or SentencePiece-style BPE.
+"""Builds a tokenizer from the metadata of a GGUF file: byte-level BPE, SentencePiece-style BPE, or WordPiece.
 
-The metadata names a pre-tokenizer instead of describing it; the ones known are listed here and any other is
-refused by name, because a wrong one gives other tokens without any error. Knows nothing of files or models.
+Knows nothing of files or models. Kinds that are not known are refused by name.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, WordPiece
+
+from outrider.engine.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 SPACE = "▁"  # what SentencePiece writes for a space
-
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
 
 
 class TokenizerError(ValueError):
@@ -35,9 +31,14 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
             case "gpt2":
                 tokenizer = _byte_level(meta)
             case "llama":
-                tokenizer = _sentencepiece(meta)
+                tokenizer = _sentencepiece(meta, _merges_of_scores(meta))
+            case "gemma4":
+                tokenizer = _sentencepiece(meta, _stored_merges(meta))
+            case "bert":
+                tokenizer = _wordpiece(meta)
             case _:
-                raise TokenizerError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: gpt2, llama")
+                raise TokenizerError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: gpt2, llama, "
+                                     "gemma4, bert")
         _add_special_tokens(tokenizer, meta)
         _add_ends(tokenizer, meta)
     except TokenizerError:
@@ -52,41 +53,27 @@ def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
     pre = meta.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
         raise TokenizerError(f"tokenizer.ggml.pre = {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
-    if "tokenizer.ggml.merges" not in meta:
-        raise TokenizerError("the GGUF file holds no tokenizer.ggml.merges; convert the model again")
+    known = PRE_TOKENIZERS[pre]
     vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
-    # A token may itself begin with a space, so the space that parts the two is looked for after the first character.
-    merges = [(m[:at], m[at + 1 :]) for m in meta["tokenizer.ggml.merges"] if (at := m.find(" ", 1)) > 0]
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
+    tokenizer = Tokenizer(BPE(vocab, _stored_merges(meta), ignore_merges=known.ignore_merges))
+    tokenizer.pre_tokenizer = known.build()
+    if (normalizer := known.normalizer()) is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
-    match pre:
-        case "gpt-2":
-            return pre_tokenizers.ByteLevel(add_prefix_space=False)
-        case "smollm":
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        case _:
-            split = pre_tokenizers.Split(Regex(LLAMA3 if pre == "llama-bpe" else QWEN2), "isolated")
-            to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            return pre_tokenizers.Sequence([split, to_bytes])
+def _stored_merges(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "tokenizer.ggml.merges" not in meta:
+        raise TokenizerError("the GGUF file holds no tokenizer.ggml.merges; convert the model again")
+    # A token may itself begin with a space, so the space that parts the two is looked for after the first character.
+    return [(m[:at], m[at + 1 :]) for m in meta["tokenizer.ggml.merges"] if (at := m.find(" ", 1)) > 0]
 
 
-def _sentencepiece(meta: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(meta: Mapping[str, Any], merges: list[tuple[str, str]]) -> Tokenizer:
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    scores = meta.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise TokenizerError("the GGUF file holds no tokenizer.ggml.scores for its tokens; convert the model again")
-    kinds = meta.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     unknown = tokens[int(meta.get("tokenizer.ggml.unknown_token_id", 0))]
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = _merges_from_scores({t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL})
     tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
     prefix = [normalizers.Prepend(SPACE)] if has_prefix else []
@@ -96,6 +83,32 @@ def _sentencepiece(meta: Mapping[str, Any]) -> Tokenizer:
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _wordpiece(meta: Mapping[str, Any]) -> Tokenizer:
+    """Files mark the beginning of a word, where BERT marks the pieces behind it."""
+    tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type")
+    vocab = {}
+    for i, token in enumerate(tokens):
+        is_word = token.startswith(SPACE) and len(token) > 1
+        is_control = kinds is not None and kinds[i] == CONTROL
+        vocab[token if is_control else token[1:] if is_word else f"##{token}"] = i
+    unknown = tokens[int(meta.get("tokenizer.ggml.unknown_token_id", 100))]
+    tokenizer = Tokenizer(WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
+    lowercase = bool(meta.get("tokenizer.ggml.normalizer.lowercase", True))
+    strips = bool(meta.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _merges_of_scores(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    tokens, scores = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise TokenizerError("the GGUF file holds no tokenizer.ggml.scores for its tokens; convert the model again")
+    kinds = meta.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    return _merges_from_scores({t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL})
 
 
 def _merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
@@ -128,15 +141,19 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
 
 def _add_ends(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
     """Tokens put around a text when special tokens are asked for."""
-    by_default = meta["tokenizer.ggml.model"] == "llama" or meta.get("tokenizer.ggml.pre") == "llama-bpe"
+    kind, pre = meta["tokenizer.ggml.model"], PRE_TOKENIZERS.get(meta.get("tokenizer.ggml.pre", ""))
+    is_wordpiece = kind == "bert"
+    adds_bos = kind in ("llama", "gemma4") or is_wordpiece or (kind == "gpt2" and pre is not None and pre.adds_bos)
     ends: dict[str, tuple[str, int]] = {}
-    for name, default in (("bos", by_default), ("eos", False)):
-        index = meta.get(f"tokenizer.ggml.{name}_token_id")
-        if index is not None and meta.get(f"tokenizer.ggml.add_{name}_token", default):
-            ends[name] = (meta["tokenizer.ggml.tokens"][int(index)], int(index))
+    for end, default, keys in (("bos", adds_bos, ("bos", "cls")), ("eos", is_wordpiece, ("seperator", "eos"))):
+        found = (meta.get(f"tokenizer.ggml.{key}_token_id") for key in (keys if is_wordpiece else (end,)))
+        index = next((own for own in found if own is not None), None)
+        said = "sep" if is_wordpiece and end == "eos" else end
+        if index is not None and meta.get(f"tokenizer.ggml.add_{said}_token", default):
+            ends[end] = (meta["tokenizer.ggml.tokens"][int(index)], int(index))
     if ends:
         before = [ends["bos"][0]] if "bos" in ends else []
         after = [ends["eos"][0]] if "eos" in ends else []
         single = [*before, "$A", *after]
         pair = [*single, *(f"{part}:1" for part in [*before, "$B", *after])]
-        tokenizer.post_processor = processors.TemplateProcessing(single, pair, sorted(ends.values()))
+        tokenizer.post_processor = processors.TemplateProcessing(single, pair, sorted(set(ends.values())))

