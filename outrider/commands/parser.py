@@ -62,7 +62,7 @@ ENGINE_HELP = {
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",
     "quantization": "bring linear layers and experts of an unquantised model into these bits while they are read",
-    "activation_bits": "CPU, GGUF bits kept: 8 rounds activations for speed; the error is told at start-up",
+    "activation_bits": "CPU, weights in GGUF bits, integers or fp4: 8 rounds activations for speed; logs its error",
     "ignore_config_keys": "a key of config.json that counts as absent, where it is unknown here and harmless (repeat)",
     "index_key_dtype": "sparse attention: fp8 stores the indexers' keys in half the memory, rounded, with a scale each",
 }

@@ -12,7 +12,7 @@ from outrider.formats.gguf import keeps_blocks, packed_slot
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import moe, native, ops
 from outrider.kernels.experts_on_host import plan_on_host
-from outrider.kernels.quantized import empty_rows
+from outrider.kernels.quantized import empty_rows, rounding_error
 
 
 class GgufExperts(ExpertsFormat):
@@ -24,6 +24,7 @@ class GgufExperts(ExpertsFormat):
                                                               declared.device))
                        for (projection, segment), kind in zip(segments, kinds, strict=False)]
                       for _ in range(declared.num_experts)]  # fmt: skip
+        self._activation_bits = 24
         self._matrices: list[list[native.PackedMatrix]] = []  # of each expert: the first projection, and down
 
     @classmethod
@@ -42,8 +43,18 @@ class GgufExperts(ExpertsFormat):
         return sum(rows.data.nbytes for held in self._held for *_, rows in held)
 
     def finalize(self) -> None:
-        self._matrices = [[native.PackedMatrix([rows for made, _, _, rows in held if made is projection], None)
-                           for projection in self.declared.projections] for held in self._held]
+        self._matrices = [[native.PackedMatrix(rows, None, self._activation_bits) for rows in self._rows(expert)]
+                          for expert in range(self.declared.num_experts)]
+
+    def _rows(self, expert: int) -> list[list[native.PackedRows]]:
+        """The weight rows of the first projection, and of down."""
+        return [[rows for made, _, _, rows in self._held[expert] if made is projection]
+                for projection in self.declared.projections]
+
+    def use_int8_activations(self) -> float:
+        self._activation_bits = 8
+        self.finalize()
+        return max(rounding_error(rows, None) for rows in self._rows(0))
 
     def set_exact(self, exact: bool) -> None:
         """The products are exact in any mode."""

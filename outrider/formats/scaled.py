@@ -19,8 +19,9 @@ from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
-from outrider.kernels.quantized import kept_bits_are_fast
+from outrider.kernels.quantized import kept_bits_are_fast, rounding_error
 from outrider.kernels.scaled import FP8, INT4, Scaled
+from outrider.kernels.scaled_on_host import host_weight, packed_rows
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
 DUMMY_SCALE = DUMMY_RANGE / 8
@@ -131,7 +132,8 @@ class ScaledLinear(EmbeddingFormat):
         # On the CPU rounded token rows would only add an error: products are made in float32.
         rounds = self._stored.rounds and device.type == "cuda"
         self._rounding = min(self._stored.width(inputs), inputs) if rounds else 0
-        self._packed: native.PackedMatrix | None = None  # with a copy of the codes
+        self._packed: native.Matrix | None = None  # the weight for the native product
+        self._activation_bits = 24
         self.set_exact(False)
 
     @classmethod
@@ -156,15 +158,22 @@ class ScaledLinear(EmbeddingFormat):
         self._weight = self._weight.tiled(False)
 
     def prepare(self, allow_copy: bool) -> int:
-        """Put codes into the order of the device's products. On a CPU, copy those that fit GGUF's blocks for the native
-        product, whose results are exact in any mode; all others become numbers anew in each product."""
+        """Put codes into the order of the device's products. On a CPU, choose the native product, whose results are
+        exact in any mode; codes that it does not read become numbers anew in each product."""
         declared = self.declared
         self._weight = self._arrange(self._weight, declared.dtype)
         is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
-        rows = self._weight.gguf_rows() if allow_copy and is_served and kept_bits_are_fast() else None
-        packed = None if rows is None else rows.pack()
-        self._packed = None if packed is None else native.PackedMatrix([packed], self._bias)
-        return 0 if packed is None else packed.data.nbytes
+        may_copy = allow_copy or self._activation_bits == 8  # rounded token rows have no other product
+        held = host_weight(self._weight, self._bias, may_copy, self._activation_bits) if is_served else None
+        self._packed = None if held is None else held.matrix
+        return 0 if held is None else held.copied_bytes
+
+    def use_int8_activations(self) -> float | None:
+        declared = self.declared
+        is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
+        rows = packed_rows(self._weight) if is_served and kept_bits_are_fast() else None
+        self._activation_bits = 24 if rows is None else 8
+        return None if rows is None else rounding_error([rows], self._bias)
 
     def native_product(self) -> NativeProduct | None:
         return None if self._packed is None else NativeProduct(self._packed, sys.maxsize)

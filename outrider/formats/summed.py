@@ -75,6 +75,9 @@ class SummedExperts(ExpertsFormat):
     def set_exact(self, exact: bool) -> None:
         self._inner.set_exact(exact)
 
+    def use_int8_activations(self) -> float | None:
+        return self._inner.use_int8_activations()
+
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.kernels.gguf_kinds import GROUP
-from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.reference import gelu_tanh_mul, silu_mul, widened
 
 FP8_MAX = 448.0
@@ -109,27 +107,14 @@ class Scaled:
         if codes_per_byte(self.code) == 1:
             values = self.codes.float()
         else:
-            nibbles = self._nibbles()
+            nibbles = self.nibbles()
             values = nibbles.float() - 8 if self.code == INT4 else self._e2m1(nibbles)
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
         values *= self._by_column(self.scales)
         return values if self.factors is None else values.mul_(self.factors)
 
-    def gguf_rows(self) -> QuantizedRows | None:
-        """A weight [outputs, inputs] in the blocks of GGUF, which the native code multiplies with: integers around zero
-        whose scales are numbers of float16. None for all others."""
-        halves = self.scales.half()
-        if (self.code not in (INT8, INT4) or self.zeros is not None or self.group % GROUP or self.shape[-1] % GROUP
-                or not torch.equal(halves.float(), self.scales.float())):
-            return None
-        codes = self.codes.view(torch.uint8) if self.code == INT8 else pack_nibbles(self._nibbles(), GROUP)
-        num_blocks = self.shape[-1] // GROUP
-        scales = halves.repeat_interleave(self.group // GROUP, -1)[..., :num_blocks, None].contiguous()
-        blocks = torch.cat((scales.view(torch.uint8), codes.unflatten(-1, (num_blocks, -1))), -1)
-        return QuantizedRows("Q8_0" if self.code == INT8 else "Q4_0", blocks.flatten(1))
-
-    def _nibbles(self) -> Tensor:
+    def nibbles(self) -> Tensor:
         """Codes of 4 bits [.., outputs, inputs], each in a byte."""
         pairs = self.codes.unflatten(-1, (-1, self.group // 2))
         return torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)

@@ -18,6 +18,7 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.context import StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
+from outrider.layers.moe import Experts
 from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
 from outrider.mixers.paged.base import KeyValueCache
@@ -181,13 +182,14 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
 
 def use_int8_activations(model: LayeredModule) -> str:
     """Round token rows to 8 bits in the products that can. Returns a line that tells how many and their error."""
-    linears = find_modules([model], Linear)
-    errors = [error for linear in linears if (error := linear.format.use_int8_activations()) is not None]
+    held: list[Linear | Experts] = [*find_modules([model], Linear), *find_modules([model], Experts)]
+    errors = [error for module in held if (error := module.format.use_int8_activations()) is not None]
     if not errors:
-        raise ValueError("activation_bits=8 works with weights that stay in a GGUF file's bits (on the CPU, in "
-                         "float32, with keep_quantized, a C compiler and a processor that is as fast with them as with "
-                         "float32), and this model has none")
-    return (f"activation_bits=8: {len(errors)} of {len(linears)} weights multiply activations rounded to 8 bits; the "
+        raise ValueError("activation_bits=8 works with weights that stay in the bits of a GGUF file, or in integers or "
+                         "4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, with "
+                         "keep_quantized, a C compiler and a processor that is as fast with them as with float32), and "
+                         "this model has none")
+    return (f"activation_bits=8: {len(errors)} of {len(held)} weights multiply activations rounded to 8 bits; the "
             f"largest error of a product on random activations is {max(errors):.2%} of its largest result")
 
 

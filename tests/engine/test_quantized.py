@@ -186,7 +186,7 @@ def test_eight_activation_bits_stay_close_and_tell_their_error() -> None:
 
 
 def test_eight_activation_bits_need_kept_bits() -> None:
-    with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in a GGUF file's bits"):
+    with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in the bits of a GGUF file"):
         use_int8_activations(build(CONFIG, {}, keep=False))
 
 

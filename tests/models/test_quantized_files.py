@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
 from outrider.kernels import experts_on_host, moe, native, scaled
+from outrider.kernels.scaled_on_host import host_weight
 from outrider.layers.base import find_modules
 from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import FusedLinear, Linear
@@ -284,40 +284,98 @@ def test_loading_takes_less_memory_than_the_numbers_of_the_file(quantization: st
     assert most < sum(tensor.nbytes for tensor in weights.values())
 
 
-@pytest.mark.parametrize(("code", "group"), [("int4", 32), ("int4", 128), ("int8", 64), ("int8", 256)])
-def test_integers_have_the_same_numbers_in_blocks_of_gguf(code: str, group: int) -> None:
-    weight = integers(code, group)
-    rows = weight.gguf_rows()
-    assert rows is not None and torch.equal(rows.dequantize(), weight.numbers())
-    for other in (replace(weight, scales=weight.scales + 1e-6), replace(weight, zeros=torch.zeros_like(weight.scales))):
-        assert other.gguf_rows() is None
-    assert integers("int4", 16).gguf_rows() is None
-    assert scaled.to_fp8_rows(torch.ones(2, 64)).gguf_rows() is None
-
-
-def integers(code: str, group: int) -> scaled.Scaled:
+def coded(code: str, group: int, has_zeros: bool = False, inputs: int = 256) -> scaled.Scaled:
     generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(0, 256, (5, 256 // scaled.codes_per_byte(code)), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(256 // group, 5, generator=generator).half().float().T
-    return scaled.Scaled(code, group, codes.view(scaled.code_dtype(code)), scales)
+    codes = torch.randint(0, 256, (37, inputs // scaled.codes_per_byte(code)), generator=generator, dtype=torch.uint8)
+    codes[codes & 127 == 127] = 1  # NaN in fp8
+    groups = -(-inputs // group), 37
+    zeros = torch.randint(-8, 8, groups, generator=generator).half().T if has_zeros else None
+    scales = torch.rand(groups, generator=generator).T
+    factors = torch.rand(37, 1, generator=generator) if code == "fp4" and group == 16 else None
+    return scaled.Scaled(code, group, codes.view(scaled.code_dtype(code)), scales, zeros, factors)
 
 
-def test_a_cpu_multiplies_with_integers_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CODED = [("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("int8", 256, False), ("fp4", 32, False),
+         ("fp4", 16, False), ("fp8", 256, False), ("fp8", 128, False), ("fp8", 32, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 9, 65])
+@pytest.mark.parametrize(("code", "group", "has_zeros"), CODED)
+def test_native_products_with_codes_are_those_with_their_numbers(code: str, group: int, has_zeros: bool,
+                                                                 num_tokens: int) -> None:
+    need_native()
+    weight, generator = coded(code, group, has_zeros), torch.Generator().manual_seed(4)
+    x, bias = torch.randn(num_tokens, 256, generator=generator), torch.randn(37, generator=generator)
+    held, numbers = host_weight(weight, bias, allow_copy=True), weight.numbers()
+    assert held is not None and (held.rows is None) == (code == "fp8" or group == 16)
+    made, dense = native.product(x, held.matrix), native.dense_matrix(numbers, bias)
+    assert dense is not None
+    if code in ("fp8", "fp4") and held.rows is None and weight.factors is None:
+        assert torch.equal(made, native.product(x, dense)), "the bits of the numbers' product"
+    magnitudes = x.abs().double() @ numbers.abs().double().T + bias.abs()
+    assert ((made - native.product(x, dense)).abs() / magnitudes).max() < 2e-6
+
+
+@pytest.mark.parametrize("weight", [coded("int8", 64, has_zeros=True), coded("int4", 16), coded("fp8", 24, inputs=96)],
+                         ids=["int8 with zero points", "groups of 16", "groups that are no whole vectors"])
+def test_codes_that_native_products_do_not_read_become_numbers(weight: scaled.Scaled) -> None:
+    assert host_weight(weight, None, allow_copy=True) is None
+
+
+@pytest.mark.parametrize("inputs", [33, 100, 576])
+def test_native_products_with_fp8_take_any_number_of_inputs(inputs: int) -> None:
+    need_native()
+    weight = coded("fp8", 128 if inputs > 128 else inputs, inputs=inputs)
+    held, dense = host_weight(weight, None, allow_copy=False), native.dense_matrix(weight.numbers())
+    assert held is not None and dense is not None
+    for num_tokens in (1, 3, 20):
+        x = torch.randn(num_tokens, inputs, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(native.product(x, held.matrix), native.product(x, dense))
+
+
+def need_native() -> None:
     if not native.available():
         pytest.skip(native.reason())
-    monkeypatch.setattr("outrider.formats.scaled.kept_bits_are_fast", lambda: True)
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor on which kept bits are fast."""
+    need_native()
+    for module in ("kernels.scaled_on_host", "formats.scaled", "formats.gguf"):
+        monkeypatch.setattr(f"outrider.{module}.kept_bits_are_fast", lambda: True)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_a_cpu_multiplies_with_codes_by_native_code(quantization: str, packing: None, tmp_path: Path) -> None:
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
-    model = load(folder, dtype="float32", quantization="int4")
+    model = load(folder, dtype="float32", quantization=quantization)
     for linear in find_modules([model], Linear):
         x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
         plain, plain_wide = linear.format.product(x), linear.format.wide(x)
         assert linear.format.native_product() is None
-        assert linear.format.prepare(True) >= linear.in_features * linear.out_features // 2
+        copied = linear.format.prepare(True)
+        assert (copied >= linear.in_features * linear.out_features // 2) == (quantization == "int4")
         assert linear.format.native_product() is not None
         torch.testing.assert_close(linear.format.product(x), plain, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(linear.format.wide(x), plain_wide, rtol=1e-4, atol=1e-5)
-        assert linear.format.prepare(False) == 0 and linear.format.native_product() is None
+        if quantization == "int4":
+            assert linear.format.prepare(False) == 0 and linear.format.native_product() is None
     assert outcome(model) == outcome(model, packed_weights=False) == outcome(model, exact=True)
+
+
+def test_activations_of_8_bits_go_with_codes_too(packing: None, tmp_path: Path,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
+    exact, rounded = (load(folder, dtype="float32", quantization="int4", activation_bits=bits) for bits in (32, 8))
+    assert "activation_bits=8: 9 of 9 weights" in caplog.text
+    x = torch.randn(2, exact.lm_head.in_features, generator=torch.Generator().manual_seed(1))
+    close, far = (model.lm_head.format for model in (exact, rounded))
+    assert close.prepare(True) == far.prepare(False) > 0, "rounded token rows have no product without a copy"
+    error = (close.product(x) - far.product(x)).abs().max() / close.product(x).abs().max()
+    assert 1e-4 < error < 2e-2
+    with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in the bits"):
+        load(folder, dtype="float32", quantization="fp8", activation_bits=8)
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])

@@ -7,8 +7,8 @@ asked by the table of operations: the functions rely on it. Knows no models.
 from outrider.kernels.native.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
 from outrider.kernels.native.build import available, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
-from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, linear, product
-from outrider.kernels.native.packed import PackedMatrix, PackedRows, packed_lanes
+from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
+from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_rows, packed_lanes
 from outrider.kernels.native.rows import (
     add_rms_norm,
     cap_logits,
@@ -40,12 +40,14 @@ __all__ = [
     "count_runs",
     "decoder_layer",
     "dense_matrix",
+    "fp8_matrix",
     "draw_tokens",
     "find_ngram",
     "gelu_scale",
     "gelu_tanh_mul",
     "linear",
     "make_requests",
+    "pack_rows",
     "packed_lanes",
     "paged_attention",
     "product",

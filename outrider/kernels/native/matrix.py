@@ -1,4 +1,4 @@
-"""Products with a weight matrix by the C code, which reads weights as floats, as halves or packed (`packed.py`)."""
+"""Products with a weight matrix by the C code, which reads weights as floats, halves, fp8 or packed (`packed.py`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from outrider.kernels.native.build import available, library
 from outrider.kernels.native.checks import is_matrix, is_vector
 from outrider.kernels.native.structures import MATRIX
 
-FLOATS, HALVES, PACKED = range(3)  # as native.h numbers the ways to store a weight
+FLOATS, HALVES, PACKED, QUARTERS = range(4)  # as native.h numbers the ways to store a weight
+FP8_SHIFT = 2.0**120  # by which the C code's numbers of e4m3 codes are too small
+MOST_LANES = 16  # of a vector on any machine
 _DENSE = {torch.float32: FLOATS, torch.bfloat16: HALVES}
 
 
 class Matrix:
     """A weight [outputs, inputs] and perhaps a bias, as the C code reads them. Keeps both alive."""
 
-    def __init__(self, data: Tensor, bias: Tensor | None, kind: int, inputs: int, outputs: int | None = None) -> None:
-        self.data, self.bias, self.kind = data, bias, kind
+    def __init__(self, data: Tensor, bias: Tensor | None, kind: int, inputs: int, outputs: int | None = None,
+                 scales: Tensor | None = None, group: int = 0) -> None:
+        self.data, self.bias, self.kind, self.scales = data, bias, kind, scales
         self.outputs, self.inputs = outputs or data.shape[0], inputs
         self.packed = MATRIX.pack(
             data=data.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
             row_bytes=data.stride(0) * data.element_size(), inputs=inputs, outputs=self.outputs, kind=kind,
+            scales=0 if scales is None else scales.data_ptr(), group=group,
         )  # fmt: skip
 
 
@@ -30,6 +34,16 @@ def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
     outputs, inputs = weight.shape
     is_good = weight.dtype in _DENSE and weight.is_cpu and weight.stride(1) == 1 and is_vector(bias, outputs)
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
+
+
+def fp8_matrix(codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Matrix | None:
+    """A weight in e4m3 codes [outputs, inputs] with a scale [outputs, groups] for every `group` inputs; None if the C
+    code does not take it."""
+    outputs, inputs = codes.shape
+    shifted = scales.float().T.contiguous() * FP8_SHIFT
+    is_good = (codes.is_cpu and codes.stride(1) == 1 and is_vector(bias, outputs) and bool(shifted.isfinite().all())
+               and (group % MOST_LANES == 0 or group >= inputs))
+    return Matrix(codes, bias, QUARTERS, inputs, scales=shifted, group=group) if is_good and available() else None
 
 
 def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:

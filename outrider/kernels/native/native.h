@@ -57,6 +57,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 
 #if defined(__clang__)
@@ -276,8 +277,8 @@ static inline void meet(Team *team) {
 
 /* ---- structs ---- */
 
-/* How a weight's rows are stored: float32, bfloat16, or quantised and packed (see packed.c). */
-enum { FLOATS, HALVES, PACKED };
+/* How a weight's rows are stored: float32, bfloat16, quantised and packed (see packed.c), or fp8 (e4m3) with scales. */
+enum { FLOATS, HALVES, PACKED, QUARTERS };
 
 /* Forms of packed weights: see packed.c. A number is that of the bits of a code; LEAST: a value is added to each scaled
  * code; HALVES: a scale for every 16 inputs; NESTED: scales have scales; TABLE: 4 bits number the entries of a table. */
@@ -311,6 +312,8 @@ typedef struct {
     const void *data;
     const float *bias; /* or null */
     int64_t row_bytes, inputs, outputs, kind;
+    const float *scales; /* of QUARTERS, times 2^120: [groups of inputs, outputs] */
+    int64_t group;       /* inputs that share a scale: whole vectors, or all */
 } Matrix;
 
 /* The requests of a step: [requests] counts, and a page table of `table_width` columns. */

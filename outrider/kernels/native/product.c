@@ -1,6 +1,6 @@
-/* Products with few token rows, for weights in float32 and in bfloat16 that stands for float32. Weights in bfloat16 are
- * turned into float32 on their way into the registers, so a product's bits do not depend on how its weight is stored.
- * Products with quantised weights are in packed.c.
+/* Products with few token rows, for weights in float32, in bfloat16 that stands for float32, and in fp8 with scales.
+ * Weights of fewer bits are turned into float32 on their way into the registers, so a product's bits do not depend on
+ * how its weight is stored. Products with weights whose codes are integers are in packed.c.
  */
 #include "native.h"
 #if defined(__aarch64__)
@@ -19,19 +19,49 @@ typedef struct {
 
 INLINE int64_t padded(int64_t inputs) { return (inputs + VL - 1) / VL * VL; }
 
-INLINE int64_t unit_bytes(const int kind) { return kind == FLOATS ? VL * 4 : VL * 2; }
+INLINE int64_t unit_bytes(const int kind) { return kind == FLOATS ? VL * 4 : kind == HALVES ? VL * 2 : VL; }
+
+/* Numbers of 8 bits (e4m3) as floats, each 2^-120 times the number: the bits of its exponent and fraction, moved to
+ * their places in a float, whose exponents begin elsewhere. The scales in `Matrix` make up for that. */
+INLINE vf load_quarters(const uint8_t *at) {
+#if defined(__AVX512F__) /* compilers convert vectors of bytes one by one */
+    vi codes = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__AVX2__)
+    vi codes = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+#else
+    vi codes = __builtin_convertvector(*(const vb *)at, vi);
+#endif
+    return (vf)(codes << 24 >> 4 & (int32_t)0x87ffffff);
+}
+
+#if defined(__aarch64__)
+/* The same for 16 numbers, whose two upper bytes in floats are made side by side. */
+INLINE void load_16_quarters(const uint8_t *at, vf *units) {
+    const uint8x16_t codes = vld1q_u8(at), zero = vdupq_n_u8(0), third = vshlq_n_u8(codes, 4);
+    const uint8x16_t top = vandq_u8(vreinterpretq_u8_s8(vshrq_n_s8(vreinterpretq_s8_u8(codes), 4)), vdupq_n_u8(0x87));
+    const uint16x8_t uppers[2] = {vreinterpretq_u16_u8(vzip1q_u8(third, top)),
+                                  vreinterpretq_u16_u8(vzip2q_u8(third, top))};
+    UNROLL for (int h = 0; h < 2; h++) {
+        units[2 * h] = (vf)vzip1q_u16(vreinterpretq_u16_u8(zero), uppers[h]);
+        units[2 * h + 1] = (vf)vzip2q_u16(vreinterpretq_u16_u8(zero), uppers[h]);
+    }
+}
+#endif
 
 INLINE vf load_unit(const uint8_t *at, const int kind) {
     if (kind == FLOATS) return load((const float *)at);
+    if (kind == QUARTERS) return load_quarters(at);
     return (vf)(__builtin_convertvector(*(const vh *)at, vu) << 16);
 }
 
 INLINE vf load_unit_tail(const uint8_t *at, int n, const int kind) {
     if (kind == FLOATS) return load_tail((const float *)at, n);
     uint16_t lanes[VL] = {0};
-    memcpy(lanes, at, n * 2);
-    return load_unit((const uint8_t *)lanes, HALVES);
+    memcpy(lanes, at, n * unit_bytes(kind) / VL);
+    return load_unit((const uint8_t *)lanes, kind);
 }
+
+INLINE vf times(vf unit, vf scale, const int kind) { return kind == QUARTERS ? unit * scale : unit; }
 
 /* Keeps the compiler from loading the same vector again for each use. */
 INLINE vf in_register(vf a) {
@@ -69,16 +99,32 @@ INLINE const uint8_t *tile_row(const TileRows *rows, const int c) {
     return rows->fours[c / 4] + (c % 4 == 3 ? rows->thrice : c % 4 * rows->once);
 }
 
-/* Adds the products of some inputs to the sums of a tile, of `rows` packed token rows with `cols` weight rows. What is
- * const int is a constant where this is inlined. */
-INLINE void add_products(vf *sums, const float *x, Weights at, int64_t inputs, const int rows, const int cols,
-                         const int fetched, const int kind) {
+/* Adds the products of some inputs to the sums of a tile, of `rows` packed token rows with `cols` weight rows, each of
+ * which has a scale if they are QUARTERS. What is const int is a constant where this is inlined. */
+INLINE void add_products(vf *sums, const float *x, Weights at, const vf *scales, int64_t inputs, const int rows,
+                         const int cols, const int fetched, const int kind) {
     TileRows weights = find_rows(at, cols);
     int64_t i = 0;
+#if defined(__aarch64__)
+    for (; kind == QUARTERS && i + 4 * VL <= inputs; i += 4 * VL, x += 4 * rows * VL) {
+        UNROLL for (int line = 0; line < fetched * 4 * VL; line += 64) __builtin_prefetch(at.next + line);
+        vf units[8][4];
+        UNROLL for (int c = 0; c < cols; c++) {
+            load_16_quarters(tile_row(&weights, c), units[c]);
+            UNROLL for (int u = 0; u < 4; u++) units[c][u] *= scales[c];
+        }
+        UNROLL for (int u = 0; u < 4; u++)
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int c = 0; c < cols; c++)
+                    sums[r * cols + c] = fused(load(x + (u * rows + r) * VL), units[c][u], sums[r * cols + c]);
+        at.next += fetched * 4 * VL;
+        UNROLL for (int f = 0; f * 4 < cols; f++) weights.fours[f] += 4 * VL;
+    }
+#endif
     for (; i + VL <= inputs; i += VL, x += rows * VL) {
         UNROLL for (int line = 0; line < fetched * unit_bytes(kind); line += 64) __builtin_prefetch(at.next + line);
         vf units[8];
-        UNROLL for (int c = 0; c < cols; c++) units[c] = load_unit(tile_row(&weights, c), kind);
+        UNROLL for (int c = 0; c < cols; c++) units[c] = times(load_unit(tile_row(&weights, c), kind), scales[c], kind);
         UNROLL for (int r = 0; r < rows; r++) {
             vf a = load(x + r * VL);
             if (cols > 1) a = in_register(a);
@@ -89,7 +135,7 @@ INLINE void add_products(vf *sums, const float *x, Weights at, int64_t inputs, c
     }
     if (i < inputs)
         UNROLL for (int c = 0; c < cols; c++) {
-            vf unit = load_unit_tail(tile_row(&weights, c), (int)(inputs - i), kind);
+            vf unit = times(load_unit_tail(tile_row(&weights, c), (int)(inputs - i), kind), scales[c], kind);
             UNROLL for (int r = 0; r < rows; r++)
                 sums[r * cols + c] = fused(load(x + r * VL), unit, sums[r * cols + c]);
         }
@@ -118,12 +164,23 @@ INLINE const uint8_t *weight_row(const Product *p, int64_t o) {
     return (const uint8_t *)p->w.data + o * p->w.row_bytes;
 }
 
+/* The scale of the inputs of a group in a weight row, if the weights are QUARTERS. */
+INLINE vf scale_of(const Product *p, int64_t o, int64_t group, const int kind) {
+    return kind == QUARTERS ? splat(p->w.scales[group * p->w.outputs + o]) : (vf){0};
+}
+
 INLINE void product_tile(const Product *p, int64_t o, const int rows, const int cols, const int fetched,
                          const int kind) {
+    const int64_t inputs = p->w.inputs, size = kind == QUARTERS ? p->w.group : inputs;
     Weights at = {weight_row(p, o), weight_row(p, o + cols + AHEAD(cols)), p->w.row_bytes};
-    vf sums[MAX_SUMS];
+    vf sums[MAX_SUMS], scales[8];
     UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = (vf){0};
-    add_products(sums, p->x, at, p->w.inputs, rows, cols, fetched, kind);
+    for (int64_t first = 0, group = 0; first < inputs; first += size, group++) {
+        UNROLL for (int c = 0; c < cols; c++) scales[c] = scale_of(p, o + c, group, kind);
+        add_products(sums, p->x + first * rows, at, scales, inputs - first < size ? inputs - first : size, rows, cols,
+                     fetched, kind);
+        at.w += size / VL * unit_bytes(kind), at.next += size / VL * fetched * unit_bytes(kind);
+    }
     store_products(p, 0, rows, o, sums, rows, cols);
 }
 
@@ -141,11 +198,19 @@ INLINE void product_few(const Product *p, int64_t from, int64_t to, const int ro
     for (; o < to; o++) product_tile(p, o, rows, 1, 0, kind);
 }
 
-/* A weight row as floats; `stride` from one vector to the next. */
-INLINE void floats_row(const uint8_t *row, float *out, int64_t stride, int64_t inputs, const int kind) {
-    int64_t i = 0;
-    for (; i + VL <= inputs; i += VL, row += unit_bytes(kind), out += stride) store(out, load_unit(row, kind));
-    if (i < inputs) store(out, load_unit_tail(row, (int)(inputs - i), kind));
+/* Inputs [first, end) of a weight row as floats; `stride` from one vector to the next. */
+INLINE void floats_row(const Product *p, int64_t o, int64_t first, int64_t end, float *out, int64_t stride,
+                       const int kind) {
+    const uint8_t *row = weight_row(p, o) + first / VL * unit_bytes(kind);
+    for (int64_t i = first, group = kind == QUARTERS ? first / p->w.group : 0; i < end; group++) {
+        const int64_t stop = kind == QUARTERS && (group + 1) * p->w.group < end ? (group + 1) * p->w.group : end;
+        const vf scale = scale_of(p, o, group, kind);
+        for (; i + VL <= stop; i += VL, row += unit_bytes(kind), out += stride)
+            store(out, times(load_unit(row, kind), scale, kind));
+        if (i == stop) continue;
+        store(out, times(load_unit_tail(row, (int)(stop - i), kind), scale, kind));
+        i = stop;
+    }
 }
 
 static _Thread_local void *kept_panel, *kept_x;
@@ -177,12 +242,13 @@ INLINE void product_four(const Product *p, int64_t t, int64_t o, int64_t count, 
 INLINE void fill_panel(const Product *p, int64_t o, int64_t count, float *panel, const int kind) {
     const int64_t inputs = p->w.inputs;
     int64_t i = 0;
-    const uint8_t *rows[PANEL_ROWS];
-    for (int c = 0; c < PANEL_ROWS; c++) rows[c] = weight_row(p, c < count ? o + c : o + count - 1);
+    int64_t rows[PANEL_ROWS];
+    for (int c = 0; c < PANEL_ROWS; c++) rows[c] = c < count ? o + c : o + count - 1;
     for (; kind == FLOATS && i + VL <= inputs; i += VL, panel += PANEL_ROWS * VL)
-        UNROLL for (int c = 0; c < PANEL_ROWS; c++) store(panel + c * VL, load((const float *)rows[c] + i));
+        UNROLL for (int c = 0; c < PANEL_ROWS; c++)
+            store(panel + c * VL, load((const float *)weight_row(p, rows[c]) + i));
     for (int c = 0; i < inputs && c < PANEL_ROWS; c++)
-        floats_row(rows[c] + i * 4, panel + c * VL, PANEL_ROWS * VL, inputs - i, kind);
+        floats_row(p, rows[c], i, inputs, panel + c * VL, PANEL_ROWS * VL, kind);
 }
 
 /* More than eight token rows: all of them pass by a panel of weight rows in the nearest cache, as floats. */
@@ -219,7 +285,8 @@ INLINE void add_part(const Product *p, int64_t t, int64_t o, Weights at, Part pa
     const float *x = p->x + t * padded(p->w.inputs) + part.first * GROUP;
     vf sums[MAX_SUMS];
     UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = s < GROUP * cols && part.first > 0 ? so_far[s] : (vf){0};
-    add_products(sums, x, at, part.count, GROUP, cols, fetched, FLOATS);
+    const vf no_scales[8] = {{0}};
+    add_products(sums, x, at, no_scales, part.count, GROUP, cols, fetched, FLOATS);
     if (part.first + part.count < p->w.inputs)
         UNROLL for (int s = 0; s < GROUP * cols; s++) so_far[s] = sums[s];
     else
@@ -254,8 +321,7 @@ INLINE void product_many(const Product *p, int64_t from, int64_t to, const int k
             if (m->inputs - part.first < inputs) part.count = m->inputs - part.first;
             Weights at = {kind == FLOATS ? weight_row(p, o) : panel, weight_row(p, o + size), row_bytes};
             for (int64_t c = 0; kind != FLOATS && c < count; c++)
-                floats_row(weight_row(p, o + c) + part.first / VL * unit_bytes(kind),
-                           (float *)(panel + c * row_bytes), VL, part.count, kind);
+                floats_row(p, o + c, part.first, part.first + part.count, (float *)(panel + c * row_bytes), VL, kind);
             for (int64_t t = 0; t < p->tokens; t += GROUP, at.next += size / PANEL_COLS * row_bytes)
                 product_panel(p, t, o, count, at, part, so_far + t * size, kind == FLOATS);
         }
@@ -279,8 +345,9 @@ INLINE void product_piece(const Product *p, int64_t from, int64_t to, const int 
 
 static void product_floats(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, FLOATS); }
 static void product_halves(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, HALVES); }
+static void product_quarters(const Product *p, int64_t from, int64_t to) { product_piece(p, from, to, QUARTERS); }
 static void (*const PRODUCTS[])(const Product *, int64_t, int64_t) = {
-    [FLOATS] = product_floats, [HALVES] = product_halves,
+    [FLOATS] = product_floats, [HALVES] = product_halves, [QUARTERS] = product_quarters,
 };
 
 /* Token rows in groups of `group`, each packed, the last one filled up with zeros. */

@@ -51,8 +51,9 @@ class Structure:
 
 
 MATRIX = Structure(
-    "Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64
-)
+    "Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64,
+    scales=POINTER, group=INT64,
+)  # fmt: skip
 
 PACKED_PART = Structure("PackedPart", data=POINTER, table=POINTER, first=INT64, outputs=INT64, form=INT64)
 PACKED_PARTS = Structure("PackedParts", parts=POINTER, count=INT64, digits=INT64)

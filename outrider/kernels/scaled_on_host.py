@@ -1,0 +1,75 @@
+"""Codes with scales for the native products of a CPU. `kernels.scaled` says what the bits mean.
+
+Fp8 is multiplied where it lies, with the bits of a product with its float32 numbers. Integers and 4-bit floats are
+copied into the packed forms that weights of GGUF files have; 4-bit floats in groups of 16 inputs are copied as fp8.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.gguf_kinds import GROUP, Unpacked
+from outrider.kernels.quantized import PACKED_AT_ONCE, empty_rows, kept_bits_are_fast
+from outrider.kernels.scaled import E2M1, FP4, FP8, INT4, INT8, Scaled
+
+# By code and whether there are zero points: the GGUF kind whose packed form holds such codes.
+PACKED_KINDS = {(INT8, False): "Q8_0", (INT4, False): "Q4_0", (INT4, True): "Q4_1", (FP4, False): "MXFP4"}
+
+
+class HostWeight(NamedTuple):
+    """A weight as native products read it."""
+
+    matrix: native.Matrix
+    rows: native.PackedRows | None  # the packed codes, of which token rows may be rounded to 8 bits
+    copied_bytes: int  # memory beside that of the weight itself
+
+
+def host_weight(weight: Scaled, bias: Tensor | None, allow_copy: bool, activation_bits: int = 24) -> HostWeight | None:
+    """The weight [outputs, inputs] for products with float32 token rows; None if they need its numbers."""
+    scales = weight.scales.float() if weight.factors is None else weight.scales.float() * weight.factors
+    if weight.code == FP8:
+        matrix = native.fp8_matrix(weight.codes, scales, weight.group, bias) if weight.zeros is None else None
+        return None if matrix is None else HostWeight(matrix, None, scales.nbytes)
+    rows = packed_rows(weight) if allow_copy and kept_bits_are_fast() else None
+    if rows is not None:
+        return HostWeight(native.PackedMatrix([rows], bias, activation_bits), rows, rows.data.nbytes)
+    if weight.code == FP4 and allow_copy:
+        codes = torch.tensor((*E2M1, *(-value for value in E2M1))).to(torch.float8_e4m3fn).view(torch.uint8)
+        wide = codes[weight.nibbles().int()].view(torch.float8_e4m3fn)
+        matrix = native.fp8_matrix(wide, scales, weight.group, bias)
+        return None if matrix is None else HostWeight(matrix, None, wide.nbytes + scales.nbytes)
+    return None
+
+
+def packed_rows(weight: Scaled) -> native.PackedRows | None:
+    """A weight of integers or 4-bit floats, whose groups are whole blocks of 32 inputs, in a form of native/packed.c;
+    None for all others."""
+    outputs, inputs = weight.shape
+    kind = PACKED_KINDS.get((weight.code, weight.zeros is not None))
+    if kind is None or not native.available() or weight.group % GROUP or inputs % GROUP:
+        return None
+    packed, lanes = empty_rows(kind, outputs, inputs, torch.device("cpu")), native.packed_lanes()
+    step = max(1, PACKED_AT_ONCE // (lanes * inputs))
+    for first in range(0, len(packed.data), step):
+        rows = weight[first * lanes : (first + step) * lanes]
+        native.pack_rows(*_unpacked(rows), packed.form, packed.data[first : first + step])
+    return packed
+
+
+def _unpacked(weight: Scaled) -> Unpacked:
+    """Some weight rows in parts, with a scale for every 32 inputs."""
+    codes = weight.codes.view(torch.uint8) if weight.code == INT8 else weight.nibbles()
+    scales = weight.scales.float() if weight.factors is None else weight.scales.float() * weight.factors
+    least = None if weight.zeros is None else -(weight.zeros.float() + 8) * scales
+    blocks = weight.shape[-1] // GROUP
+
+    def of_blocks(numbers: Tensor) -> Tensor:
+        return numbers.repeat_interleave(weight.group // GROUP, -1)[:, :blocks]
+
+    # The table of 4-bit floats holds twice their values.
+    scale = of_blocks(scales / 2 if weight.code == FP4 else scales)
+    return Unpacked(codes, scale, None if least is None else of_blocks(least))
