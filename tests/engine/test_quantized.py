@@ -14,9 +14,10 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from outrider.formats import StoredFormat
+from outrider.formats import ExpertsDeclaration, ModelSize, StoredFormat
 from outrider.formats.gguf import GgufLinear
-from outrider.kernels import native
+from outrider.formats.gguf_experts import GgufExperts
+from outrider.kernels import moe, native
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.quantized import QuantizedRows
 from outrider.layers import NothingAttends, StepContext
@@ -183,6 +184,26 @@ def test_eight_activation_bits_stay_close_and_tell_their_error() -> None:
     for logprobs, close in zip(*first_steps, strict=True):
         shared = logprobs.keys() & close.keys()
         assert shared and all(abs(logprobs[token] - close[token]) < 0.1 for token in shared)
+
+
+def test_experts_obey_eight_activation_bits() -> None:
+    close, rounded = (dummy_experts() for _ in range(2))
+    error = rounded.use_int8_activations()
+    x, ids = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 1]]).expand(5, 2)
+    routed = moe.Routed(ids, torch.full((5, 2), 0.5))
+    made, near = (experts.mix(x, routed, "silu") for experts in (rounded, close))
+    assert error is not None and 0 < error < 0.05
+    assert not torch.equal(made, near) and (made - near).abs().max() < 0.1 * near.abs().max()
+
+
+def dummy_experts() -> GgufExperts:
+    sizes = 2, ModelSize(64), ModelSize(32)
+    declared = ExpertsDeclaration(*sizes, True, False, torch.float32, torch.device("cpu"))
+    experts = GgufExperts(declared, [StoredFormat("Q8_0")] * 6)
+    for number, slot in enumerate(experts.slots("").values()):
+        slot.draw(slot.target, torch.Generator().manual_seed(number))
+    experts.finalize()
+    return experts
 
 
 def test_eight_activation_bits_need_kept_bits() -> None:
