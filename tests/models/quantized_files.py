@@ -211,6 +211,8 @@ FORMS = {
     "AWQ": Form({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
                  "modules_to_not_convert": None}, awq, 5.6),
     "ModelOpt FP8": Form({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]}, fp8_tensor, 8.4),
+    "FBGEMM": Form({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+                   fp8_rows, 8.4),
     "ModelOpt NVFP4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
                             "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}, nvfp4(False), 4.9),
 }  # fmt: skip

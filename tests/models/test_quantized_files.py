@@ -125,7 +125,7 @@ WEIGHTS = "config_groups/group_0/weights/"
     ("fp8 static", "ignored_layers", ["re:("], "ignored_layers=.* is no name of a module"),
     ("fp8 static", "quant_method", "hqq", "quant_method='hqq' is not one of fp8, compressed-tensors, gptq"),
     ("W4A16", "quantization_status", "frozen", "quantization_status='frozen'"),
-    ("W4A16", "format", "marlin-24", "'marlin-24' is not one of"),
+    ("W4A16", "format", "marlin-24", "config: format='marlin-24'"),
     ("W4A16", WEIGHTS + "num_bits", 3, "weights: num_bits=3"),
     ("W4A16", WEIGHTS + "strategy", "channel", "group_size=32 .*strategy channel has no groups"),
     ("W4A16", WEIGHTS + "extra", 1, "weights: extra=1"),

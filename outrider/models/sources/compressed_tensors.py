@@ -118,10 +118,13 @@ class CompressedTensors(Quantization):
         form = reader.optional("format", str)
         groups = reader.section("config_groups")
         default = None if form == "mixed-precision" else form
+        if default not in (None, *FORMATS):
+            raise reader.refusal("format", f"supported: {', '.join(FORMATS)}")
         self._schemes = [read_scheme(groups.section(name), default) for name in groups.values]
         suffixes = {FORMATS[scheme.form][0] for scheme in self._schemes}
         if len(suffixes) != 1:
-            raise reader.refusal("config_groups", "all groups must have their codes in tensors of one name")
+            raise reader.refusal("config_groups", "groups with codes in tensors of different names (weight, "
+                                 "weight_packed) are not read; quantise all in one format")
         self.suffix = suffixes.pop()
         reader.refuse_unread()
 

@@ -1,6 +1,8 @@
-"""Files with `quant_method: fp8`: e4m3 numbers with one scale for a matrix, or one for each block of 128 x 128.
+"""Files with `quant_method: fp8` or `fbgemm_fp8`: e4m3 numbers with a scale for a matrix, an output or a block of
+128 x 128.
 
-Static scales of activations are passed over: every token row has a scale of its own, which is at least as fine.
+Static scales of activations, and bounds of dynamic ones, are passed over: every token row has a scale of its own, which
+is at least as fine. The cache has a setting of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ BLOCK = 128
 class Fp8Files(Quantization):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         reader = ConfigReader(settings, KEY)
-        reader.passes_over("quant_method")
+        reader.passes_over("quant_method", "activation_scale_ub", "kv_cache_scheme")
         scheme = reader.must_equal("activation_scheme", "dynamic", "static", default="dynamic")
         self._is_in_blocks = reader.has("weight_block_size")
         if self._is_in_blocks:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 MADE_BY = """damp_percent damp_auto_increment true_sequential static_groups model_name_or_path model_file_base_name
     meta backend version tokenizer dataset block_name_to_quantize module_name_preceding_first_block batch_size
     exllama_config max_input_length modules_in_block_to_quantize use_cuda_fp16 cache_block_outputs disable_exllama
-    use_exllama quantizer lm_head model_seqlen do_fuse fuse_max_seq_len modules_to_fuse nsamples mse""".split()
+    use_exllama quantizer lm_head model_seqlen do_fuse fuse_max_seq_len modules_to_fuse nsamples mse
+    act_group_aware hyb_act pack_impl""".split()
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each of its columns
 
 

@@ -1,4 +1,4 @@
-"""Files with `quant_method: modelopt`: fp8 with one scale for a matrix, or NVFP4."""
+"""Files with `quant_method: modelopt`: fp8 with one scale for a matrix or for each output, or NVFP4."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ class ModelOptFiles(Quantization):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         reader = ConfigReader(settings, KEY)
+        if reader.has("quantization"):  # as hf_quant_config.json has it
+            reader.passes_over("quant_method", "producer")
+            reader.refuse_unread()
+            reader = reader.section("quantization")
         # The groups repeat what quant_algo says; caches have a setting of their own.
         reader.passes_over("quant_method", "producer", "config_groups", "kv_cache_scheme", "kv_cache_quant_algo")
-        self._is_nvfp4 = reader.must_equal("quant_algo", "FP8", "NVFP4") == "NVFP4"
+        self._is_nvfp4 = reader.must_equal("quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4") == "NVFP4"
         if self._is_nvfp4:
             reader.must_equal("group_size", GROUP, default=GROUP)
         self._plain = ModuleNames(reader, "ignore", "exclude_modules")

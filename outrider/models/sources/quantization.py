@@ -89,6 +89,7 @@ _METHODS: dict[str, type[Quantization] | str] = {
     "awq": _FILES + "integer_groups:AwqFiles",
     "modelopt": _FILES + "modelopt:ModelOptFiles",
     "mxfp4": _FILES + "mxfp4:Mxfp4Experts",
+    "fbgemm_fp8": _FILES + "fp8:Fp8Files",
 }
 
 
@@ -100,8 +101,9 @@ def register_quantization(quant_method: str, quantization: type[Quantization]) -
 def read_quantization(settings: Mapping[str, Any]) -> Quantization:
     """The method of a `quantization_config`. Raises ValueError with the reason if it is not supported."""
     method = settings.get("quant_method")
-    if method not in _METHODS:
-        raise ValueError(f"{KEY}: quant_method={method!r} is not one of {', '.join(_METHODS)}")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ValueError(f"{KEY}: quant_method={method!r} is not one of {', '.join(_METHODS)}; use files in one of "
+                         "these forms, a GGUF file, or the unquantised model with quantization='fp8' or 'int4'")
     found = _METHODS[method]
     if isinstance(found, str):
         module, _, name = found.partition(":")
