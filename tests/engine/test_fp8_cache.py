@@ -27,6 +27,7 @@ from tests.drafters.checkpoints import make_drafter
 from tests.drafters.hybrid_rig import hybrid_of, mtp_of
 from tests.drafters.latent_rig import FAMILIES as LATENT_FAMILIES
 from tests.drafters.scripted_drafter import ScriptedDrafter
+from tests.drafters.trained import runs_of, trained_asks, trained_rig, trained_target
 from tests.engine.harness import (
     CONFIGS,
     Ask,
@@ -191,6 +192,18 @@ def test_drafters_caches_follow(family: str, kind: str, tmp_path: Path) -> None:
     tokens, rig = run(model_of(family), speculative_config=make_drafter(kind, family, tmp_path).speculative(DRAFTS))
     assert tokens == expected(family) and rig.engine.stats.num_draft_tokens > 0
     assert {group.spec.cache_type.name for group in rig.step.pool.layout.groups} == {"fp8"}
+
+
+@pytest.mark.parametrize("skipped", [(), pytest.param(("sliding_window",), marks=pytest.mark.long)])
+def test_the_gemma_4_assistant_reads_the_targets_pages(skipped: tuple[str, ...]) -> None:
+    """Its drafts stay good, and change no token; with sliding layers in fp8, and left out."""
+    asks = trained_asks(21, (9, 40), max_tokens=9)
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skipped}
+    with Rig(trained_target(), enable_prefix_caching=False, overlap=False, **settings) as rig:
+        alone = tokens_of(rig.run(asks))
+    with trained_rig(max_num_batched_tokens=19, **settings) as rig:
+        assert tokens_of(rig.run(asks)) == alone
+        assert sum(runs_of(rig)) > 2 * len(runs_of(rig))
 
 
 @pytest.mark.parametrize(("family", "kept"), [("deepseek_v32", torch.float64),

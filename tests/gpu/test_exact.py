@@ -21,6 +21,7 @@ from tests.gpu.test_engines import DRAFTERS, folder_of  # noqa: E402
 Bits = list[tuple[list[int], list[dict[int, float]]]]
 CASES = [("llama", "itself"), ("gemma4_shared", "assistant"), ("qwen3_moe", "ngram"), ("nemotron_h", "mtp"),
          ("qwen3_next", "mtp"), ("deepseek_v32", "mtp")]  # fmt: skip
+IN_FP8 = [("llama", "itself"), ("gemma4_shared", "assistant"), ("deepseek_v32", "mtp")]
 
 
 def with_logprobs() -> list[Ask]:
@@ -34,14 +35,16 @@ def bits_of(outputs: Sequence[RequestOutput]) -> Bits:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "drafter"), [
-    pytest.param(family, drafter, id=family, marks=pytest.mark.together(f"{family} exact")) for family, drafter in CASES
-])
-def test_bits_are_those_of_the_request_alone(family: str, drafter: str) -> None:
+@pytest.mark.parametrize(("family", "drafter", "cache"), [
+    pytest.param(family, drafter, cache, id=f"{family} {cache}", marks=pytest.mark.together(f"{family} exact"))
+    for cases, cache in ((CASES, "auto"), (IN_FP8, "fp8")) for family, drafter in cases
+])  # fmt: skip
+def test_bits_are_those_of_the_request_alone(family: str, drafter: str, cache: str) -> None:
     model, folder = loaded(folder_of(family), torch.bfloat16), folder_of(family)
-    with GpuRig(model, source=folder, exact=True, enable_prefix_caching=False) as rig:
+    with GpuRig(model, source=folder, exact=True, enable_prefix_caching=False, kv_cache_dtype=cache) as rig:
         alone = bits_of([rig.run([ask])[0] for ask in with_logprobs()])
-    with GpuRig(model, source=folder, exact=True, speculative_config=DRAFTERS[drafter](family)) as rig:
+    with GpuRig(model, source=folder, exact=True, speculative_config=DRAFTERS[drafter](family),
+                kv_cache_dtype=cache) as rig:
         for _ in range(2):
             together = bits_of(rig.run(with_logprobs()))
             assert together == alone
