@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.cache.groups import LayerCache
-from outrider.cache.kinds import MODEL_CACHE, CacheType, RecurrentSpec
+from outrider.cache.groups import CacheLayout, LayerCache
+from outrider.cache.kinds import RecurrentSpec
 from outrider.drafters.base import Drafter
 from outrider.layers import Embedding, Experts, LayeredModule, Linear, find_modules
 from outrider.models.base import Model
@@ -87,11 +87,12 @@ class Weights:
 class Traffic:
     """Bytes that an engine's decode steps must move."""
 
-    def __init__(self, model: Model, drafter: Drafter | None = None, cache_type: CacheType = MODEL_CACHE) -> None:
+    def __init__(self, model: Model, drafter: Drafter | None = None, layout: CacheLayout | None = None) -> None:
+        """layout: says how each layer stores its cache; in the model's dtype by default."""
         own = find_modules([model], Experts)
         self.weights = Weights(_dense_bytes(model, own), _sizes(own))
         self.row_bytes = sum(e.format.weight_bytes / e.declared.num_outputs for e in _looked_up(model))
-        self.caches = [layer.stored_as(cache_type) for layer in model.cache_layers()]
+        self.caches = _stored_claims(model.cache_layers(), layout)
         self.draft_weights = Weights(0, ())
         self.draft_caches: list[LayerCache] = []
         if drafter is not None:
@@ -99,7 +100,7 @@ class Traffic:
             dense = drafter.weight_bytes() - sum(part.format.weight_bytes for part in theirs)
             dense += sum(_shared_bytes(head, model) for head in drafter.modules())
             self.draft_weights = Weights(dense, _sizes(theirs))
-            self.draft_caches = [layer.stored_as(cache_type) for layer in drafter.cache_layers()]
+            self.draft_caches = _stored_claims(drafter.cache_layers(), layout)
 
     def total(self, work: Decoding) -> float:
         """Bytes that all steps together must move."""
@@ -116,6 +117,14 @@ class Traffic:
     def floor(self, work: Decoding, bandwidth: float) -> float:
         """Tokens per second that no engine can exceed without moving less."""
         return work.num_tokens / (self.total(work) / bandwidth)
+
+
+def _stored_claims(claims: list[LayerCache], layout: CacheLayout | None) -> list[LayerCache]:
+    """The claims with the cache types of a layout. Recurrent layers have no place in it."""
+    if layout is None:
+        return claims
+    return [claim if claim.is_recurrent else claim.stored_as(layout.groups_of(claim.layer)[0].spec.cache_type)
+            for claim in claims]
 
 
 def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:

@@ -224,7 +224,7 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
     lengths = [(len(p), n) for p, n in zip(work.prompts, work.output_lens, strict=True)]
     decoding = Decoding(lengths, max(1.0, stats.mean_run_length), stats.mean_chosen, distinct)
     step = worker.device_step
-    traffic = Traffic(step.model, step.drafter, step.pool.layout.groups[0].spec.cache_type)
+    traffic = Traffic(step.model, step.drafter, step.pool.layout)
     floor = traffic.floor(decoding, bandwidth)
     row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
             "of_floor": round(best.tokens_per_second / floor, 3)}

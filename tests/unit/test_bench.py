@@ -18,11 +18,13 @@ from outrider.benchmarks.roofline import Decoding, Traffic, mean_context
 from outrider.benchmarks.throughput import _decoding
 from outrider.cli import main
 from outrider.commands import env
+from outrider.config import EngineConfig
 from outrider.kernels.moe import RouteRule
 from outrider.layers import Linear, find_modules
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
+from outrider.runner.cache_plan import plan_cache
 from outrider.runner.graphs import costs
 from tests.engine.harness import CONFIGS
 from tests.models.oracle import make_folder
@@ -77,6 +79,14 @@ def test_bytes_of_windows_experts_and_states() -> None:
     taken = 128 * (1 - (1 - 6 / 128) ** 64)
     floor = nemotron.floor(Decoding([(128, 256)] * 64, distinct_experts=taken), 4.4e12)
     assert 8000 < floor < 9000
+
+
+def test_bytes_of_a_cache_in_fp8() -> None:
+    """The one layer without a window saves a byte for each number."""
+    model, work = meta_model(CONFIGS["gemma3"]), Decoding([(60, 8)])
+    config = EngineConfig("m", kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("sliding_window",))
+    saved = Traffic(model).total(work) - Traffic(model, layout=plan_cache(config, model)).total(work)
+    assert saved == pytest.approx(8 * 1 * 64.5 * 2 * 2 * 16)
 
 
 def test_spread_routing_draws_distinct_experts_evenly_and_anew() -> None:
