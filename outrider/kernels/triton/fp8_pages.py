@@ -78,6 +78,16 @@ def second_of_pairs(pairs):
 
 
 @triton.jit
+def load_halves(rows, inside, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """(first, second numbers of pairs) [rows, WIDTH_PAD / 2] of the rows that begin at pointers [rows, 1], 0 where they
+    are not inside."""
+    pair = tl.arange(0, WIDTH_PAD // 2)[None, :]
+    at = rows.to(tl.pointer_type(tl.int16), bitcast=True) + pair
+    pairs = tl.load(at, mask=inside[:, None] & (pair < WIDTH // 2), other=0)
+    return first_of_pairs(pairs), second_of_pairs(pairs)
+
+
+@triton.jit
 def fit_queries(queries, scale, k_scales, kv_head, k_cache):
     """(queries [rows, dim], factors of their scores) for products with the keys of a head: both as they are unless the
     keys are stored in fp8."""

@@ -28,7 +28,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.fp8_pages import fit_latent_queries
+from outrider.kernels.triton.fp8_pages import fit_latent_queries, load_halves
 from outrider.kernels.triton.hopper.latent import can_attend
 from outrider.kernels.triton.hopper.latent_decode import launch_splits as launch_hopper_splits
 from outrider.kernels.triton.latent_checks import check_latents
@@ -90,6 +90,10 @@ def _attend_entries(
     """Folds entries [begin, end) of a request into (acc, peak, total) of its rows, as `attend_keys` does keys. Entry i
     lies at position lowest + i, or if `is_long` at position chosen[i]."""
     latent, rope = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
+    PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv and q_rope.dtype == tl.float16 and L % 2 == 0
+    if PAIRED:
+        q_even, q_odd = tl.split(q_latent.reshape(acc.shape[0], L_PAD // 2, 2))
+        even, odd = tl.split(acc.reshape(acc.shape[0], L_PAD // 2, 2))
     for start in range(begin, end, BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
         inside = index < end
@@ -99,16 +103,26 @@ def _attend_entries(
             position = tl.where(is_long, listed, position)
         page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
         entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
-        k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
-        k_latent = k_latent.to(q_latent.dtype)
+        if PAIRED:
+            k_even, k_odd = load_halves(entry, inside, L, L_PAD)
+            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+        else:
+            k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
+            score = tl.dot(q_latent, tl.trans(k_latent.to(q_latent.dtype)), input_precision="ieee")
         k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
-        score = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee")
         score = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), score, input_precision="ieee") * (scale * LOG2E)
         visible = inside[None, :] & is_own[:, None]
         visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
         score = tl.where(visible, score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
-        acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
+        if PAIRED:
+            even = tl.dot(weight.to(tl.float16), k_even, even * shrink[:, None])
+            odd = tl.dot(weight.to(tl.float16), k_odd, odd * shrink[:, None])
+        else:
+            k_latent = k_latent.to(q_latent.dtype)
+            acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
+    if PAIRED:
+        acc = tl.join(even, odd).reshape(acc.shape[0], L_PAD)
     return acc, peak, total
 
 
