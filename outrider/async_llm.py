@@ -32,7 +32,7 @@ LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 
 
 class AsyncLLM(Front):
-    """`async for output in llm.generate(prompt, params)`: the growing output of one prompt, after every few runs.
+    """`async for output in llm.generate(prompt, params)` yields the output of one prompt as it grows.
 
     Leaving the loop, or cancelling the task in it, aborts the request."""
 
@@ -103,7 +103,7 @@ class AsyncLLM(Front):
 
     @asynccontextmanager
     async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
-        """The stream's request runs until the block is left."""
+        """Run the stream's request while the block runs; a request that has not ended by then is aborted."""
         self._owner.open(stream, request)
         try:
             yield

@@ -25,8 +25,8 @@ REPEATS = 5
 
 
 def measure_product(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of torch's product of two large square matrices; the best of a few. On a CPU in a thread of
-    its own, as steps run: helpers of the main thread wait for each other in another way."""
+    """Operations per second of torch's product of two large square matrices; the best of a few. On a CPU the product
+    runs in a thread of its own, as steps do, because the main thread's products take another time."""
     if device.type == "cuda":
         return _measure_product(device, dtype)
     with ThreadPoolExecutor(max_workers=1) as thread:

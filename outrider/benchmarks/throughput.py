@@ -276,8 +276,8 @@ def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
 
 
 def _decoding(requests: list[list[tuple[float, int]]]) -> Iterator[float]:
-    """For each request, given by its runs, seconds per token from the time when all have a token until one ends: the
-    median time between its runs there, by the tokens of a run."""
+    """Yields the seconds per token of each request while all requests decode, from the last first token to the first
+    end: the median time between two runs, divided by the mean tokens of a run. `requests`: see `_timed`."""
     begin, end = max(runs[0][0] for runs in requests), min(runs[-1][0] for runs in requests)
     for runs in requests:
         inside = [run for run in runs if begin <= run[0] <= end]

@@ -249,7 +249,8 @@ class CacheManager:
         self.pool.lose_changes([*changes, self.take_changes()])
 
     def forget_all(self) -> None:
-        """Called when no request has a row and no step is in flight: the content of all pages is about to be lost."""
+        """Forget all pages and states, because their content is about to be lost. No request has a row, and no step
+        is in flight."""
         self.forget_unsettled(())
         emptied = self.pool.forget_cached()
         assert emptied, "a page is known by its content, and nothing should hold one"

@@ -36,7 +36,7 @@ class PromptProgress:
         self._is_shown, self._has_ended = False, not is_terminal(sys.stderr)
 
     def show(self) -> None:
-        """Before each step: after the first of a long prompt."""
+        """Show how much of the prompt is computed, if a step has computed a part of it. Called before each step."""
         done = self._stats.num_step_tokens + self._stats.num_hit_tokens - self._before
         if not self._has_ended and 0 < done < self._prompt_len:
             self._is_shown = True

@@ -104,7 +104,8 @@ class MixedStepCosts(SizedCosts):
         return max(fitting, default=0)
 
     def attend(self, num_tokens: int, context: int) -> float:
-        """Attention of a chunk of a prompt, `context` tokens of which were computed before."""
+        """Seconds that attention takes for a chunk of `num_tokens` tokens of a prompt, behind `context` tokens that
+        were computed before."""
         keys = context + (num_tokens + 1) / 2  # in the mean
         return num_tokens * sum(
             cost.seconds * (keys if cost.window is None else min(keys, cost.window)) for cost in self.attending

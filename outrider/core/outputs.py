@@ -46,8 +46,9 @@ class CompletionOutput:
         self._entries: tuple[list[dict[int, Logprob]] | None, list[tuple[Any, ...]]] = (entries, [])
 
     def add_logprobs(self, entries: list[TokenLogprobs]) -> None:
-        """Takes entries as a step reports them. They are named when somebody looks: to make hundreds of dicts in every
-        step would take longer than the step. Until then they are plain tuples, which the garbage collector forgets."""
+        """Add entries in the form in which a step reports them. They become dicts when `logprobs` is first read: making
+        hundreds of dicts in every step would take longer than the step. Until then they are plain tuples, which the
+        garbage collector does not track."""
         self._entries[1].extend(map(tuple, entries))
 
     def _get_logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -164,8 +165,9 @@ class RequestOutput:
             sample.finish_reason, sample.stop_reason, sample.error = end
 
     def cut_back(self) -> dict[int, list[int]]:
-        """Leaves each sample that has not finished the tokens that surely did not end it: all that are whole but the
-        last. Returns them by sample."""
+        """Cut each unfinished sample back to tokens from which it can be resumed, and return these tokens by sample
+        index. The last token is dropped, because it may have ended the sample, and so is a token without its
+        log-probability."""
         known: dict[int, list[int]] = {}
         for sample in self.outputs:
             if sample.finish_reason is None:

@@ -60,7 +60,8 @@ class PoolingRequestOutput:
                 self.outputs.error = "the request was aborted"
 
     def cut_back(self) -> dict[int, list[int]]:
-        """A request that has not finished begins anew, without any known output."""
+        """See `RequestOutput.cut_back`. An unfinished request for hidden states begins anew: there are no tokens to
+        resume from."""
         return {} if self.finished else {0: []}
 
     def fail(self, error: str) -> None:

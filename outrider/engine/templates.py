@@ -150,7 +150,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Guards(NodeTransformer):
-    """Every loop counts its rounds, and texts that are put together are measured."""
+    """Changes a template so that every loop counts its rounds and every concatenation measures its text: a template
+    cannot run for ever or fill the memory."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -40,7 +40,7 @@ class ScaledFormat(StoredFormat):
     is_made: bool = False  # the files have plain numbers, which are coded when they are read
 
     def width(self, inputs: int) -> int:
-        """Inputs of a group, of a matrix with so many of them."""
+        """The number of inputs that share a scale, in a matrix with `inputs` of them."""
         return self.group or inputs
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
@@ -51,7 +51,7 @@ class ScaledFormat(StoredFormat):
                                     scales=made.scales.unflatten(0, outputs)))
 
     def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
-        """Codes and scales without content of a weight [.., outputs, inputs]."""
+        """Allocate codes and scales for a weight [.., outputs, inputs], without content."""
         group = self.width(inputs)
         codes = *outputs, inputs // scaled.codes_per_byte(self.kind)
         # Group by group in memory, as kernels read them: outputs side by side.

@@ -115,7 +115,7 @@ class HeadNorm(Module):
         return ("q_norm", self.q), ("k_norm", self.k)
 
     def finalize(self) -> None:
-        """One scale per head, so that q heads and k heads are scaled by one product."""
+        """Repeat the scales of q and k for each of their heads, so that one product scales all heads."""
         super().finalize()
         q = self.q.scale.expand(self.num_heads, -1)
         k = self.k.scale.expand(self.num_kv_heads, -1)

@@ -212,8 +212,9 @@ def _in_common_words(config: ConfigReader, num_layers: int) -> ConfigReader:
 
 
 def read_shape(config: ConfigReader) -> Mamba2Shape:
-    """dt is limited by `time_step_limit` alone: `time_step_min` and its like are for initialisation, and a limit that
-    held in prefill only would make text depend on how a prompt is split."""
+    """Read the shape of the Mamba-2 layers. Time steps (dt) are limited by `time_step_limit` alone: `time_step_min` and
+    the like are for initialisation, and a limit that held in prefill only would make text depend on how a prompt is
+    split."""
     num_heads = config.required("mamba_num_heads", int)
     num_groups = config.get("n_groups", int, 8)
     if num_groups < 1 or num_heads % num_groups:

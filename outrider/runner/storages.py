@@ -80,7 +80,7 @@ class FreedMemory:
             self.host_bytes += sum(piece.nbytes for piece in pieces)
 
     def free(self) -> int:
-        """Returns the bytes that the device has back."""
+        """Give the memory of all storages back. Returns how many bytes the device has back."""
         return sum(self._free(storage, size) for storage, size in self._sizes)
 
     def _free(self, storage: torch.UntypedStorage, size: int) -> int:

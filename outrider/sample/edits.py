@@ -31,7 +31,7 @@ def forbid_bad_words(logits: torch.Tensor, bad_words: BadWords, logit_rows: Logi
 
 
 def forbid_early_stops(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
-    """No stop id while fewer than min_tokens are out."""
+    """Forbid stop ids at positions before the request's min_tokens."""
     row = logit_rows.row
     early = logit_rows.position - rows.prompt_len[row] < rows.min_tokens[row]
     forbidden = rows.stop_mask(row) & early[:, None]

@@ -59,8 +59,8 @@ def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedRows,
                    asked: Asked) -> LogprobRows:
-    """More log-probabilities than the C code reports. Their bits are those that it would report: a log-probability is
-    two differences, and the C code has found what is taken off."""
+    """Compute more log-probabilities than the C code reports, with the bits that it would report: both subtract the
+    same two numbers from a logit, and the C code has found these numbers."""
     num = asked.needs.max_logprobs
     assert num is not None
     shown = logits

@@ -77,7 +77,8 @@ class _LearningDrafts(DraftCounts):
         self.acceptance = Acceptance(k)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
-        """A draft that was scheduled and not there (a lookup found nothing) has cost as much as one that was wrong."""
+        """Learn how many of the scheduled drafts a step has accepted. A draft that was scheduled but did not exist (a
+        lookup found nothing) counts as rejected, because it has cost as much."""
         if num_scheduled:
             self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
 

@@ -54,7 +54,7 @@ class Suspects:
         return [request for request in requests if self._num_failures[request] >= MAX_FAILURES]
 
     def forget(self, request: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._points.pop(request, None)
         self._failed_alone.discard(request)
         self._num_failures.pop(request, None)

@@ -35,7 +35,8 @@ class HostDrafts:
         self._by_row: dict[int, HostDraft] = {}
 
     def propose(self, request: Request, most: int) -> int:
-        """How many of the drafts that the device will have for the request the batch shall check."""
+        """Make drafts for a request of the next batch. Returns how many drafts the batch shall check, `most` at
+        most."""
         known = len(request.token_ids)
         in_flight = request.bound.at_most + 1 - known
         guess = self._guess(request, most + in_flight)

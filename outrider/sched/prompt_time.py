@@ -62,7 +62,8 @@ class PromptLine(NamedTuple):
         return self.begun[0] if self.begun else self.waiting.next
 
     def short_tokens(self, behind: Request, most: int) -> int:
-        """Tokens, up to `most`, of the prompts behind a request that have at most so many left and matter no less."""
+        """How many tokens the short prompts behind a request still have to compute, `most` at most. A prompt is short
+        if at most `most` of its tokens are left. Prompts that are less urgent than the request do not count."""
         begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
         total = 0
         for other in chain(begun, self.waiting.ready if self.num_startable else ()):

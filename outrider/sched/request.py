@@ -102,7 +102,7 @@ class Request:
                 stats.num_accepted += part.num_accepted
 
     def leave_row(self) -> None:
-        """Results of steps in flight no longer count for the request."""
+        """Give up the row. The epoch rises, so results of steps in flight no longer count for the request."""
         self.row, self.epoch, self.settled = NULL_ROW, self.epoch + 1, Settled()
 
     @property

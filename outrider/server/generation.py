@@ -116,7 +116,7 @@ class Usage:
         self._num_completion = sum(output.num_output_tokens for output in outputs)
 
     def leave_out_completions(self) -> None:
-        """The client asked for no tokens and gets none."""
+        """Report no completion tokens, because the client asked for none."""
         self._num_completion = 0
 
     def metrics_to_json(self) -> dict[str, Any]:

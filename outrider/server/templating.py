@@ -38,7 +38,7 @@ def plain_text(content: str | list[TextPart] | None) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """An object: templates write it in the model's own form."""
+    """The arguments of a tool call as a dict, which templates write in the model's own form."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -18,7 +18,8 @@ KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequenc
 
 
 def structural_grammar(tag: str, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> str:
-    """`tag`: JSON. `to_lark`: turns grammars inside of it into Lark's form. Raises ValueError for what is wrong."""
+    """The Lark grammar of a structural tag. `tag`: the tag as JSON. `to_lark`: brings a grammar inside of the tag into
+    Lark's form. Raises ValueError that names the field that is wrong."""
     given = json.loads(tag)
     if "structures" in given:
         tags = [{"begin": _field(each, "begin", str), "end": _field(each, "end", str),

@@ -180,7 +180,7 @@ class _Compilation:
                 self._give()
 
     def end(self) -> None:
-        """All launches are known."""
+        """End the collecting: all launches are known."""
         self._new, self._last = self._last, {}
         if self._forks is not None:
             self._first_postponed = self._forks.num_given

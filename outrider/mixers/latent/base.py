@@ -69,7 +69,7 @@ class LatentLayer:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group in one step."""
+    """What the layers of one group share in one step."""
 
     slots: torch.Tensor  # [tokens]
     contexts: TokenContexts
@@ -104,7 +104,8 @@ class LatentNorms(NamedTuple):
 
 
 class VisibleRanges(NamedTuple):
-    """The positions [first, stop) of each token row's request among which its own are chosen, [tokens] each."""
+    """The positions that an indexer may choose from for each token row: [first, stop) of the token's request. Both
+    tensors are [tokens]."""
 
     first: torch.Tensor
     stop: torch.Tensor
@@ -248,7 +249,8 @@ class LatentMixer(Mixer):
                 for layer, cache, group in self._layers}  # fmt: skip
 
     def _make_counters(self, view: BatchView) -> tuple[torch.Tensor, ...]:
-        """Zeros for all indexers of a small batch at once: a fill in every layer would take longer than it counts."""
+        """Counters of zero for all indexers of a small batch, made by one fill: a fill in every layer would take longer
+        than the counting. Empty for large batches, which need no counters."""
         num_tokens, device = view.positions.shape[0], view.positions.device
         num_choices = sum(isinstance(layer.attends_to, IndexedPositions)
                           and layer.attends_to.top_k < view.max_length.tokens for layer, _, _ in self._layers)

@@ -47,7 +47,8 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
-        """The parts of new tokens, [tokens, *shape] each, from k and v [tokens, kv heads, dim] in the model's dtype."""
+        """The parts of new tokens, [tokens, *shape] each, from k and v [tokens, kv heads, dim] in the model's dtype.
+        There may be no tokens."""
 
     @abstractmethod
     def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:

@@ -25,7 +25,7 @@ class Plan:
     layer_steps: dict[Rope, native.LayerStep] = field(default_factory=dict)  # made when a layer first asks
 
     def layer_step(self, rope: Rope) -> native.LayerStep | None:
-        """The step as whole layers with this rope take it; None if they do not."""
+        """The step in the form that native calls of whole layers with this rope take; None if these cannot serve it."""
         if rope in self.layer_steps:
             return self.layer_steps[rope]
         view, parts = self.view, (rope.positions, self.slots, *rope.halves)

@@ -18,7 +18,8 @@ GROUP = 32  # inputs that share a scale
 
 
 class Mxfp4Experts(Quantization):
-    """The tensors [experts, outputs, groups, 16 bytes] and [experts, outputs, groups]. All else is plain numbers."""
+    """Experts in MXFP4: tensors of codes [experts, outputs, groups, 16 bytes] and of scales [experts, outputs, groups].
+    All else is plain numbers."""
 
     suffix, beside, plain_suffix = "_blocks", ("_scales",), ""
 
