@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob
-from outrider.server.choice import ParsedChoice
+from outrider.server.choice import ParsedChoice, plain_message
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
 from outrider.server.forms import ForcedCalls, chat_form, forced_calls, with_allowed_tools
@@ -187,7 +187,7 @@ class _Chat:
                 f"{usage}}}\n\n")
 
     def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": sample.text, "refusal": None}
+        message = plain_message(sample.text)
         finish = sample.finish_reason
         if self._choices:
             message = self._choices[sample.index].message(sample.text)

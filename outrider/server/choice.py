@@ -38,9 +38,8 @@ class ParsedChoice:
                     calls.append(self._call(event))
                 case CallArguments(said):
                     calls[-1]["function"]["arguments"] += said
-        message: Delta = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-        if thoughts and self._includes_reasoning:
-            message |= _thoughts(thoughts)
+        shown = thoughts if self._includes_reasoning else ""
+        message = plain_message(content or (None if calls else "")) | _thoughts(shown or None)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -71,5 +70,10 @@ class ParsedChoice:
         return {"id": call.call_id or own_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
 
 
-def _thoughts(text: str) -> Delta:
+def plain_message(content: str | None) -> Delta:
+    """An answer without reasoning and calls. Clients read the fields of reasoning of every answer."""
+    return {"role": "assistant", "content": content, "refusal": None, **_thoughts(None)}
+
+
+def _thoughts(text: str | None) -> Delta:
     return {"reasoning": text, "reasoning_content": text}

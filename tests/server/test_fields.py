@@ -62,6 +62,8 @@ def test_fields_of_vllms_answers_that_were_not_asked_for_are_null(served: Served
     answer = served.post(path, **body, max_tokens=1).json()
     (choice,) = answer["choices"]
     assert choice["token_ids"] is None
+    if "messages" in body:
+        assert choice["message"]["reasoning"] is None and choice["message"]["reasoning_content"] is None
     owner = answer if "messages" in body else choice
     assert owner["prompt_logprobs"] is None and owner["prompt_token_ids"] is None
 

@@ -69,7 +69,7 @@ def test_an_answer_without_calls_and_without_its_reasoning(served: Served) -> No
         answer = served.client().chat.completions.create(model=MODEL, messages=CHAT, **more,
                                                          extra_body={"include_reasoning": False})
         message = answer.choices[0].message
-        assert message.content == "Fine." and message.tool_calls is None and not hasattr(message, "reasoning")
+        assert message.content == "Fine." and message.tool_calls is None and message.reasoning is None
         assert answer.choices[0].finish_reason == "stop"
 
 
