@@ -19,6 +19,7 @@
 #define MAX_DIGITS 3
 #define BASE 254.0f        /* from a digit to the next one */
 #define START 0x1.8p23f    /* its bits with a sum added, read as a float, are 3 * 2^22 plus the sum: no conversion */
+#define START_BITS 0x4b400000
 #define PIECE (VL > 8 ? 32 : 16) /* weight rows that a thread takes at once: whole pairs of VL on every machine */
 
 #if defined(__AVX512VNNI__) && VL == 16
@@ -163,23 +164,38 @@ static __attribute__((noinline)) Bytes look_up(const int8_t *table, Bytes at) {
 }
 #endif
 
-/* VL signed bytes as floats. */
-INLINE vf small_numbers(const uint8_t *at) {
+/* Runs of VL signed bytes as floats, run by run. */
+INLINE void small_numbers(const uint8_t *at, vf *out, const int runs) {
 #if defined(__aarch64__)
-    uint32_t four;
-    memcpy(&four, at, 4);
-    vi wide = (vi)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
+    UNROLL for (int r = 0; r < runs; r += 2) { /* two runs at a time: half as many instructions */
+        uint64_t eight = 0;
+        memcpy(&eight, at + r * VL, runs - r < 2 ? 4 : 8);
+        const int16x8_t wide = vmovl_s8(vcreate_s8(eight));
+        out[r] = (vf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+        if (runs - r >= 2) out[r + 1] = (vf)vcvtq_f32_s32(vmovl_high_s16(wide));
+    }
 #else
-    vi wide = __builtin_convertvector(*(const Small *)at, vi);
+    UNROLL for (int r = 0; r < runs; r++) {
+        const vi wide = __builtin_convertvector(*(const Small *)(at + r * VL), vi);
+        out[r] = (vf)(wide + (vi)splat(START)) - START;
+    }
 #endif
-    return (vf)(wide + (vi)splat(START)) - START;
 }
 
-/* Bytes shifted to the right, or to the left by a negative number, and masked. */
-INLINE Bytes take_bits(const uint8_t *at, const int shift, const int mask) {
+/* Bytes shifted to the right, or to the left by a negative number. */
+INLINE Bytes shift_bits(const uint8_t *at, const int shift) {
     const Bytes bytes = *(const Bytes *)at;
-    const Bytes shifted = shift < 0 ? (Bytes)(bytes << -shift) : (Bytes)(bytes >> shift);
-    return shift >= 0 && mask == 255 >> shift ? shifted : (Bytes)(shifted & (uint8_t)mask);
+    return shift < 0 ? (Bytes)(bytes << -shift) : (Bytes)(bytes >> shift);
+}
+
+/* The bits of a mask from shifted bytes, the others from `code`, where the mask's are zero. */
+INLINE Bytes insert_bits(Bytes code, const uint8_t *at, const int shift, const int mask) {
+    const Bytes shifted = shift_bits(at, shift);
+#if defined(__aarch64__)
+    return (Bytes)vbslq_u8(vdupq_n_u8((uint8_t)mask), (uint8x16_t)shifted, (uint8x16_t)code);
+#else
+    return code | (shift >= 0 && mask == 255 >> shift ? shifted : (Bytes)(shifted & (uint8_t)mask));
+#endif
 }
 
 INLINE void open_codes(const uint8_t *at, const int8_t *table, Bytes *codes, const Form f) {
@@ -189,10 +205,11 @@ INLINE void open_codes(const uint8_t *at, const int8_t *table, Bytes *codes, con
     UNROLL for (int r = 0; r < 8; r++) {
         Bytes code = {0};
         if (f.bits == 8) code = *(const Bytes *)(at + r * REGISTER);
-        if (has_nibbles) code = take_bits(at + r % 4 * REGISTER, r / 4 * 4, 15);
+        if (has_nibbles) code = shift_bits(at + r % 4 * REGISTER, r / 4 * 4);
+        if (has_nibbles && r < 4) code &= 15;
         if (has_nibbles && f.is_signed) code = look_up(table, code);
-        if (has_twos) code |= take_bits(twos + r % 2 * REGISTER, r / 2 * 2 - below_twos, 3 << below_twos);
-        if (f.bits & 1) code |= take_bits(ones, r - below_ones, 1 << below_ones);
+        if (has_twos) code = insert_bits(code, twos + r % 2 * REGISTER, r / 2 * 2 - below_twos, 3 << below_twos);
+        if (f.bits & 1) code = insert_bits(code, ones, r - below_ones, 1 << below_ones);
         if (f.is_signed && RAISED) code ^= 128;
         codes[r] = code;
     }
@@ -201,9 +218,11 @@ INLINE void open_codes(const uint8_t *at, const int8_t *table, Bytes *codes, con
 /* `head`: the scales in float32, which a nested form has before its first group. */
 INLINE void open_group(const uint8_t *head, const uint8_t *at, const int8_t *table, Group *g, const Form f) {
     const vf scale = load((const float *)head), least = f.has_least ? load((const float *)head + VL) : (vf){0};
+    vf small[4];
+    if (f.is_nested) small_numbers(at, small, (1 + f.has_least) * f.halves);
     UNROLL for (int h = 0; h < f.halves; h++) {
-        g->scale[h] = f.is_nested ? scale * small_numbers(at + h * VL) : scale;
-        if (f.has_least) g->least[h] = f.is_nested ? least * small_numbers(at + (f.halves + h) * VL) : least;
+        g->scale[h] = f.is_nested ? scale * small[h] : scale;
+        if (f.has_least) g->least[h] = f.is_nested ? least * small[f.halves + h] : least;
     }
     open_codes(at + group_bytes(f) - f.bits * REGISTER, table, g->codes, f);
 }
@@ -217,7 +236,7 @@ INLINE vf add_group(vf sum, const Group *g, const uint8_t *x, const int digits, 
         UNROLL for (int d = digits - 1; d >= 0; d--) {
             const int lowered = f.offset + (f.is_signed ? RAISED : 0);
             vi dots = (vi)splat(START);
-            if (lowered) dots = dots - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0));
+            if (lowered) dots = (vi){0} + (START_BITS - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0)));
             dots = dot16(dots, g->codes + 4 * h, q + d * INPUTS + 16 * h, f.is_signed);
             if (f.halves == 1) dots = dot16(dots, g->codes + 4, q + d * INPUTS + 16, f.is_signed);
             vf digit = (vf)dots - START;
@@ -275,54 +294,73 @@ static void round_inputs(const float *x, uint8_t *to, int digits) {
 
 /* ---- products ---- */
 
-INLINE void store_sums(const Product *p, int64_t t, int64_t o, vf sums) {
-    const int64_t live = p->part->first + p->part->outputs - o;
-    float *y = p->y + t * p->outputs + o, lanes[VL];
-    if (live >= VL && !p->bias) {
-        store(y, sums);
-        return;
-    }
+/* Not inlined: a compiler would keep the sums in memory from the beginning, and every group would wait for the store of
+ * the one before. */
+static __attribute__((noinline)) void store_lanes(const Product *p, float *y, int64_t o, int64_t live, vf sums) {
+    float lanes[VL];
     store(lanes, sums);
     for (int64_t i = 0; i < live && i < VL; i++) y[i] = lanes[i] + (p->bias ? p->bias[o + i] : 0.0f);
 }
 
+INLINE void store_sums(const Product *p, int64_t t, int64_t o, vf sums) {
+    const int64_t live = p->part->first + p->part->outputs - o;
+    float *y = p->y + t * p->outputs + o;
+    if (live >= VL && !p->bias)
+        store(y, sums);
+    else
+        store_lanes(p, y, o, live, sums);
+}
+
 #define MANY 64 /* token rows at once: that many stay in a core's cache */
 
-/* VL weight rows with one token row, or with many: twice VL, so that inputs serve more rows, of which the second half may
- * be the first again. */
-INLINE void multiply_lanes(const Product *p, int64_t o, const int lanes, const int digits, const Form f) {
-    const PackedPart *part = p->part;
-    const int64_t tokens = lanes == 1 ? 1 : p->tokens, lane_bytes = p->groups / unit_groups(f) * unit_bytes(f);
-    const int64_t other = lanes > 1 && o + VL < p->end ? lane_bytes : 0;
-    const uint8_t *at = part->data + (o - part->first) / VL * lane_bytes, *x = p->x;
-    vf sums[MANY][2], only = {0}; /* `only`: of one token row, in a register */
-    for (int64_t t = 0; t < tokens; t++) sums[t][0] = sums[t][1] = (vf){0};
+INLINE const uint8_t *lane_at(const Product *p, int64_t o, int64_t lane_bytes) {
+    return p->part->data + (o - p->part->first) / VL * lane_bytes;
+}
+INLINE int64_t lane_bytes(const Product *p, const Form f) { return p->groups / unit_groups(f) * unit_bytes(f); }
+
+/* VL weight rows with one token row. */
+INLINE void multiply_one(const Product *p, int64_t o, const int digits, const Form f) {
+    const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x;
+    vf sums = {0};
+    for (int64_t i = 0; i < p->groups; i += unit_groups(f)) {
+        const uint8_t *head = at;
+        if (f.is_nested) at += head_bytes(f);
+        for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f), x += inputs_bytes(digits)) {
+            Group group;
+            open_group(head, at, p->part->table, &group, f);
+            sums = add_group(sums, &group, x, digits, f);
+        }
+    }
+    store_sums(p, 0, o, sums);
+}
+
+/* Twice VL weight rows with many token rows, so that inputs serve more rows; the second half may be the first again. */
+INLINE void multiply_many(const Product *p, int64_t o, const int digits, const Form f) {
+    const int64_t other = o + VL < p->end ? lane_bytes(p, f) : 0;
+    const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x;
+    vf sums[MANY][2];
+    for (int64_t t = 0; t < p->tokens; t++) sums[t][0] = sums[t][1] = (vf){0};
     for (int64_t i = 0; i < p->groups; i += unit_groups(f)) {
         const uint8_t *head = at;
         if (f.is_nested) at += head_bytes(f);
         for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f)) {
             Group group[2];
-            UNROLL for (int l = 0; l < lanes; l++)
-                open_group(head + l * other, at + l * other, part->table, group + l, f);
-            if (lanes == 1) {
-                only = add_group(only, group, x, digits, f);
-                x += inputs_bytes(digits);
-                continue;
-            }
-            for (int64_t t = 0; t < tokens; t++, x += inputs_bytes(digits))
-                UNROLL for (int l = 0; l < lanes; l++) sums[t][l] = add_group(sums[t][l], group + l, x, digits, f);
+            UNROLL for (int l = 0; l < 2; l++)
+                open_group(head + l * other, at + l * other, p->part->table, group + l, f);
+            for (int64_t t = 0; t < p->tokens; t++, x += inputs_bytes(digits))
+                UNROLL for (int l = 0; l < 2; l++) sums[t][l] = add_group(sums[t][l], group + l, x, digits, f);
         }
     }
-    for (int64_t t = 0; t < tokens; t++)
-        for (int l = 0; l < (other ? 2 : 1); l++) store_sums(p, t, o + l * VL, lanes == 1 ? only : sums[t][l]);
+    for (int64_t t = 0; t < p->tokens; t++)
+        for (int l = 0; l < (other ? 2 : 1); l++) store_sums(p, t, o + l * VL, sums[t][l]);
 }
 
 typedef void Multiply(const Product *, int64_t);
 #define VARIANTS(form)                                                                                                 \
-    static void form##_one_1(const Product *p, int64_t o) { multiply_lanes(p, o, 1, 1, FORMS[form]); }                 \
-    static void form##_one_3(const Product *p, int64_t o) { multiply_lanes(p, o, 1, 3, FORMS[form]); }                 \
-    static void form##_many_1(const Product *p, int64_t o) { multiply_lanes(p, o, 2, 1, FORMS[form]); }                \
-    static void form##_many_3(const Product *p, int64_t o) { multiply_lanes(p, o, 2, 3, FORMS[form]); }
+    static void form##_one_1(const Product *p, int64_t o) { multiply_one(p, o, 1, FORMS[form]); }                      \
+    static void form##_one_3(const Product *p, int64_t o) { multiply_one(p, o, 3, FORMS[form]); }                      \
+    static void form##_many_1(const Product *p, int64_t o) { multiply_many(p, o, 1, FORMS[form]); }                    \
+    static void form##_many_3(const Product *p, int64_t o) { multiply_many(p, o, 3, FORMS[form]); }
 #define EACH_FORM(use)                                                                                                 \
     use(PACKED_8) use(PACKED_TABLE) use(PACKED_4) use(PACKED_4_LEAST) use(PACKED_5) use(PACKED_5_LEAST)                \
     use(NESTED_TABLE) use(NESTED_4_LEAST) use(NESTED_5_LEAST) use(NESTED_6_HALVES) use(NESTED_3_HALVES)                \
