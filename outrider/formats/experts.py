@@ -37,6 +37,10 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         """As that of `LinearFormat`, of the first projection."""
         return 0
 
+    def prepare(self, allow_copy: bool) -> int:
+        """See `LinearFormat.prepare`."""
+        return 0
+
     def use_int8_activations(self) -> float | None:
         """See `LinearFormat.use_int8_activations`; the error is that of one expert's products."""
         return None

@@ -10,8 +10,8 @@ from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTe
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import keeps_blocks, packed_slot
 from outrider.formats.slots import WeightSlot, join_names
-from outrider.kernels import moe, native, ops
-from outrider.kernels.experts_on_host import plan_on_host
+from outrider.kernels import moe, native
+from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import empty_rows, rounding_error
 
 
@@ -62,12 +62,4 @@ class GgufExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        num_tokens, top_k = routed.ids.shape
-        made = x.new_empty(num_tokens * top_k, self.declared.hidden_size)
-        for expert, pairs in plan_on_host(routed.ids, self.declared.num_experts):
-            first, down = self._matrices[expert]
-            projected = native.product(x[pairs // top_k], first)
-            gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
-            made[pairs] = native.product(gated, down)
-        out = moe.combine(made.view(num_tokens, top_k, -1), routed.weights)
-        return out if added is None else out.add_(added)
+        return native_experts(x, routed, self._matrices, activation, added)

@@ -19,6 +19,7 @@ from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
+from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import kept_bits_are_fast, rounding_error
 from outrider.kernels.scaled import FP8, INT4, Scaled
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
@@ -123,6 +124,11 @@ def _fill(value: float) -> Draw:
     return draw
 
 
+def is_on_host(declared: LinearDeclaration | ExpertsDeclaration) -> bool:
+    """Whether native products serve the token rows of a layer."""
+    return declared.device.type == "cpu" and declared.dtype == torch.float32
+
+
 class ScaledLinear(EmbeddingFormat):
     def __init__(self, declared: LinearDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
@@ -160,18 +166,16 @@ class ScaledLinear(EmbeddingFormat):
     def prepare(self, allow_copy: bool) -> int:
         """Put codes into the order of the device's products. On a CPU, choose the native product, whose results are
         exact in any mode; codes that it does not read become numbers anew in each product."""
-        declared = self.declared
-        self._weight = self._arrange(self._weight, declared.dtype)
-        is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
+        self._weight = self._arrange(self._weight, self.declared.dtype)
         may_copy = allow_copy or self._activation_bits == 8  # rounded token rows have no other product
-        held = host_weight(self._weight, self._bias, may_copy, self._activation_bits) if is_served else None
+        held = None
+        if is_on_host(self.declared):
+            held = host_weight(self._weight, self._bias, may_copy, self._activation_bits)
         self._packed = None if held is None else held.matrix
         return 0 if held is None else held.copied_bytes
 
     def use_int8_activations(self) -> float | None:
-        declared = self.declared
-        is_served = declared.device.type == "cpu" and declared.dtype == torch.float32
-        rows = packed_rows(self._weight) if is_served and kept_bits_are_fast() else None
+        rows = packed_rows(self._weight) if is_on_host(self.declared) and kept_bits_are_fast() else None
         self._activation_bits = 24 if rows is None else 8
         return None if rows is None else rounding_error([rows], self._bias)
 
@@ -214,6 +218,8 @@ class ScaledExperts(ExpertsFormat):
         self._gate_up, self._down = (
             self._stored.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
             for each in declared.projections)
+        self._matrices: list[list[native.Matrix]] = []  # of each expert, for native products
+        self._activation_bits = 24
 
     @classmethod
     def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
@@ -238,7 +244,27 @@ class ScaledExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if self._matrices:
+            return native_experts(x, routed, self._matrices, activation, added)
         return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, self._rounds)
+
+    def prepare(self, allow_copy: bool) -> int:
+        may_copy = allow_copy or self._activation_bits == 8
+        experts = range(self.declared.num_experts if is_on_host(self.declared) else 0)
+        held = [[host_weight(weight[expert], None, may_copy, self._activation_bits)
+                 for weight in (self._gate_up, self._down)] for expert in experts]
+        found = [[each for each in both if each is not None] for both in held]
+        are_served = all(len(both) == 2 for both in found)
+        self._matrices = [[each.matrix for each in both] for both in found] if are_served else []
+        return sum(each.copied_bytes for both in found for each in both) if are_served else 0
+
+    def use_int8_activations(self) -> float | None:
+        first, down = (packed_rows(weight[0]) if is_on_host(self.declared) and kept_bits_are_fast() else None
+                       for weight in (self._gate_up, self._down))
+        if first is None or down is None:
+            return None
+        self._activation_bits = 8
+        return max(rounding_error([rows], None) for rows in (first, down))
 
 
 def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:

@@ -75,6 +75,9 @@ class SummedExperts(ExpertsFormat):
     def set_exact(self, exact: bool) -> None:
         self._inner.set_exact(exact)
 
+    def prepare(self, allow_copy: bool) -> int:
+        return self._inner.prepare(allow_copy)
+
     def use_int8_activations(self) -> float | None:
         return self._inner.use_int8_activations()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from outrider.kernels import moe, ops
+from outrider.kernels import moe, native, ops
 from outrider.kernels.ops import exact
 from outrider.kernels.scaled import Scaled
 
@@ -46,6 +46,21 @@ def exact_scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scale
                          added: Tensor | None = None, rounds: bool = False) -> Tensor:
     product = _rounding_product(exact.scaled_wide) if rounds else exact.scaled_wide
     return _mix(product, x, ids, weights, gate_up, down, activation, added)
+
+
+def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[native.Matrix]], activation: str,
+                   added: Tensor | None = None) -> Tensor:
+    """Experts by native products, which are exact in any mode. matrices: the first projection of each expert, and
+    down."""
+    num_tokens, top_k = routed.ids.shape
+    made = x.new_empty(num_tokens * top_k, x.shape[1])
+    for expert, pairs in plan_on_host(routed.ids, len(matrices)):
+        first, down = matrices[expert]
+        projected = native.product(x[pairs // top_k], first)
+        gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
+        made[pairs] = native.product(gated, down)
+    out = moe.combine(made.view(num_tokens, top_k, -1), routed.weights)
+    return out if added is None else out.add_(added)
 
 
 def _rounding_product(product: Callable[..., Tensor]) -> Callable[[Tensor, Scaled], Tensor]:

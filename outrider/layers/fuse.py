@@ -167,6 +167,7 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
     for module in find_modules(models, Module):
         module.set_exact(exact)
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
+    num_bytes += sum(experts.format.prepare(allow_copies) for experts in find_modules(models, Experts))
     for layer in find_modules(models, DecoderLayer):
         layer.prepare()
     for model in models:

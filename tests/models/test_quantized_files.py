@@ -378,6 +378,28 @@ def test_activations_of_8_bits_go_with_codes_too(packing: None, tmp_path: Path,
         load(folder, dtype="float32", quantization="fp8", activation_bits=8)
 
 
+@pytest.mark.parametrize(("name", "rounds"), [("fp8 blocks", False), ("W4A16", True), ("NVFP4", False),
+                                              ("MXFP4", True)])  # fmt: skip
+def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing: None, tmp_path: Path) -> None:
+    files.save_form(tmp_path / "quantised", files.FORMS[name], files.MOE)
+    model = load(tmp_path / "quantised", dtype="float32")
+    experts = find_modules([model], Experts)[0].format
+    generator = torch.Generator().manual_seed(1)
+    x, ids = torch.randn(5, 128, generator=generator), torch.randint(0, 4, (5, 2), generator=generator)
+    routed = moe.Routed(ids, torch.rand(5, 2, generator=generator))
+    by_numbers = experts.mix(x, routed, "silu")
+    assert experts.prepare(True) > 0
+    native_sums = experts.mix(x, routed, "silu")
+    torch.testing.assert_close(native_sums, by_numbers, rtol=1e-4, atol=1e-5)
+    assert torch.equal(native_sums[:1], experts.mix(x[:1], moe.Routed(ids[:1], routed.weights[:1]), "silu"))
+    error = experts.use_int8_activations()
+    assert (error is not None) == rounds
+    experts.prepare(False)
+    rounded = experts.mix(x, routed, "silu")
+    assert not torch.equal(rounded, native_sums) if rounds else torch.allclose(rounded, by_numbers, 1e-4, 1e-5)
+    assert outcome(model) == outcome(model, exact=True)
+
+
 @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])
 def test_int4_takes_the_largest_group_that_divides_the_inputs(inputs: int, group: int | None) -> None:
     declared = Linear(inputs, 64, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
