@@ -26,7 +26,15 @@ from tests.kernels import test_shared_attention as sharing  # noqa: E402
 from tests.kernels.conftest import HAS_CARD  # noqa: E402
 from tests.kernels.test_exact_attention import as_tiles  # noqa: E402
 from tests.kernels.test_shared_attention import Sharer  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill  # noqa: E402
+from tests.kernels.test_triton_attention import (  # noqa: E402
+    SMALL,
+    Batch,
+    assert_close,
+    decode,
+    listed,
+    make_batch,
+    prefill,
+)
 from tests.kernels.test_triton_latent import LENS, make_cache, make_choice, make_contexts, spread  # noqa: E402
 
 NAN = float("nan")
@@ -57,13 +65,18 @@ def in_fp8(batch: Batch) -> tuple[Batch, HeadScales, Batch]:
     return stored, scales, replace(batch, q=batch.q.double(), k_cache=wide[0], v_cache=wide[1])
 
 
+def decode_early(batch: Batch, **options: Any) -> torch.Tensor:
+    """Values are fetched together with their keys, and long splits in more stages."""
+    return decode(batch, config=replace(SMALL, early_values=True, long_stages=2), **options)
+
+
 def exact(batch: Batch, **options: Any) -> torch.Tensor:
     return exact_attention(*batch.args, **({"scale": 0.3, "config": EXACT, "split_keys": 32, "max_length": 96,
                                             "max_query": int(batch.query_starts.diff().max())} | options))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, 3.0)])
-@pytest.mark.parametrize("run", [decode, listed, prefill, exact])
+@pytest.mark.parametrize("run", [decode, decode_early, listed, prefill, exact])
 def test_attention_equals_the_reference(run: Callable[..., torch.Tensor], window: int | None, softcap: float | None,
                                         device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(37, 1, 1), (0, 0, 0), (66, 3, 2), (40, 2, 0)], window=window)
