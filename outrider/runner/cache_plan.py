@@ -23,6 +23,9 @@ from outrider.models.base import Model
 from outrider.models.sources.base import ModelSource
 
 log = logging.getLogger("outrider")
+# Sizes of heads for which the kernels over fp8 were compared with the reference on a card. With 64 a kernel read outside
+# its memory there; 80, 512 and latents were not reached.
+FP8_HEAD_DIMS = 128, 256
 SLIDING = "sliding_window"  # all layers with a window, in kv_cache_dtype_skip_layers
 
 
@@ -56,10 +59,21 @@ def check_cache_types(config: EngineConfig, outline: Model, device: torch.device
             raise ValueError(f"kv_cache_dtype_skip_layers: {entry!r} is neither {SLIDING!r} nor the number of a layer "
                              f"that has a cache: {', '.join(sorted(numbers, key=int))}")
     store_claims(config, outline.dtype, claims)
-    if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda" and (
-            torch.cuda.get_device_capability(device) < FP8_CAPABILITY):
-        raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: {torch.cuda.get_device_name(device)} does not "
-                         "convert to fp8: use kv_cache_dtype='auto'")
+    if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda":
+        _check_fp8_on_gpu(config.kv_cache_dtype, outline, device)
+
+
+def _check_fp8_on_gpu(name: str, outline: Model, device: torch.device) -> None:
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(f"kv_cache_dtype={name!r}: {torch.cuda.get_device_name(device)} does not convert to fp8: use "
+                         "kv_cache_dtype='auto'")
+    for layer in outline.attention_layers:
+        size = layer.head_dim if isinstance(layer, AttentionLayer) else 0
+        if size not in FP8_HEAD_DIMS:
+            what = f"has heads of {size}" if size else "is latent attention"
+            raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} {what}, and on a GPU the kernels over fp8 "
+                             f"were compared with the reference for heads of {FP8_HEAD_DIMS[0]} and {FP8_HEAD_DIMS[1]} "
+                             "alone: use kv_cache_dtype='auto'")
 
 
 def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -> dict[int, ScaleNumbers]:

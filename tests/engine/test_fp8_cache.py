@@ -20,7 +20,7 @@ from outrider.layers import StepContext
 from outrider.mixers.latent.base import LatentNorms
 from outrider.models.base import Model
 from outrider.models.sources import resolve
-from outrider.runner.cache_plan import find_cache_scales
+from outrider.runner.cache_plan import check_cache_types, find_cache_scales
 from outrider.runner.target import load_target
 from outrider.runner.worker import Worker
 from tests.drafters.checkpoints import make_drafter
@@ -309,3 +309,12 @@ def test_eight_times_as_many_pages_fit(caplog: pytest.LogCaptureFixture) -> None
 def test_another_fp8_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype 'fp8_e5m2': did you mean 'fp8_e4m3'"):
         EngineConfig("m", kv_cache_dtype="fp8_e5m2")
+
+
+@pytest.mark.parametrize(("family", "said"), [("llama", "layer 0 has heads of 8,"),
+                                               ("deepseek_v3", "layer 0 is latent attention")])
+def test_a_gpu_serves_what_was_compared_there(monkeypatch: pytest.MonkeyPatch, family: str, said: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = EngineConfig("m", kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8': {said}.* 128 and 256 alone: use"):
+        check_cache_types(config, model_of(family), torch.device("cuda"))
