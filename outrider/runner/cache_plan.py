@@ -23,8 +23,8 @@ from outrider.models.base import Model
 from outrider.models.sources.base import ModelSource
 
 log = logging.getLogger("outrider")
-# Sizes of heads for which the kernels over fp8 were compared with the reference on a card. With 64 a kernel read outside
-# its memory there; 80, 512 and latents were not reached.
+# Sizes of heads for which the kernels over fp8 were compared with the reference on a card. With 64 a kernel read
+# outside its memory there; 80, 512 and latents were not reached.
 FP8_HEAD_DIMS = 128, 256
 SLIDING = "sliding_window"  # all layers with a window, in kv_cache_dtype_skip_layers
 
