@@ -501,3 +501,35 @@ def test_norms_round_token_rows_for_experts(name: str, group: int, tmp_path: Pat
         assert layer.mlp_norm._hint == ((group,) if group else ())
         experts.set_exact(True)
         assert experts.rounding == 0
+
+
+def test_codes_in_another_order_are_put_back_before_some_are_updated() -> None:
+    """What a GPU does to int4 codes, with the order alone made here."""
+    stored = ScaledFormat("int4", 128, torch.bfloat16)
+    layer = FusedLinear(256, {"q": 64, "k": 128}, bias=False, dtype=torch.float64, device=torch.device("cpu"))
+    held = ScaledLinear(layer.declared, [stored])
+    numbers = torch.randn(192, 256, generator=torch.Generator().manual_seed(1))
+
+    def store(name: str, numbers: torch.Tensor) -> None:
+        made = scaled.to_int4_groups(numbers, 128)
+        slots = held.slots("")
+        slots[f"{name}.weight"].target.copy_(made.codes)
+        slots[f"{name}.weight_scale"].target.copy_(made.scales)
+
+    store("q", numbers[:64])
+    store("k", numbers[64:])
+    held.finalize()
+    held.set_exact(False)
+    held._arrange = lambda weight, dtype: weight.tiled()  # type: ignore[assignment]
+    held.prepare(False)
+    held.prepare(False)  # a model may be prepared again
+    assert held._weight.is_tiled
+    every = torch.arange(192)
+    wanted = scaled.to_int4_groups(numbers, 128).numbers().double()
+    assert torch.equal(held.look_up(every), wanted)
+    held.restore_order()
+    store("q", -numbers[:64])
+    held.finalize()
+    held.prepare(False)
+    wanted[:64] = scaled.to_int4_groups(-numbers[:64], 128).numbers().double()
+    assert held._weight.is_tiled and torch.equal(held.look_up(every), wanted)
