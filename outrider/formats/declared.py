@@ -173,7 +173,7 @@ class LinearDeclaration:
         is_whole = sum(map(len, parts)) == shape[axis]
         cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
         return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize,
-                          (segment.size, self.in_features))
+                          (*target.shape[:rows_axis], segment.size, self.in_features))
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ class WeightSlot:
         """Slots along the first axis, for a checkpoint that has a tensor for each of them."""
         assert self.layout is None
         cut = None if self.cut is None else TensorCut(self.cut.shape[1:], self.cut.axis - 1, self.cut.ranges)
-        return [replace(self, target=target, cut=cut) for target in self.target.unbind()]
+        return [replace(self, target=target, cut=cut, numbers_shape=self.numbers_shape[1:])
+                for target in self.target.unbind()]
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The checkpoint's tensor, or the rank's part of it, in the layer's order."""
