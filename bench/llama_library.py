@@ -85,6 +85,14 @@ class LlamaLibrary:
                 return texts
             rows = [(s, len(prompts[s]) + len(text) - 1, text[-1], True) for s, text in enumerate(texts)]
 
+    def logprobs(self, tokens: list[int], first: int) -> list[float]:
+        """Log-probabilities of a text's tokens from `first` on, each after those before it."""
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        self._decode([(0, position, token, position >= first - 1) for position, token in enumerate(tokens)])
+        rows = ((self._logits(position - 1).astype(np.float64), tokens[position])
+                for position in range(first, len(tokens)))
+        return [float(row[token] - row.max() - np.log(np.exp(row - row.max()).sum())) for row, token in rows]
+
     def seconds(self, prompts: list[list[int]], new: int) -> float:
         start = time.perf_counter()
         self.generate(prompts, new)
@@ -92,6 +100,13 @@ class LlamaLibrary:
 
     def _step(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
         """The next token of each row that asks for one, rows being (sequence, position, token, whether it asks)."""
+        self._decode(rows)
+        return {i: int(self._logits(i).argmax()) for i, row in enumerate(rows) if row[3]}
+
+    def _logits(self, row: int) -> np.ndarray:
+        return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, row), (self.vocab,))
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (sequence, position, token, wanted) in enumerate(rows):
@@ -99,5 +114,3 @@ class LlamaLibrary:
             batch.seq_id[i][0] = sequence
         if code := self.lib.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode answers {code}")
-        return {i: int(np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, i), (self.vocab,)).argmax())
-                for i, row in enumerate(rows) if row[3]}
