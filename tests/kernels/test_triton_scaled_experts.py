@@ -161,6 +161,7 @@ def test_numbers_are_made_of_many_pairs_alone(device: torch.device, dtype: torch
             Case.drawn(device, dtype, "int4 of 32", num_tokens).run()
     assert kernels[2] == {"_scaled_expert_kernel", "_combine_kernel"}
     assert kernels[3] == kernels[4] == {"_sort_kernel", "_expand_kernel", "_expert_kernel", "_combine_kernel"}
+    assert not module.is_faster_as_numbers("fp8", 1 << 20, 4), "tensor cores read them as they are"
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 of 32", "nvfp4"])
