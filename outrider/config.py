@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 # Registering a cache type adds its name.
 CACHE_TYPES = ["auto", "float32", "bfloat16", "float16", "float64", "fp8", "fp8_e4m3"]
+SLIDING = "sliding_window"  # all layers with a window
+SkippedLayer = Annotated[str, OneOf((SLIDING,), r"\d{1,6}", "the number of a layer")]
 LOGPROBS_MODES = ("raw", "processed")
 QUANTIZATIONS = ("fp8", "int4")
 INDEX_KEY_DTYPES = ("auto", "fp8")
@@ -51,7 +53,7 @@ class EngineConfig:
     kv_cache_memory_bytes: Annotated[int, Range(1, INT64)] | None = None
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
     kv_cache_dtype: Annotated[str, OneOf(CACHE_TYPES)] = "auto"  # keys and values: the model's dtype, or a cache type
-    kv_cache_dtype_skip_layers: tuple[Text, ...] = ()  # numbers of layers that keep the model's dtype; sliding_window
+    kv_cache_dtype_skip_layers: tuple[SkippedLayer, ...] = ()  # layers that keep the model's dtype
     enable_prefix_caching: bool = True
     checkpoint_interval: Count = 1024  # tokens between the states of recurrent layers that are kept for prefix hits
     overlap: bool | None = None  # schedule the next step before the last one's result is read

@@ -11,7 +11,7 @@ import torch
 
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import MODEL_CACHE, CacheType, SlidingSpec
-from outrider.config import EngineConfig
+from outrider.config import SLIDING, EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.kernels.ops.operation import FP8_CAPABILITY
@@ -26,7 +26,6 @@ log = logging.getLogger("outrider")
 # Sizes of heads for which the kernels over fp8 were compared with the reference on a card. With 64 a kernel read
 # outside its memory there; 80, 512 and latents were not reached.
 FP8_HEAD_DIMS = 128, 256
-SLIDING = "sliding_window"  # all layers with a window, in kv_cache_dtype_skip_layers
 
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,

@@ -57,7 +57,8 @@ BY_NAME = {
     "tokenizer": {"text", "number as text"}, "revision": {"text", "number as text"},
     "download_dir": {"text", "number as text"}, "ignore_config_keys": {"empty list", "list of text"},
     "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
-    "logits_processors": {"empty list"}, "extra_args": {"empty dict", "dict"},
+    "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
+    "extra_args": {"empty dict", "dict"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least

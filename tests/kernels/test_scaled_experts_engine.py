@@ -28,8 +28,10 @@ LONG = [pytest.param(name, marks=pytest.mark.long)
 
 
 @pytest.fixture
-def run_in_triton(device: torch.device) -> Iterator[list[int]]:
-    """Experts are multiplied in Triton from now on. The list has the token rows of each call."""
+def run_in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Experts are multiplied in Triton from now on, and not by native code. The list has the token rows of each
+    call."""
+    monkeypatch.setattr("outrider.formats.scaled.is_on_host", lambda declared: False)
     if device.type != "cpu":
         pytest.skip("engines on the card are in tests/gpu")
     before, num_rows = ops.scaled_experts.kernels, []

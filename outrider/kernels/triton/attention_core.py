@@ -141,8 +141,8 @@ def attend_keys(
             v = _load_values(pages.v_head, v_row, inside, dim, D, D_PAD, MASKED, PAIRED)
         weight = weight.to(q.dtype)
         if PAIRED:
-            even = tl.dot(weight, first_of_pairs(v), even * shrink[:, None])
-            odd = tl.dot(weight, second_of_pairs(v), odd * shrink[:, None])
+            even = tl.dot(weight, first_of_pairs(v), even * shrink[:, None], input_precision="ieee")
+            odd = tl.dot(weight, second_of_pairs(v), odd * shrink[:, None], input_precision="ieee")
         else:
             acc = tl.dot(weight, v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
     if PAIRED:

@@ -105,7 +105,8 @@ def _attend_entries(
         entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
         if PAIRED:
             k_even, k_odd = load_halves(entry, inside, L, L_PAD)
-            score = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+            score = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+            score = tl.dot(q_odd, tl.trans(k_odd), score, input_precision="ieee")
         else:
             k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
             score = tl.dot(q_latent, tl.trans(k_latent.to(q_latent.dtype)), input_precision="ieee")
@@ -116,8 +117,8 @@ def _attend_entries(
         score = tl.where(visible, score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
         if PAIRED:
-            even = tl.dot(weight.to(tl.float16), k_even, even * shrink[:, None])
-            odd = tl.dot(weight.to(tl.float16), k_odd, odd * shrink[:, None])
+            even = tl.dot(weight.to(tl.float16), k_even, even * shrink[:, None], input_precision="ieee")
+            odd = tl.dot(weight.to(tl.float16), k_odd, odd * shrink[:, None], input_precision="ieee")
         else:
             k_latent = k_latent.to(q_latent.dtype)
             acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc * shrink[:, None], input_precision="ieee")
