@@ -66,7 +66,7 @@ def model_of(family: str) -> Model:
 
 
 def rounded(numbers: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """What a cache in fp8 gives back."""
+    """Numbers as a cache in fp8 gives them back."""
     return (numbers / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(numbers.dtype) * scale
 
 

@@ -504,7 +504,7 @@ def test_norms_round_token_rows_for_experts(name: str, group: int, tmp_path: Pat
 
 
 def test_codes_in_another_order_are_put_back_before_some_are_updated() -> None:
-    """What a GPU does to int4 codes, with the order alone made here."""
+    """The order of a GPU's int4 codes, made on the CPU: rows are right in it, and an update finds the file's order."""
     stored = ScaledFormat("int4", 128, torch.bfloat16)
     layer = FusedLinear(256, {"q": 64, "k": 128}, bias=False, dtype=torch.float64, device=torch.device("cpu"))
     held = ScaledLinear(layer.declared, [stored])

@@ -1,5 +1,5 @@
-"""What kernels do with pages of fp8 numbers (e4m3): numbers are brought into fp8 when they are written, and multiplied
-as float16 numbers when they are read.
+"""Parts of the kernels that write and read pages of fp8 numbers (e4m3): numbers are brought into fp8 when they are
+written, and multiplied as float16 numbers when they are read.
 
 Every number of fp8 is one of float16, and the card converts two at once, where bfloat16 would take five instructions.
 float16 has a smaller range than bfloat16, so each query is multiplied by a power of two that brings its greatest number

@@ -19,31 +19,34 @@ _EXPONENT_126 = tl.constexpr(2.0**126)
 _ROWS, _COLUMNS = 32, 128  # of one program
 
 
+# Four bytes of int4 codes become two pairs of bfloat16 numbers for their low bits, and two for their high bits. 128 +
+# code has the code in its lowest bits; 136 is subtracted, as codes are stored plus 8.
+NIBBLES_TO_BF16 = tl.constexpr("""{
+    .reg .b32 r<2>, h<2>, middle;
+    mov.b32 middle, 0x43084308;
+    prmt.b32 r0, $4, 0, 0x4140;
+    prmt.b32 r1, $4, 0, 0x4342;
+    shr.b32 h0, r0, 4;
+    shr.b32 h1, r1, 4;
+    lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
+    lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
+    sub.rn.bf16x2 $0, $0, middle;
+    sub.rn.bf16x2 $1, $1, middle;
+    sub.rn.bf16x2 $2, $2, middle;
+    sub.rn.bf16x2 $3, $3, middle;
+    }""")
+
+
 @triton.jit
 def unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
     """(numbers of the low bits, numbers of the high bits) of bytes."""
     if IS_FLOAT:
         return _e2m1(packed & 15, DTYPE), _e2m1(packed >> 4, DTYPE)
     elif ASM:
-        # 128 + code has the code in its lowest bits. Four bytes become two pairs of numbers for each half; 136 is
-        # subtracted, as codes are stored plus 8.
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 r<2>, h<2>, middle;
-            mov.b32 middle, 0x43084308;
-            prmt.b32 r0, $4, 0, 0x4140;
-            prmt.b32 r1, $4, 0, 0x4342;
-            shr.b32 h0, r0, 4;
-            shr.b32 h1, r1, 4;
-            lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
-            lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
-            sub.rn.bf16x2 $0, $0, middle;
-            sub.rn.bf16x2 $1, $1, middle;
-            sub.rn.bf16x2 $2, $2, middle;
-            sub.rn.bf16x2 $3, $3, middle;
-            }""",
+            NIBBLES_TO_BF16,
             "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     else:

@@ -144,8 +144,8 @@ def exact_scaled_experts(
 
 
 def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
-    """By powers of two, like the tiles. Codes of fp8 meet tensor cores as they are: on an H200 with 192 pairs for each
-    expert they took 1.27 ms where numbers took 2.81."""
+    """Whether numbers are faster, by powers of two of the pairs, like the tiles. Codes of fp8 meet tensor cores as they
+    are: on an H200 with 192 pairs for each expert they took 1.27 ms where numbers took 2.81."""
     return code != FP8 and next_power_of_two(num_pairs) >= NUMBERS_PAIRS_PER_EXPERT * num_experts
 
 

@@ -108,7 +108,7 @@ def settled(events: Iterable[Event]) -> list[Event]:
 
 
 class StrayEnd(Enum):
-    """What the end marker of reasoning means where no reasoning is open."""
+    """How the end marker of reasoning is read where no reasoning is open."""
 
     TEXT = "a part of the content, as any other text"
     DROPPED_AT_START = "dropped before all content, and part of it later"

@@ -9,6 +9,7 @@ from outrider.kernels.triton.hopper.few_rows import add_parts, gated
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.hopper.prefill import make_barriers
 from outrider.kernels.triton.launch import TritonKernel
+from outrider.kernels.triton.scaled_codes import NIBBLES_TO_BF16
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -100,26 +101,11 @@ def _halves(packed, LAYOUT: gl.constexpr):
     """(columns 0 to 63, columns 64 to 127) of 64 outputs in bfloat16, of the bytes [32, 128] that `arrange` made.
 
     Four bytes of a thread hold two neighbouring columns of two outputs: low bits of the first half, high bits of the
-    second one. 128 + code has the code in its lowest bits; 136 is subtracted, as codes are stored plus 8."""
+    second one."""
     packed = packed.reshape([2, 4, 4, 2, 4, 4, 2, 2]).permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64])
     packed = gl.convert_layout(packed, LAYOUT, assert_trivial=True)
     return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 r<2>, h<2>, middle;
-        mov.b32 middle, 0x43084308;
-        prmt.b32 r0, $4, 0, 0x4140;
-        prmt.b32 r1, $4, 0, 0x4342;
-        shr.b32 h0, r0, 4;
-        shr.b32 h1, r1, 4;
-        lop3.b32 $0, r0, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $1, r1, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $2, h0, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $3, h1, 0x000F000F, 0x43004300, 0xEA;
-        sub.rn.bf16x2 $0, $0, middle;
-        sub.rn.bf16x2 $1, $1, middle;
-        sub.rn.bf16x2 $2, $2, middle;
-        sub.rn.bf16x2 $3, $3, middle;
-        }""",
+        NIBBLES_TO_BF16,
         "=r,=r,=r,=r,r", [packed], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
 
