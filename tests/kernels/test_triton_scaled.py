@@ -85,7 +85,8 @@ def test_a_step_of_one_token_row_also_compiles_the_kernels_of_many(device: torch
     launched: set[str] = set()
     with collecting(lambda function, args, options: launched.add(function.fn.__name__)):
         scaled_linear(draw(1, 256).to(device, dtype), make(device, "fp8", 64, 256, 128), None, 128)
-    assert launched == {"_round_kernel", "_expand_kernel", "_scaled_kernel"}
+    products = launched - {"_round_kernel", "_expand_kernel"}
+    assert len(launched) == 3 and products < {"_scaled_kernel", "coded_rows_kernel"}  # the latter on Hopper
 
 
 @pytest.mark.parametrize("group", [200, 128])
