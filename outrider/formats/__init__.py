@@ -20,6 +20,7 @@ from outrider.formats.dense import DenseLinear
 from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
 from outrider.formats.experts import DenseExperts, ExpertsFormat
 from outrider.formats.gguf import TransposedHeads
+from outrider.formats.ranks import RankGroup
 from outrider.formats.registry import FormatChoice, register_format
 from outrider.formats.slots import HeadLayout, StoredWeight, TensorCut, WeightSlot, join_names
 from outrider.formats.summed import build_format
@@ -43,6 +44,7 @@ __all__ = [
     "NativeProduct",
     "OutputCut",
     "PackedPart",
+    "RankGroup",
     "RankSize",
     "Ranks",
     "StoredFormat",

@@ -18,6 +18,7 @@ from outrider.formats import (
     ExpertsFormat,
     FormatChoice,
     LinearFormat,
+    RankGroup,
     WeightFormat,
     WeightSlot,
     build_format,
@@ -46,6 +47,13 @@ class Module:
         module's name in the checkpoint."""
         for name, part in self.parts():
             part.declare_formats(choice, join_names(prefix, name))
+
+    def cut(self, group: RankGroup) -> None:
+        """Leave this rank its part of every weight that ranks share, before formats are declared and any weight is
+        allocated. A module that is not cut is held whole by each rank. Blocks with heads or inner features override
+        this and say how they are cut."""
+        for _, part in self.parts():
+            part.cut(group)
 
     def finalize(self) -> None:
         """Called after loading and before the first forward, to derive what depends on the weights; once more if a

@@ -1,0 +1,27 @@
+"""RankGroup: the ranks that hold one model together, as layers and formats see them.
+
+A rank holds its part of every cut weight. What ranks tell each other in a forward is a sum or a gather; both give the
+same bits on every rank. `runner/ranks.py` implements the group over processes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class RankGroup(Protocol):
+    """Every rank calls `sum` and `gather` in the same order with tensors of equal shapes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of the parts of all ranks, added in the order of ranks: the same bits on every rank."""
+
+    def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The parts of all ranks side by side along `dim`, in the order of ranks."""
