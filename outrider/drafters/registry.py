@@ -71,7 +71,7 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
 def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
     source = drafter_source(config, build)
     model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed,
-                       keep_quantized=build.keep_quantized)
+                       keep_quantized=build.keep_quantized, group=build.target.group)
     if model.max_positions < build.max_len:
         log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",
                     config.model, model.max_positions, build.max_len)

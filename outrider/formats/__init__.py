@@ -5,6 +5,7 @@ A format is one file. It is built empty from a layer's declaration, and only it 
 
 from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.declared import (
+    ALONE,
     ExpertsDeclaration,
     InputCut,
     LinearDeclaration,
@@ -15,18 +16,20 @@ from outrider.formats.declared import (
     RankSize,
     StoredFormat,
     StoredTensor,
+    VocabularyCut,
 )
 from outrider.formats.dense import DenseLinear
 from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
 from outrider.formats.experts import DenseExperts, ExpertsFormat
 from outrider.formats.gguf import TransposedHeads
-from outrider.formats.ranks import RankGroup
+from outrider.formats.ranks import RankGroup, UnsummedRanks
 from outrider.formats.registry import FormatChoice, register_format
 from outrider.formats.slots import HeadLayout, StoredWeight, TensorCut, WeightSlot, join_names
 from outrider.formats.summed import build_format
 from outrider.formats.weight_format import WeightFormat
 
 __all__ = [
+    "ALONE",
     "DenseExpansion",
     "DenseExperts",
     "DenseLinear",
@@ -52,6 +55,8 @@ __all__ = [
     "StoredWeight",
     "TensorCut",
     "TransposedHeads",
+    "UnsummedRanks",
+    "VocabularyCut",
     "WeightFormat",
     "WeightSlot",
     "activate",

@@ -13,6 +13,7 @@ from typing import NamedTuple, NewType
 
 import torch
 
+from outrider.formats.ranks import RankGroup, UnsummedRanks
 from outrider.formats.slots import Draw, HeadLayout, StoredWeight, TensorCut, WeightSlot, draw_dummy
 
 ModelSize = NewType("ModelSize", int)  # a size of the checkpoint's tensors
@@ -33,6 +34,10 @@ class Ranks:
 
     rank: int
     count: int
+
+    @classmethod
+    def from_group(cls, group: RankGroup) -> Ranks:
+        return cls(group.rank, group.count)
 
     def share(self, size: ModelSize, pieces: int | None = None) -> range:
         """This rank's part of `size` features in equal pieces, one for each rank. With fewer pieces than ranks,
@@ -79,11 +84,38 @@ class OutputCut:
 
 
 @dataclass(frozen=True)
+class VocabularyCut(OutputCut):
+    """Every rank holds the rows of some tokens in an embedding or a head. The last rank holds fewer if the vocabulary
+    does not divide. Embeddings are summed over ranks and logits are gathered: both are whole on every rank."""
+
+    group: RankGroup = field(kw_only=True)
+
+    @classmethod
+    def from_group(cls, group: RankGroup) -> VocabularyCut:
+        return cls(Ranks.from_group(group), group=group)
+
+    def width(self, size: ModelSize) -> int:
+        """Rows of every rank but the last."""
+        return -(-size // self.ranks.count)
+
+    def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
+        first = self.ranks.rank * self.width(size)
+        if first >= size:
+            raise ValueError(f"a vocabulary of {size} tokens is too small for {self.ranks.count} ranks: use fewer")
+        return (range(first, min(first + self.width(size), size)),)
+
+
+@dataclass(frozen=True)
 class InputCut:
     """Every rank holds some input features. The layer's product is the sum of the ranks' products."""
 
     ranks: Ranks
     reduce: Callable[[torch.Tensor], torch.Tensor]  # a rank's product -> the sum over all ranks
+    adds_bias: bool = True  # False on ranks whose product is summed later, with one of another rank that has the bias
+
+    @classmethod
+    def from_group(cls, group: RankGroup) -> InputCut:
+        return cls(Ranks.from_group(group), group.sum, not isinstance(group, UnsummedRanks) or group.rank == 0)
 
 
 class StoredTensor(NamedTuple):

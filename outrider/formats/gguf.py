@@ -52,6 +52,12 @@ class PackedSlot(WeightSlot):
     def shape(self) -> tuple[int, ...]:
         return self.stored_shape
 
+    def fill(self, generator: torch.Generator) -> None:
+        """Ranks draw different numbers of codes, so they draw from a generator of their own: what all ranks hold must
+        be equal on all."""
+        seed = int(torch.randint(2**31, (), generator=generator))
+        self.draw(self.target, torch.Generator(self.target.device).manual_seed(seed))
+
     def store(self, tensor: torch.Tensor) -> None:
         assert self.rows is not None and self.kind is not None
         store_rows(self.kind, self.own_part(tensor), self.rows)

@@ -6,6 +6,7 @@ same bits on every rank. `runner/ranks.py` implements the group over processes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,3 +26,18 @@ class RankGroup(Protocol):
 
     def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The parts of all ranks side by side along `dim`, in the order of ranks."""
+
+
+@dataclass(frozen=True)
+class UnsummedRanks:
+    """Ranks of layers whose results the caller adds to others before all are summed over ranks at once. Rank 0 alone
+    adds biases."""
+
+    rank: int
+    count: int
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        raise AssertionError("nothing is gathered before the sum")

@@ -124,6 +124,15 @@ class WeightSlot:
         part = tensor if self.cut is None else self.cut.part(tensor)
         return part if self.layout is None else self.layout.sort(part)
 
+    def fill(self, generator: torch.Generator) -> None:
+        """Fill the target with random content: this rank's part of what one rank alone would draw."""
+        if self.cut is None:
+            self.draw(self.target, generator)
+        else:
+            whole = torch.empty(self.cut.shape, dtype=self.target.dtype, device=self.target.device)
+            self.draw(whole, generator)
+            self.store(whole)
+
     def store(self, tensor: torch.Tensor) -> None:
         """Copy the checkpoint's tensor, or the rank's part of it."""
         self.target.copy_(self.own_part(tensor))

@@ -1,6 +1,7 @@
-"""Formats of layers whose input features are cut: the sum over ranks follows the product of this rank's part.
+"""Formats around those of one rank: what ranks tell each other before or after the product of this rank's part.
 
-The bias and whatever else is added come after the sum, once. Every rank holds the whole bias.
+Products of cut input features are summed; the bias comes after the sum, once, and every rank holds all of it. Rows of a
+cut vocabulary are summed when they are looked up, and logits are gathered.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from outrider.formats.base import LinearFormat
-from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredTensor
+from outrider.formats.base import EmbeddingFormat, LinearFormat
+from outrider.formats.declared import (
+    ExpertsDeclaration,
+    InputCut,
+    LinearDeclaration,
+    StoredTensor,
+    VocabularyCut,
+)
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
 
 
-class SummedLinear(LinearFormat):
-    """A format without bias, whose products are summed over ranks."""
+class AroundLinear(LinearFormat):
+    """A format that leaves weight and product to the format of this rank's part."""
 
-    def __init__(self, declared: LinearDeclaration, cut: InputCut, inner: LinearFormat) -> None:
+    def __init__(self, declared: LinearDeclaration, inner: LinearFormat) -> None:
         super().__init__(declared)
-        self._inner, self._reduce = inner, cut.reduce
+        self._inner = inner
 
     def tensors(self) -> Sequence[StoredTensor]:
         return self._inner.tensors()
@@ -49,6 +57,14 @@ class SummedLinear(LinearFormat):
     def use_int8_activations(self) -> float | None:
         return self._inner.use_int8_activations()
 
+
+class SummedLinear(AroundLinear):
+    """A format without bias, whose products are summed over ranks."""
+
+    def __init__(self, declared: LinearDeclaration, cut: InputCut, inner: LinearFormat) -> None:
+        super().__init__(declared, inner)
+        self._reduce, self._adds_bias = cut.reduce, cut.adds_bias
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self._reduce(self._inner.product(x)))
 
@@ -56,7 +72,44 @@ class SummedLinear(LinearFormat):
         return self._with_bias(self._reduce(self._inner.wide(x)))
 
     def _with_bias(self, total: torch.Tensor) -> torch.Tensor:
-        return total if self._bias is None else total + self._bias
+        return total + self._bias if self._bias is not None and self._adds_bias else total
+
+
+class SharedVocabulary(AroundLinear, EmbeddingFormat):
+    """The rows of some tokens, in an embedding or a head. Tokens of other ranks are looked up as zeros, to which the
+    sum over ranks adds their rows; logits of all ranks are gathered."""
+
+    def __init__(self, declared: LinearDeclaration, cut: VocabularyCut, inner: LinearFormat) -> None:
+        assert not declared.has_bias
+        super().__init__(declared, inner)
+        (segment,), (self._held,) = declared.segments, declared.segments[0].held
+        self._size, self._width, self._group = segment.size, cut.width(segment.size), cut.group
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._inner, EmbeddingFormat)
+        own = tokens - self._held.start
+        others = (own < 0) | (own >= len(self._held))
+        found = self._inner.look_up(own.clamp(0, len(self._held) - 1))
+        return self._group.sum(found.masked_fill(others.unsqueeze(-1), 0))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gathered(self._inner.product(x))
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gathered(self._inner.wide(x))
+
+    def dense(self) -> torch.Tensor:
+        """The table of all ranks."""
+        table = self._inner.dense()
+        assert table is not None
+        return self._gathered(table.t()).t().contiguous()
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """part [.., tokens of this rank] -> [.., vocabulary]."""
+        if self._width * self._group.count == self._size:
+            return self._group.gather(part)
+        whole = self._group.gather(F.pad(part, (0, self._width - part.shape[-1])))
+        return whole[..., : self._size].contiguous()
 
 
 class SummedExperts(ExpertsFormat):
@@ -84,13 +137,16 @@ class SummedExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
     ) -> torch.Tensor:
-        total = self._reduce(self._inner.mix(x, routed, activation))
-        return total if added is None else total + added
+        """added: this rank's part of what is added."""
+        return self._reduce(self._inner.mix(x, routed, activation, added))
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
-    """The format of a declaration, allocated; within a sum over ranks if the declaration's input features are cut."""
+    """The format of a declaration, allocated; within a sum over ranks if the declaration's input features are cut, and
+    within a sum or a gather if it is a vocabulary that is cut."""
     cut = declared.cut
+    if isinstance(cut, VocabularyCut):
+        return SharedVocabulary(declared, cut, make(declared))
     if not isinstance(cut, InputCut):
         return make(declared)
     if isinstance(declared, ExpertsDeclaration):

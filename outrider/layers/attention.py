@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import LinearFormat
-from outrider.layers.base import Module, TokenMixer
+from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
+from outrider.layers.base import CutSize, Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm
@@ -39,7 +39,23 @@ class SelfAttention(TokenMixer):
         self.qkv = FusedLinear(hidden_size, stored, bias=qkv_bias, dtype=dtype, device=device)
         self.out = Linear(q_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
         self.head_norm = head_norm
-        self.qk_size = q_size + kv_size
+
+    @property
+    def qk_size(self) -> int:
+        return (self.layer.num_heads + self.layer.num_kv_heads) * self.layer.head_dim
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(("num_attention_heads",), self.layer.num_heads),
+                CutSize(("num_key_value_heads", "num_global_key_value_heads"), self.layer.num_kv_heads, may_copy=True))
+
+    def cut(self, group: RankGroup) -> None:
+        """By heads: those of q, with gates if there are any, and those of k and v that they read."""
+        pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
+        self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces))
+        self.out.declare_cut(InputCut.from_group(group))
+        self.layer = self.layer.of_rank(group.count)
+        if self.head_norm is not None:
+            self.head_norm.set_heads(self.layer.num_heads, self.layer.num_kv_heads)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         norms = [] if self.head_norm is None else [("", self.head_norm)]

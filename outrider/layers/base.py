@@ -8,8 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -17,8 +18,11 @@ from outrider.cache.groups import LayerCache
 from outrider.formats import (
     ExpertsFormat,
     FormatChoice,
+    InputCut,
     LinearFormat,
+    OutputCut,
     RankGroup,
+    TensorCut,
     WeightFormat,
     WeightSlot,
     build_format,
@@ -29,6 +33,19 @@ from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
 
 Format = TypeVar("Format", bound=WeightFormat[Any])
+
+
+@dataclass(frozen=True)
+class CutSize:
+    """A size of a block that ranks share."""
+
+    keys: tuple[str, ...]  # under which configs have it
+    size: int
+    may_copy: bool = False  # with more ranks than `size`, several ranks may hold the same piece
+
+    def fits(self, num_ranks: int) -> bool:
+        return self.size % num_ranks == 0 or (self.may_copy and num_ranks % self.size == 0)
+
 
 class Module:
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -55,6 +72,10 @@ class Module:
         for _, part in self.parts():
             part.cut(group)
 
+    def cut_sizes(self) -> Sequence[CutSize]:
+        """The sizes of this module itself, without its parts, that `cut` divides by the number of ranks."""
+        return ()
+
     def finalize(self) -> None:
         """Called after loading and before the first forward, to derive what depends on the weights; once more if a
         blank model is loaded."""
@@ -66,14 +87,24 @@ class Module:
         every module; those that call operations with an exact variant choose the operation here."""
 
 
-class Parameter(Module):
-    """One tensor of the checkpoint that a layer uses by itself."""
+class HeldRows(NamedTuple):
+    """The rows of a checkpoint's tensor that this rank holds, of `size` rows."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    size: int
+    held: tuple[range, ...]
+
+
+class Parameter(Module):
+    """One tensor of the checkpoint that a layer uses by itself; the part of it that this rank holds, if `rows` says
+    which."""
+
+    def __init__(self, tensor: torch.Tensor, rows: HeldRows | None = None) -> None:
+        self.tensor, self.rows = tensor, rows
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        return {prefix: WeightSlot(self.tensor)}
+        rows = self.rows
+        cut = None if rows is None else TensorCut((rows.size, *self.tensor.shape[1:]), 0, rows.held)
+        return {prefix: WeightSlot(self.tensor, cut=cut)}
 
 
 class FormatModule(Module, Generic[Format]):
@@ -90,6 +121,11 @@ class FormatModule(Module, Generic[Format]):
     def format(self) -> Format:
         made: Format = build_format(self.declared, self._make)
         return made
+
+    def declare_cut(self, cut: OutputCut | InputCut) -> None:
+        """Leave this rank its part of the weight."""
+        assert "format" not in self.__dict__, "the weight is allocated already"
+        self.declared = replace(self.declared, cut=cut)
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
         assert "format" not in self.__dict__, "the weight is allocated already"
@@ -197,12 +233,24 @@ class LayeredModule(Module):
     layers: Sequence[DecoderLayer] = ()
     attention_layers: list[Any]  # the mixers' descriptions of layers: `AttentionLayer`, `LatentLayer`
     dtype: torch.dtype
+    group: RankGroup | None = None  # the ranks that hold it together; None if it is held by one process
     _shortened: tuple[Sequence[DecoderLayer], Sequence[DecoderLayer]] = (), ()  # layers, and the first of each kind
 
     @property
     def last_writer(self) -> int:
         """Index of the last layer that writes a cache."""
         return len(self.layers) - 1
+
+    def cut(self, group: RankGroup) -> None:
+        """Every rank keeps the caches of its own heads."""
+        check_ranks(self, group.count)
+        super().cut(group)
+        self.group = group
+        self.attention_layers = [layer.of_rank(group.count) for layer in self.attention_layers]
+
+    def config_name(self, size: CutSize) -> str:
+        """The name of a size in the module's config."""
+        return size.keys[0]
 
     def cache_layers(self) -> list[LayerCache]:
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
@@ -236,3 +284,16 @@ class LayeredModule(Module):
             short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
             kinds.add(kind)
         return short
+
+
+def check_ranks(module: LayeredModule, num_ranks: int) -> None:
+    """Refuse a number of ranks that cannot hold a model or a draft head together, by its first size that they cannot
+    share. Nothing needs to be allocated yet."""
+    sizes = [size for part in find_modules([module], Module) for size in part.cut_sizes()]
+    refused = next((size for size in sizes if not size.fits(num_ranks)), None)
+    if refused is None:
+        return
+    *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))
+    counts = f"{', '.join(map(str, others))} or {most} ranks" if others else f"{most} rank"
+    raise ValueError(f"{module.config_name(refused)} is {refused.size}, which {num_ranks} ranks cannot share: use "
+                     f"{counts}")

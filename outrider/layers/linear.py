@@ -7,6 +7,7 @@ some input features, which its declaration says (`cut`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -107,7 +108,16 @@ class TiedLinear(Linear):
     """A head with the weight of an embedding, which loads it: one format serves both."""
 
     def __init__(self, embedding: Embedding) -> None:
-        FormatModule.__init__(self, embedding.declared, lambda declared: embedding.format)
+        self.embedding = embedding
+        FormatModule.__init__(self, embedding.declared, DenseLinear)
+
+    @cached_property
+    def format(self) -> LinearFormat:
+        return self.embedding.format
+
+    def declare_cut(self, cut: OutputCut | InputCut) -> None:
+        """The embedding is cut before."""
+        self.declared = self.embedding.declared
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
         """The embedding declares the format."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import LinearFormat
-from outrider.layers.base import FeedForward, Module
+from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
+from outrider.layers.base import CutSize, FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 
+INNER_KEYS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names as in configs
 
 
@@ -33,6 +34,14 @@ class GatedMLP(FeedForward):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.gate_up), ("down_proj", self.down)
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(INNER_KEYS, self.down.declared.in_features),)
+
+    def cut(self, group: RankGroup) -> None:
+        """By inner features."""
+        self.gate_up.declare_cut(OutputCut(Ranks.from_group(group)))
+        self.down.declare_cut(InputCut.from_group(group))
 
     def readers(self) -> Sequence[LinearFormat]:
         return (self.gate_up.format,)

@@ -111,6 +111,10 @@ class HeadNorm(Module):
         self.ones = widened(torch.ones(head_dim, dtype=dtype, device=device))
         self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take the two scales separately
 
+    def set_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Serve the heads of one rank, before `finalize`."""
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("q_norm", self.q), ("k_norm", self.k)
 

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 
 from outrider.core.class_head import ClassHead
+from outrider.formats import RankGroup, VocabularyCut
 from outrider.kernels import ops
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
+    CutSize,
     Delta,
     Embedding,
     GatedMLP,
@@ -164,6 +166,17 @@ class Decoder(Model):
     def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
         sizes, scale = self.sizes, self.sizes.head_dim**-0.5
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window)
+
+    def cut(self, group: RankGroup) -> None:
+        super().cut(group)
+        cut = VocabularyCut.from_group(group)
+        self.embed_tokens.declare_cut(cut)
+        self.lm_head.declare_cut(cut)
+
+    def config_name(self, size: CutSize) -> str:
+        values = self.config.values
+        key = next((key for key in size.keys if values.get(key) == size.size), size.keys[0])
+        return f"{self.config.source}: {key}"
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         names = self.names

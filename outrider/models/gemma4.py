@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.cache.groups import LayerCache
+from outrider.formats import RankGroup, VocabularyCut
 from outrider.kernels import ops
 from outrider.kernels.moe import RouteRule
 from outrider.kernels.reference import widened
@@ -98,6 +99,10 @@ class PerLayerInputs(Module):
             ("per_layer_model_projection", self.projection),
             ("per_layer_projection_norm", self.norm),
         )
+
+    def cut(self, group: RankGroup) -> None:
+        """The table alone, by tokens."""
+        self.table.declare_cut(VocabularyCut.from_group(group))
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, layers, size]"""
@@ -302,8 +307,8 @@ class Gemma4(Decoder):
         return found is not None and int(found[1]) < self.num_layers and self.shapes[int(found[1])].reads is not None
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(shape.attention.index, shape.attention.cache_spec(self.dtype.itemsize), shape.reads)
-                for shape in self.shapes]
+        return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize), shape.reads)
+                for layer, shape in zip(self.attention_layers, self.shapes, strict=True)]
 
     @property
     def last_writer(self) -> int:

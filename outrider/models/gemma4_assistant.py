@@ -123,8 +123,8 @@ class Gemma4Assistant(DraftHead):
         return self.target.without_suppressed(logits)  # the target never picks suppressed tokens
 
     def cache_layers(self) -> list[LayerCache]:
-        return [LayerCache(s.attention.index, s.attention.cache_spec(self.dtype.itemsize), s.reads)
-                for s in self.shapes]
+        return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize), shape.reads)
+                for layer, shape in zip(self.attention_layers, self.shapes, strict=True)]
 
 
 def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,

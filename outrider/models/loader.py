@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from outrider.formats import FormatChoice, StoredFormat, StoredWeight, WeightSlot
+from outrider.formats import FormatChoice, RankGroup, StoredFormat, StoredWeight, WeightSlot
 from outrider.formats.scaled import ScaledWeight
 from outrider.models.base import Model
 from outrider.models.registry import build_model
@@ -30,10 +30,13 @@ Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
-               seed: int = 0, max_len: int | None = None, keep_quantized: bool = False) -> Model:
+               seed: int = 0, max_len: int | None = None, keep_quantized: bool = False,
+               group: RankGroup | None = None) -> Model:
     """The model of a source, ready to run. `max_len`: positions it must serve, the config's own by default.
-    `keep_quantized`: weights stay in the format of their files where they can."""
+    `keep_quantized`: weights stay in the format of their files where they can. `group`: ranks that hold it together."""
     model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=str(source.config_file))
+    if group is not None:
+        model.cut(group)
     if keep_quantized:
         declare_formats(model, source.stored_format)
     fill_model(model, source, load_format=load_format, seed=seed)
@@ -182,10 +185,10 @@ def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, We
 
 def load_dummy(model: Model, seed: int) -> None:
     """Fill every tensor from U(-1e-3, 1e-3), or with random bits of its format, and finalize. The same seed and device
-    give the same weights."""
+    give the same weights, and each of several ranks its part of them."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for slot in model.weights().values():
-        slot.draw(slot.target, generator)
+        slot.fill(generator)
     model.finalize()
     report_weights(model.weights(), {})
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from outrider.formats import LinearFormat
+from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
 from outrider.kernels import moe
 from outrider.layers import (
+    INNER_KEYS,
     Angles,
+    CutSize,
     DecoderLayer,
     Experts,
     FeedForward,
@@ -75,6 +77,14 @@ class PlainMLP(FeedForward):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("up_proj", self.up), ("down_proj", self.down)
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(INNER_KEYS, self.down.declared.in_features),)
+
+    def cut(self, group: RankGroup) -> None:
+        """By inner features."""
+        self.up.declare_cut(OutputCut(Ranks.from_group(group)))
+        self.down.declare_cut(InputCut.from_group(group))
 
     def readers(self) -> Sequence[LinearFormat]:
         return (self.up.format,)

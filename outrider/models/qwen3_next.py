@@ -46,16 +46,16 @@ class GatedAttention(SelfAttention):
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         norm = HeadNorm(*heads, eps, dtype=dtype, device=device, offset=True)
         super().__init__(layer, hidden_size, qkv_bias=bias, out_bias=bias, head_norm=norm, dtype=dtype, device=device)
-        self.gate_size = layer.num_heads * layer.head_dim
-        stored = self.qkv.stored | {"q_proj": 2 * self.gate_size}
+        stored = self.qkv.stored | {"q_proj": 2 * layer.num_heads * layer.head_dim}
         layout = HeadLayout(layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True)
         self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
         paged: PagedLayer = context.attend.mixer(self.layer.index)
-        out = self.mix_unfused(qkv[:, self.gate_size :], angles, paged)
-        return ops.sigmoid_scale(out, qkv[:, : self.gate_size])
+        gate_size = self.layer.num_heads * self.layer.head_dim
+        out = self.mix_unfused(qkv[:, gate_size:], angles, paged)
+        return ops.sigmoid_scale(out, qkv[:, :gate_size])
 
 
 class Qwen3Next(HybridDecoder):

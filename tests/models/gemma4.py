@@ -43,10 +43,13 @@ def spread(model: Any, seed: str) -> None:
     for name, value in sorted(model.state_dict().items()):
         if not value.is_floating_point():
             continue
-        mean = 0.0
-        if "norm" in name or name.endswith(("scale", "scalar")):
-            mean = 6.0 if "layernorm" in name and "post_" in name else 1.0
-        value.normal_(mean, 0.2, generator=generator)
+        value.normal_(mean_of(name), 0.2, generator=generator)
+
+
+def mean_of(name: str) -> float:
+    if "norm" in name or name.endswith(("scale", "scalar")):
+        return 6.0 if "layernorm" in name and "post_" in name else 1.0
+    return 0.0
 
 
 def text_config(values: dict[str, Any], unified: bool) -> Any:

@@ -24,7 +24,7 @@ LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(1, dtype=torch.int64))
 
 VOCAB = 256
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -192,16 +192,16 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
-_ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
+ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 _TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 
 
 def hf_config(family: str, **changes: Any) -> Any:
     import transformers
 
-    name, values = _ALL[family]
+    name, values = ALL[family]
     config_class = getattr(transformers, f"{name}TextConfig" if name in _TEXT_CONFIGS else f"{name}Config")
-    return config_class(**_BASE | values | changes)
+    return config_class(**BASE | values | changes)
 
 
 def make_folder(family: str, path: Path, **changes: Any) -> Path:
@@ -209,9 +209,9 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     import transformers
 
     torch.manual_seed(zlib.crc32(family.encode()))
-    model = getattr(transformers, f"{_ALL[family][0]}ForCausalLM")(hf_config(family, **changes))
+    model = getattr(transformers, f"{ALL[family][0]}ForCausalLM")(hf_config(family, **changes))
     for name, parameter in model.named_parameters():
-        mean = _mean(name, _ALL[family][0])
+        mean = mean_of(name, ALL[family][0])
         torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -220,7 +220,7 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     return Path(path)
 
 
-def _mean(name: str, architecture: str) -> float:
+def mean_of(name: str, architecture: str) -> float:
     """Of a parameter's values. In Gemma layers must outweigh the scaled embedding, or every token predicts itself."""
     if name.endswith("A_log"):
         return -2.0  # a short memory is often almost empty, and the norm after it magnifies rounding

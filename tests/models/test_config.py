@@ -20,7 +20,7 @@ from outrider.models.registry import _ARCHITECTURES, build_model, register
 from outrider.models.sources.folder import eos_token_ids, read_config
 from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.engine.harness import CONFIGS
-from tests.models.oracle import _ALL, hf_config
+from tests.models.oracle import ALL, hf_config
 
 BENCH = Path(__file__).parents[2] / "bench/configs"
 
@@ -203,7 +203,7 @@ def test_no_value_of_a_config_is_a_raw_error(family: str) -> None:
     elif family in LATENT:
         config = LATENT[family] | {"mlp_layer_types": None}
     else:
-        config = hf_config(family).to_dict() | {"architectures": [f"{_ALL[family][0]}ForCausalLM"]}
+        config = hf_config(family).to_dict() | {"architectures": [f"{ALL[family][0]}ForCausalLM"]}
     build(config)
     for path in paths_of(config):
         for value in ("x", -1, 0, 10**30, float("nan"), [], {}, True, [[]] * 4):

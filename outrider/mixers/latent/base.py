@@ -7,7 +7,7 @@ requests with any number of token rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,10 @@ class LatentLayer:
     rope_dim: int
     scale: float
     attends_to: AttendsTo
+
+    def of_rank(self, num_ranks: int) -> LatentLayer:
+        """The layer of one of several ranks, which share the heads. Each rank keeps whole latents."""
+        return replace(self, num_heads=self.num_heads // num_ranks)
 
     def cache_spec(self, itemsize: int) -> LatentSpec:
         if isinstance(self.attends_to, IndexedPositions):

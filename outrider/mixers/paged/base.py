@@ -40,6 +40,11 @@ class AttentionLayer:
     def has_mask(self) -> bool:
         return self.mask != CAUSAL
 
+    def of_rank(self, num_ranks: int) -> AttentionLayer:
+        """The layer of one of several ranks, which share the heads. With fewer kv heads than ranks, each rank has one,
+        the same as its neighbours."""
+        return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=max(1, self.num_kv_heads // num_ranks))
+
     def cache_spec(self, itemsize: int) -> FullSpec:
         """The layer's claim on the cache in a model whose numbers have `itemsize` bytes. The engine lets the spec
         store keys and values as another type (`LayerCache.stored_as`)."""
