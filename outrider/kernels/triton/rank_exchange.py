@@ -1,0 +1,151 @@
+"""Sums and gathers over ranks on GPUs: every rank writes its part into memory that the others read, in one launch.
+
+Each rank has a buffer that all ranks have mapped: a flag for every program of every rank, and two places for a chunk of
+every program. A program copies a chunk of its rank's part into its place, raises its flag in the buffers of all other
+ranks, waits for theirs, reads the chunks of all ranks in their order and writes the result. Programs of different
+numbers never wait for each other. A program uses its two places in turn: when it comes back to the first, the others
+have raised a flag since they read it, so that nothing else must be waited for.
+
+The count of a program's exchanges is kept on the device, so that launches can be captured. A wait ends after a time by
+the device's clock: the rank that was waited for is written into `late`, which the host reads, and the results from then
+on are undefined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import triton
+import triton.language as tl
+from outrider.kernels.triton.common import (
+    FLOATS,
+    cdiv,
+    pdl_options,
+    release_dependents,
+    require,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
+from outrider.kernels.triton.launch import kernel
+from triton.language.extra import cuda
+
+MAX_RANKS = 16
+PROGRAMS = 32  # at most; fewer than a GPU has processors, even where two ranks share it for a test
+CHUNK_BYTES = 16384  # of a program in one round
+FLAG_BYTES = 4 * MAX_RANKS * PROGRAMS
+BUFFER_BYTES = FLAG_BYTES + 2 * PROGRAMS * CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank needs to exchange parts with the others."""
+
+    rank: int
+    count: int
+    addresses: torch.Tensor  # [count] int64, of the buffers of all ranks as this rank has mapped them
+    counts: torch.Tensor  # [PROGRAMS] int32, rounds that each program has had
+    late: torch.Tensor  # [1] int32 in pinned memory of the host: 1 + the rank that was waited for in vain
+    max_wait_ns: int  # 0 to wait without end
+
+
+@triton.jit
+def _places_of(address, part, FLAG_BYTES: tl.constexpr):
+    """A pointer to a rank's chunks, of which the compiler knows that it is aligned."""
+    return tl.multiple_of((tl.load(address) + FLAG_BYTES).to(part.dtype), 256)
+
+
+@triton.jit
+def _wait(flag, number, late, peer, max_wait_ns, HAS_CLOCK: tl.constexpr):
+    """Until the flag has counted to a number. Counts may overflow, their differences do not. `late` lies in the host's
+    memory, which is far: the first millisecond is spent on the flag alone."""
+    start = cuda.globaltimer() if HAS_CLOCK else 0
+    missing = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0
+    while missing:
+        missing = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0
+        if HAS_CLOCK:
+            waited = cuda.globaltimer() - start
+            if missing & (waited > 1000000):
+                missing = tl.load(late, volatile=True) == 0
+                if missing & (waited > max_wait_ns):
+                    tl.store(late, peer + 1)
+
+
+@kernel
+def _exchange_kernel(
+    part, out, addresses, counts, late, numel, width, num_rounds, max_wait_ns,
+    RANK: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, FLAG_BYTES: tl.constexpr,
+    GATHERS: tl.constexpr, HAS_CLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    program = tl.program_id(0)
+    number = tl.load(counts + program)
+    lane = tl.arange(0, CHUNK)
+    for turn in range(num_rounds):
+        number += 1
+        place = ((number & 1) * PROGRAMS + program) * CHUNK
+        index = (turn * tl.num_programs(0) + program).to(tl.int64) * CHUNK + lane
+        inside = index < numel
+        own = _places_of(addresses + RANK, part, FLAG_BYTES)
+        tl.store(own + place + lane, tl.load(part + index, mask=inside, other=0.0))
+        tl.debug_barrier()  # the flags say that all threads of the program have written
+        for step in tl.static_range(1, COUNT):
+            theirs = tl.load(addresses + (RANK + step) % COUNT).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(theirs + RANK * PROGRAMS + program, number, sem="release", scope="sys")
+        flags = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + program
+        for step in tl.static_range(1, COUNT):
+            peer = (RANK + step) % COUNT
+            _wait(flags + peer * PROGRAMS, number, late, peer, max_wait_ns, HAS_CLOCK)
+        tl.debug_barrier()
+        total = tl.zeros((CHUNK,), tl.float32)
+        for peer in tl.static_range(COUNT):
+            theirs = _places_of(addresses + peer, part, FLAG_BYTES)
+            value = tl.load(theirs + place + lane, volatile=True)
+            if GATHERS:
+                at = (index // width * COUNT + peer) * width + index % width
+                tl.store(out + at, value, mask=inside)
+            else:
+                total += value.to(tl.float32)
+        if not GATHERS:
+            tl.store(out + index, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(counts + program, number)
+
+
+def sum_over_ranks(part: torch.Tensor, exchange: Exchange, *, pdl: bool | None = None) -> torch.Tensor:
+    """The sum of all ranks' parts, added in float32 in the order of ranks and rounded once."""
+    require(part.is_contiguous(), "sum_over_ranks", "part", "is not packed")
+    out = torch.empty_like(part)
+    _launch("sum_over_ranks", part, out, exchange, width=1, gathers=False, pdl=pdl)
+    return out
+
+
+def gather_over_ranks(part: torch.Tensor, exchange: Exchange, *, pdl: bool | None = None) -> torch.Tensor:
+    """part [.., width] of every rank -> [.., count * width], in the order of ranks."""
+    require(part.is_contiguous() and part.ndim > 0, "gather_over_ranks", "part", "is not packed")
+    out = part.new_empty(*part.shape[:-1], exchange.count * part.shape[-1])
+    _launch("gather_over_ranks", part, out, exchange, width=part.shape[-1], gathers=True, pdl=pdl)
+    return out
+
+
+def _launch(name: str, part: torch.Tensor, out: torch.Tensor, exchange: Exchange, *, width: int, gathers: bool,
+            pdl: bool | None) -> None:
+    pdl = uses_pdl(part.device) if pdl is None else pdl
+    require_tensor(name, "part", part, (None,) * part.ndim, part.device, FLOATS)
+    require_tensor(name, "addresses", exchange.addresses, (exchange.count,), part.device, (torch.int64,))
+    require_tensor(name, "counts", exchange.counts, (PROGRAMS,), part.device, (torch.int32,))
+    ok = 0 <= exchange.rank < exchange.count <= MAX_RANKS
+    require(ok, name, "exchange", f"has {exchange.count} ranks, expected at most {MAX_RANKS}")
+    if part.numel() == 0:
+        return
+    chunk = CHUNK_BYTES // part.element_size()
+    num_chunks = cdiv(part.numel(), chunk)
+    programs = min(PROGRAMS, num_chunks)
+    _exchange_kernel[(programs,)](
+        part, out, exchange.addresses, exchange.counts, exchange.late, part.numel(), width, cdiv(num_chunks, programs),
+        exchange.max_wait_ns, RANK=exchange.rank, COUNT=exchange.count, CHUNK=chunk, PROGRAMS=PROGRAMS,
+        FLAG_BYTES=FLAG_BYTES, GATHERS=gathers, HAS_CLOCK=exchange.max_wait_ns > 0, PDL=pdl, num_warps=16,
+        **pdl_options(pdl),
+    )

@@ -1,0 +1,63 @@
+"""DeviceRanks: ranks whose GPUs can read each other's memory. A sum or a gather is one launch, which can be captured.
+
+A GPU's memory is made known to the processes of other ranks by CUDA's IPC handles; what is done with it says
+kernels/triton/rank_exchange.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+
+from outrider.kernels.triton.rank_exchange import (
+    BUFFER_BYTES,
+    PROGRAMS,
+    Exchange,
+    gather_over_ranks,
+    sum_over_ranks,
+)
+
+Rebuild = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+
+
+class DeviceRanks:
+    """A `RankGroup` over processes whose GPUs reach each other, or that share one."""
+
+    def __init__(self, device: torch.device, max_wait_s: float, group: dist.ProcessGroup | None = None) -> None:
+        """group: processes that exchange Python objects (gloo), the default group of the process if None."""
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        own = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # it is zero before anyone writes into it
+        handles: list[Rebuild | None] = [None] * self.count
+        dist.all_gather_object(handles, reduce_tensor(own), group=group)
+        self._buffers = [own if rank == self.rank else _mapped(handle) for rank, handle in enumerate(handles)]
+        addresses = torch.tensor([buffer.data_ptr() for buffer in self._buffers], device=device)
+        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._exchange = Exchange(self.rank, self.count, addresses, counts, self._late, int(max_wait_s * 1e9))
+        dist.barrier(group)  # all have mapped all before the first exchange
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(part.contiguous(), self._exchange)
+
+    def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        if dim % part.ndim == part.ndim - 1:
+            return gather_over_ranks(part.contiguous(), self._exchange)
+        moved = part.movedim(dim, -1)
+        return gather_over_ranks(moved.contiguous(), self._exchange).movedim(-1, dim)
+
+    @property
+    def late_rank(self) -> int | None:
+        """The rank that did not come to an exchange in time. What steps computed since is undefined."""
+        number = int(self._late[0])
+        return number - 1 if number else None
+
+
+def _mapped(handle: Rebuild | None) -> torch.Tensor:
+    assert handle is not None
+    rebuild, args = handle
+    return rebuild(*args)
