@@ -11,10 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.formats import DenseExpansion, ExpansionDeclaration, ExpansionFormat, LinearFormat, ModelSize
+from outrider.formats import (
+    DenseExpansion,
+    ExpansionDeclaration,
+    ExpansionFormat,
+    InputCut,
+    LinearFormat,
+    ModelSize,
+    OutputCut,
+    RankGroup,
+    Ranks,
+)
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
+from outrider.layers.base import CutSize, FormatModule, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
@@ -131,6 +141,18 @@ class LatentAttention(TokenMixer):
         key_norm = [] if self.key_norm is None else [("indexer.k_norm", self.key_norm)]
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
                 ("kv_b_proj", self.expansion), *key_norm, ("o_proj", self.out)]
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(("num_attention_heads",), self.layer.num_heads),)
+
+    def cut(self, group: RankGroup) -> None:
+        """By heads. Compressed vectors, their norms and the indexer are whole on every rank: all ranks keep the same
+        latents and must choose the same positions."""
+        ranks = Ranks.from_group(group)
+        self.queries.declare_cut(OutputCut(ranks, {"indexer.wq_b": 1}))
+        self.expansion.declare_cut(OutputCut(ranks))
+        self.out.declare_cut(InputCut.from_group(group))
+        self.layer = self.layer.of_rank(group.count)
 
     def readers(self) -> Sequence[LinearFormat]:
         first = self.compress.products if self.q_norm is not None else [*self.compress.products, self.queries]

@@ -9,9 +9,19 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import DenseExperts, ExpertsDeclaration, ExpertsFormat, InputCut, LinearFormat, ModelSize
+from outrider.formats import (
+    ALONE,
+    DenseExperts,
+    ExpertsDeclaration,
+    ExpertsFormat,
+    InputCut,
+    LinearFormat,
+    ModelSize,
+    RankGroup,
+    UnsummedRanks,
+)
 from outrider.kernels import moe, ops
-from outrider.layers.base import FeedForward, FormatModule, Module
+from outrider.layers.base import CutSize, FeedForward, FormatModule, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
@@ -43,6 +53,13 @@ class Experts(FormatModule[ExpertsFormat]):
         self.activation = activation
         sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
         super().__init__(ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut), DenseExperts)
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(("moe_intermediate_size",), self.declared.expert_size),)
+
+    def cut(self, group: RankGroup) -> None:
+        """Every rank holds a part of every expert's inner features."""
+        self.declare_cut(InputCut.from_group(group))
 
     @property
     def is_gated(self) -> bool:
@@ -77,6 +94,7 @@ class MoE(FeedForward):
         self.shared_name = shared_name
         self.shared_gate = shared_gate
         self.latent = latent
+        self._group: RankGroup | None = None  # the ranks over which the whole result is summed
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         parts: list[tuple[str, Module]] = [("gate", self.router), ("experts", self.experts)]
@@ -88,6 +106,17 @@ class MoE(FeedForward):
             parts += zip(("fc1_latent_proj", "fc2_latent_proj"), self.latent, strict=True)
         return parts
 
+    def cut(self, group: RankGroup) -> None:
+        """Experts and the shared expert by inner features. What they add is summed over ranks at once: the projection
+        behind experts, which every rank holds whole, is applied to each rank's part of its input."""
+        unsummed = UnsummedRanks(group.rank, group.count)
+        self._group = group
+        self.experts.cut(unsummed)
+        if self.shared is not None:
+            self.shared.cut(unsummed)
+        if self.latent is not None:
+            self.latent[1].declare_cut(InputCut(ALONE, unsummed.sum, adds_bias=group.rank == 0))
+
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
         """Beside the router, whose product reads numbers."""
         shared = () if self.shared is None else self.shared.readers()
@@ -95,6 +124,11 @@ class MoE(FeedForward):
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""
+        mixed = self._mix(x, context)
+        return mixed if self._group is None else self._group.sum(mixed)
+
+    def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """This rank's part of the result."""
         routed = self.router(x, context)
         joint = self._with_shared(x, routed) if context.adapters is None else None
         if joint is not None:
