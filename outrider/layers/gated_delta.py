@@ -7,16 +7,16 @@ the weight slots undo.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.formats import HeadLayout
+from outrider.formats import HeadLayout, InputCut, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import delta_scan, delta_step
-from outrider.layers.base import Module, TokenMixer
+from outrider.layers.base import CutSize, Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
@@ -40,21 +40,38 @@ class GatedDeltaShape:
     def value_size(self) -> int:
         return self.num_value_heads * self.value_dim
 
+    def spec(self, itemsize: int) -> RecurrentSpec:
+        return RecurrentSpec(
+            conv_dim=2 * self.key_size + self.value_size,
+            conv_width=self.conv_width,
+            state_shape=(self.num_value_heads, self.value_dim, self.key_dim),
+            gate_sizes=(self.num_value_heads, self.num_value_heads),
+            out_dim=self.value_size,
+            itemsize=itemsize,
+        )
+
+    def segments(self) -> list[PackedPart]:
+        """The segments of the convolution, q | k | v, each of which ranks share."""
+        return [PackedPart(self.key_size), PackedPart(self.key_size), PackedPart(self.value_size)]
+
+    def of_rank(self, num_ranks: int) -> GatedDeltaShape:
+        """The shape of one of several ranks, which share the heads."""
+        return replace(self, num_key_heads=self.num_key_heads // num_ranks,
+                       num_value_heads=self.num_value_heads // num_ranks)
+
 
 class GatedDeltaMixer(ConvMixer):
     """Inputs of the convolution are q | k | v; the gates are a (of the decay) and b (of the correction)."""
 
     def __init__(self, shape: GatedDeltaShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        spec = RecurrentSpec(
-            conv_dim=2 * shape.key_size + shape.value_size,
-            conv_width=shape.conv_width,
-            state_shape=(shape.num_value_heads, shape.value_dim, shape.key_dim),
-            gate_sizes=(shape.num_value_heads, shape.num_value_heads),
-            out_dim=shape.value_size,
-            itemsize=dtype.itemsize,
-        )
-        super().__init__(spec, conv_bias=False, dtype=dtype, device=device)
+        super().__init__(shape.spec(dtype.itemsize), conv_bias=False, dtype=dtype, device=device)
         self.shape = shape
+
+    def keep_rank(self, ranks: Ranks) -> None:
+        """Leave this rank its key heads with their value heads."""
+        segments = self.shape.segments()
+        self.shape = self.shape.of_rank(ranks.count)
+        self.keep_part(self.shape.spec(self.spec.itemsize), segments, ranks)
 
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
         shape = self.shape
@@ -82,7 +99,6 @@ class GatedDelta(TokenMixer):
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
-        self.sizes = (self.mixer.spec.conv_dim, value_size, heads, heads)
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         stored, layouts = dict(zip(names, self.sizes, strict=True)), {}
         if is_interleaved:
@@ -94,6 +110,23 @@ class GatedDelta(TokenMixer):
         self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device, layouts=layouts)
         self.norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gate_first=False, dtype=dtype, device=device)
         self.out = Linear(value_size, hidden_size, bias=False, dtype=dtype, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Output features of the first projection: inputs of the convolution, z, b and a."""
+        shape = self.mixer.shape
+        return self.mixer.spec.conv_dim, shape.value_size, shape.num_value_heads, shape.num_value_heads
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
+
+    def cut(self, group: RankGroup) -> None:
+        """By key heads with their value heads, every segment of the first projection and of the convolution by
+        itself. The norm has one weight for all heads, which every rank holds."""
+        ranks = Ranks.from_group(group)
+        self.enter.declare_cut(OutputCut(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))
+        self.out.declare_cut(InputCut.from_group(group))
+        self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)

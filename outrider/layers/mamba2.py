@@ -6,16 +6,16 @@ Knows the tensors' names below its prefix; which layers of a model are of this k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.formats import LinearFormat
+from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
-from outrider.layers.base import Module, Parameter, TokenMixer
+from outrider.layers.base import CutSize, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
@@ -44,25 +44,47 @@ class Mamba2Shape:
         """Width of B, and of C, over all groups."""
         return self.num_groups * self.state_size
 
+    def spec(self, itemsize: int) -> RecurrentSpec:
+        return RecurrentSpec(
+            conv_dim=self.inner_size + 2 * self.group_width,
+            conv_width=self.conv_width,
+            state_shape=(self.num_heads, self.head_dim, self.state_size),
+            gate_sizes=(self.num_heads,),
+            out_dim=self.inner_size,
+            itemsize=itemsize,
+        )
+
+    def segments(self, num_ranks: int) -> list[PackedPart]:
+        """The segments of the convolution, x | B | C, as ranks share them. With fewer groups than ranks, neighbouring
+        ranks hold the same group."""
+        groups = PackedPart(self.group_width, min(self.num_groups, num_ranks))
+        return [PackedPart(self.inner_size), groups, groups]
+
+    def of_rank(self, num_ranks: int) -> Mamba2Shape:
+        """The shape of one of several ranks, which share the heads."""
+        return replace(self, num_heads=self.num_heads // num_ranks, num_groups=max(1, self.num_groups // num_ranks),
+                       norm_groups=max(1, self.norm_groups // num_ranks))
+
 
 class Mamba2Mixer(ConvMixer):
     """Inputs of the convolution are x | B | C; the gate is dt."""
 
     def __init__(self, shape: Mamba2Shape, *, dtype: torch.dtype, device: torch.device) -> None:
-        spec = RecurrentSpec(
-            conv_dim=shape.inner_size + 2 * shape.group_width,
-            conv_width=shape.conv_width,
-            state_shape=(shape.num_heads, shape.head_dim, shape.state_size),
-            gate_sizes=(shape.num_heads,),
-            out_dim=shape.inner_size,
-            itemsize=dtype.itemsize,
-        )
-        super().__init__(spec, conv_bias=shape.conv_bias, dtype=dtype, device=device)
+        super().__init__(shape.spec(dtype.itemsize), conv_bias=shape.conv_bias, dtype=dtype, device=device)
         self.shape = shape
-        self.skip = torch.empty(self.dt_bias.shape, dtype=self.dt_bias.dtype, device=device)
+
+    def _allocate(self, spec: RecurrentSpec) -> None:
+        super()._allocate(spec)
+        self.skip = torch.empty(self.dt_bias.shape, dtype=self.dt_bias.dtype, device=self.device)
+
+    def keep_rank(self, ranks: Ranks) -> None:
+        """Leave this rank its heads, and the groups that they read."""
+        segments = self.shape.segments(ranks.count)
+        self.shape = self.shape.of_rank(ranks.count)
+        self.keep_part(self.shape.spec(self.spec.itemsize), segments, ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        return [*super().parts(), ("D", Parameter(self.skip))]
+        return [*super().parts(), ("D", Parameter(self.skip, self.head_rows))]
 
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
         shape = self.shape
@@ -90,10 +112,29 @@ class Mamba2(TokenMixer):
         self.index = index
         self.mixer = Mamba2Mixer(shape, dtype=dtype, device=device)
         inner = shape.inner_size
-        self.sizes = (inner, self.mixer.spec.conv_dim, shape.num_heads)
         self.enter = Linear(hidden_size, sum(self.sizes), bias=shape.proj_bias, dtype=dtype, device=device)
         self.norm = GatedNorm(inner, inner // shape.norm_groups, eps, gate_first=True, dtype=dtype, device=device)
         self.out = Linear(inner, hidden_size, bias=shape.proj_bias, dtype=dtype, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Output features of the first projection: gate, inputs of the convolution, time steps."""
+        shape = self.mixer.shape
+        return shape.inner_size, self.mixer.spec.conv_dim, shape.num_heads
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        shape = self.mixer.shape
+        return (CutSize(("mamba_num_heads", "mamba_n_heads"), shape.num_heads),
+                CutSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
+
+    def cut(self, group: RankGroup) -> None:
+        """By heads, every segment of the first projection and of the convolution by itself."""
+        ranks, shape = Ranks.from_group(group), self.mixer.shape
+        segments = [PackedPart(shape.inner_size), *shape.segments(group.count), PackedPart(shape.num_heads)]
+        self.enter.declare_cut(OutputCut(ranks, packed={"": segments}))
+        self.out.declare_cut(InputCut.from_group(group))
+        self.norm.cut_axis(group)
+        self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("in_proj", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)

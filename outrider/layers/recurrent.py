@@ -9,12 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.formats import ModelSize, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
-from outrider.layers.base import Module, Parameter
+from outrider.kernels.reference import widened
+from outrider.layers.base import HeldRows, Module, Parameter
 from outrider.mixers import Gates, MixerParams, RecurrentState, ScanOutput, StepOutput
 
 PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
@@ -25,18 +28,33 @@ class ConvMixer(Module, ABC):
     head's state decays with time steps, whose gates have a bias."""
 
     def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec = spec
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.has_conv_bias, self.device = conv_bias, device
+        self.conv_rows: HeldRows | None = None  # the features and the heads of this rank; None if it holds all
+        self.head_rows: HeldRows | None = None
+        self._allocate(spec)
+
+    def _allocate(self, spec: RecurrentSpec) -> None:
+        self.spec, device = spec, self.device
         self.conv_weight = torch.empty(spec.conv_width, spec.conv_dim, dtype=self.wide, device=device)
-        self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if conv_bias else None
+        self.conv_bias = torch.empty(spec.conv_dim, dtype=self.wide, device=device) if self.has_conv_bias else None
         # [heads] each. `empty_like` would import a second or more of torch's Python code on the meta device.
         self.log_decay, self.dt_bias, self.decay = (
             torch.empty(spec.state_shape[0], dtype=self.wide, device=device) for _ in range(3))
 
+    def keep_part(self, spec: RecurrentSpec, segments: Sequence[PackedPart], ranks: Ranks) -> None:
+        """Leave this rank its part of each of the convolution's segments, and its heads. spec: the rank's own."""
+        whole, cut = self.spec, OutputCut(ranks, packed={"": segments})
+        num_heads = whole.state_shape[0]
+        self.conv_rows = HeldRows(whole.conv_dim, cut.held("", ModelSize(whole.conv_dim)))
+        self.head_rows = HeldRows(num_heads, (ranks.share(ModelSize(num_heads)),))
+        self._allocate(spec)
+
     def parts(self) -> Sequence[tuple[str, Module]]:
-        bias = [] if self.conv_bias is None else [("conv1d.bias", Parameter(self.conv_bias))]
-        return [("conv1d.weight", Parameter(self.conv_weight.t().unsqueeze(1))), *bias,
-                ("A_log", Parameter(self.log_decay)), ("dt_bias", Parameter(self.dt_bias))]  # fmt: skip
+        bias = [] if self.conv_bias is None else [("conv1d.bias", Parameter(self.conv_bias, self.conv_rows))]
+        return [("conv1d.weight", Parameter(self.conv_weight.t().unsqueeze(1), self.conv_rows)), *bias,
+                ("A_log", Parameter(self.log_decay, self.head_rows)),
+                ("dt_bias", Parameter(self.dt_bias, self.head_rows))]
 
     def finalize(self) -> None:
         self.decay = -self.log_decay.exp()
@@ -108,14 +126,54 @@ class GatedNorm(Module):
                  device: torch.device) -> None:
         self.group_size, self.eps, self.gate_first = group_size, eps, gate_first
         self.weight = torch.empty(weight_size, dtype=dtype, device=device)
+        self.rows: HeldRows | None = None  # the part of the weight that this rank holds; None if it holds all
+        self._shared: SharedSquares | None = None
         self._norm = ops.gated_norm
 
+    def cut_axis(self, group: RankGroup) -> None:
+        """Leave this rank its part of the axis: whole groups, or a part of one that neighbouring ranks share."""
+        size = self.weight.shape[0]
+        share, num_groups = Ranks.from_group(group).share(ModelSize(size)), size // self.group_size
+        self.rows = HeldRows(size, (share,))
+        self.weight = torch.empty(len(share), dtype=self.weight.dtype, device=self.weight.device)
+        if num_groups < group.count:
+            self._shared = SharedSquares(group, group.count // num_groups)
+
     def parts(self) -> Sequence[tuple[str, Module]]:
-        return (("weight", Parameter(self.weight)),)
+        return (("weight", Parameter(self.weight, self.rows)),)
 
     def set_exact(self, exact: bool) -> None:
         self._norm = ops.gated_norm.variant(exact)
+        if self._shared is not None:
+            self._shared.set_exact(exact)
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """y and z [tokens, size]."""
-        return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)
+        if self._shared is None:
+            return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)
+        gate = F.silu(widened(z))
+        x = widened(y) * gate if self.gate_first else widened(y)
+        x = x * torch.rsqrt(self._shared.sum(x) / self.group_size + self.eps) * widened(self.weight)
+        return (x if self.gate_first else x * gate).to(z.dtype)
+
+
+class SharedSquares:
+    """Sums of squares over a group of columns that several neighbouring ranks hold together."""
+
+    def __init__(self, group: RankGroup, num_sharing: int) -> None:
+        self._group, first = group, group.rank // num_sharing * num_sharing
+        self._sharing = range(first, first + num_sharing)
+        self._linear = ops.linear
+
+    def set_exact(self, exact: bool) -> None:
+        self._linear = ops.linear.variant(exact)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [tokens, columns of this rank] -> [tokens, 1], added in the order of ranks. The squares of a row are added
+        by a product, which has an exact variant."""
+        own = self._linear(x.square(), x.new_ones(1, x.shape[1]), None)
+        every = self._group.gather(own)
+        first, *others = (every[:, rank, None] for rank in self._sharing)
+        for other in others:
+            first = first + other
+        return first

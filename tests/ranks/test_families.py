@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.cache.kinds import FullSpec
+from outrider.cache.kinds import LatentSpec, RecurrentSpec
 from outrider.layers import check_ranks
 from outrider.models.registry import build_model
-from tests.models.oracle import tokens_of
+from tests.models.oracle import HYBRID_FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, tokens_of
 from tests.ranks.families import config_of, make_model, run_family, states_of, weight_bytes
 from tests.ranks.pool import RankPool
 
 DENSE = ["llama", "llama_bias", "llama_tied", "llama_yarn", "mistral", "qwen2", "qwen2_sliding", "qwen3", "qwen3_bias",
          "gemma3", "gemma3_capped", "gemma4_dense", "gemma4_shared"]
+EXPERTS = [*MOE_FAMILIES, "gemma4_moe"]
 # The covering subset that quick runs take.
-QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2)}
+QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2), ("qwen3_moe_mixed", 4),
+         ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
+         ("qwen3_next", 4), ("qwen3_5_bias", 2)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
-         for family in DENSE for count in (2, 4)]  # fmt: skip
+         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES) for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
-COPIES = re.compile(r"norm|(o_proj|down_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)")
+COPIES = re.compile(
+    r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
+    r"|(mlp|mixer)\.gate\.|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
 
 
 @pytest.mark.parametrize(("family", "count"), CASES)
@@ -51,13 +57,39 @@ def share(family: str, name: str, rank: int, count: int, num_bytes: int) -> int:
         is_global = config.get("num_global_key_value_heads") and name.startswith("model.layers.3.")
         heads = config["num_global_key_value_heads" if is_global else "num_key_value_heads"]
         return num_bytes // min(heads, count)
-    assert num_bytes % count == 0
-    return num_bytes // count
+    shared = num_bytes
+    if re.search(r"(mixer|mamba)\.(in_proj|conv1d)\.", name):
+        heads, groups, head_dim, state = mamba_sizes(config)
+        cut, copied = heads * head_dim, 2 * groups * state
+        cut += cut + heads if "in_proj" in name else 0
+        shared = num_bytes * (cut * min(groups, count) + copied * count) // (cut + copied) // min(groups, count)
+    assert shared % count == 0
+    return shared // count
+
+
+def mamba_sizes(config: dict[str, Any]) -> tuple[int, ...]:
+    """Heads, groups, size of a head and of the state."""
+    keys = ("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size")
+    if "mamba_n_heads" in config:
+        keys = ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state")
+    return tuple(config[key] for key in keys)
 
 
 def cache_share(spec: Any, count: int) -> Any:
-    assert isinstance(spec, FullSpec)
-    return type(spec)(**vars(spec) | {"num_kv_heads": max(1, spec.num_kv_heads // count)})
+    """A rank's claim on the cache. Latents and index keys are copies; so are groups of recurrent layers, and kv heads,
+    that are fewer than ranks."""
+    match spec:
+        case LatentSpec():
+            return spec
+        case RecurrentSpec():
+            heads, *state = spec.state_shape
+            conv_dim = (spec.conv_dim - spec.out_dim) // 2
+            groups = conv_dim // spec.state_shape[2]
+            return replace(spec, state_shape=(heads // count, *state), out_dim=spec.out_dim // count,
+                           gate_sizes=tuple(size // count for size in spec.gate_sizes),
+                           conv_dim=spec.out_dim // count + 2 * conv_dim // min(groups, count))
+        case _:
+            return replace(spec, num_kv_heads=max(1, spec.num_kv_heads // count))
 
 
 def test_a_vocabulary_that_does_not_divide(ranks: RankPool) -> None:
@@ -84,6 +116,18 @@ def run_odd_sizes(group: Any, prompt: list[int]) -> Any:
     ("llama", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 16}, 3,
      "num_key_value_heads is 4, which 3 ranks cannot share: use 1, 2 or 4 ranks"),
     ("llama", {"intermediate_size": 129}, 2, "intermediate_size is 129, which 2 ranks cannot share: use 1 rank"),
+    ("qwen3_moe", {"moe_intermediate_size": 30}, 4,
+     "moe_intermediate_size is 30, which 4 ranks cannot share: use 1 or 2 ranks"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 42}, 4,
+     "shared_expert_intermediate_size is 42, which 4 ranks cannot share: use 1 or 2 ranks"),
+    ("nemotron_h", {"n_groups": 4, "mamba_num_heads": 12, "num_attention_heads": 12}, 3,
+     "n_groups is 4, which 3 ranks cannot share: use 1, 2 or 4 ranks"),
+    ("bamba", {"mamba_n_heads": 2, "mamba_d_head": 64}, 4,
+     "mamba_n_heads is 2, which 4 ranks cannot share: use 1 or 2 ranks"),
+    ("qwen3_5", {"linear_num_key_heads": 2}, 4,
+     "linear_num_key_heads is 2, which 4 ranks cannot share: use 1 or 2 ranks"),
+    ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6}, 4,
+     "num_attention_heads is 6, which 4 ranks cannot share: use 1 or 2 ranks"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes: dict[str, Any], count: int,
                                                            message: str) -> None:
