@@ -1,0 +1,70 @@
+"""Engines whose steps run on several ranks: the same requests, scheduled the same way, on every rank at once.
+
+The small trained models (tests/assets) with their drafters, read from files. float64, so that equal drafts means equal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.core.params import SamplingParams
+from outrider.formats import RankGroup
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
+from tests.drafters.rig import DraftRig
+from tests.drafters.trained_heads import drafts_of
+from tests.engine.harness import Ask, prompt_of, tokens_of
+from tests.ranks.pool import RankPool
+
+ASSETS = Path(__file__).parents[1] / "assets"
+K = 3
+SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 96, "num_pages": 128}
+# drafter -> (target, size of its vocabulary, method, folder of the drafter)
+DRAFTERS: dict[str, tuple[str, int, str, str]] = {
+    "eagle3": ("target", 128, "eagle3", "eagle3"),
+    "draft model": ("target", 128, "draft_model", "target"),
+    "assistant": ("gemma4", 80, "mtp", "gemma4_assistant"),
+    "mtp of a hybrid": ("nemotronh", 88, "mtp", "nemotronh"),
+    "mtp of latent layers": ("deepseek_v32", 28, "mtp", "deepseek_v32"),
+}
+QUICK = {("eagle3", 2), ("mtp of a hybrid", 2)}
+
+
+def asks_of(vocab: int) -> list[Ask]:
+    """Greedy and sampled, over several chunks; two with a common prefix."""
+    prompts = [prompt_of(1, 40, vocab), prompt_of(2, 19, vocab), prompt_of(3, 7, vocab)]
+    prompts.append(prompts[0][:33] + prompt_of(4, 4, vocab))
+    sampled = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=12, ignore_eos=True)
+    params = [sampled if number % 2 else SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+              for number in range(len(prompts))]
+    return [Ask(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+
+
+def run_engine(group: RankGroup | None, drafter: str) -> Any:
+    """Tokens, drafts by what was known, and the drafter's bytes. The requests run twice, so that prefixes are found
+    again, and all are preempted once."""
+    target, vocab, method, folder = DRAFTERS[drafter]
+    model = load_model(resolve(ASSETS / target), dtype=torch.float64, device="cpu", group=group)
+    speculative = {"method": method, "model": str(ASSETS / folder), "num_speculative_tokens": K, "auto": False}
+    with DraftRig(model, speculative_config=speculative, **SETTINGS) as rig:
+        tokens = [tokens_of(rig.run(asks_of(vocab), after_step=rig.preempt)) for _ in range(2)]
+        assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
+        assert rig.step.drafter is not None and rig.engine.stats.num_accepted_tokens > 0
+        return tokens, drafts_of(rig), rig.step.drafter.weight_bytes()
+
+
+@pytest.mark.parametrize(("drafter", "count"), [
+    pytest.param(drafter, count, marks=[] if (drafter, count) in QUICK else pytest.mark.long)
+    for drafter in DRAFTERS for count in (2, 4)])  # fmt: skip
+def test_texts_and_drafts_are_those_of_one_rank(ranks: RankPool, drafter: str, count: int) -> None:
+    """A rank's pages may hold more tokens, so chunks, hits and the known texts at which drafts are made may differ."""
+    tokens, drafts, num_bytes = run_engine(None, drafter)
+    for own_tokens, own_drafts, own_bytes in ranks.run(count, run_engine, drafter):
+        assert own_tokens == tokens
+        common = drafts.keys() & own_drafts.keys()
+        assert len(common) > len(drafts) / 2 and all(drafts[known] == own_drafts[known] for known in common)
+        assert own_bytes < num_bytes
