@@ -27,6 +27,7 @@ from outrider.commands.parser import (
     count_flag,
     counts_flag,
 )
+from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
 from outrider.core.status_line import CLEAR, is_terminal
 from outrider.kernels.compiler_start import hash_compiler_ahead
 
@@ -111,6 +112,8 @@ def build_parser() -> Parser:
     _add_run_batch(commands)
     _add_bench(commands)
     _add_verify(commands)
+    add_simulate_flags(_add(commands, "simulate", "capacity of one or many engines, from measured costs and a load",
+                            SIMULATE_EXAMPLES, usage="COSTS [flags]"))
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
                "examples:\n  outrider env\n  outrider env smollm2\n")
     add_model(env, default=None)

@@ -74,14 +74,14 @@ class StepCosts(SizedCosts):
     def step(self, tokens: int, requests: int = 1) -> float:
         if self.is_padded:
             tokens = -(-tokens // requests) * requests
-        return _between(self.tokens, self.seconds, tokens)
+        return interpolate(self.tokens, self.seconds, tokens)
 
     def draft(self, most: int, requests: int = 1) -> float:
         if not most or not self.drafting:
             return 0.0
         at = [cost.requests for cost in self.drafting]
-        first = _between(at, [cost.first for cost in self.drafting], requests)
-        return first + (most - 1) * _between(at, [cost.each for cost in self.drafting], requests)
+        first = interpolate(at, [cost.first for cost in self.drafting], requests)
+        return first + (most - 1) * interpolate(at, [cost.each for cost in self.drafting], requests)
 
     def sample(self, loads: Iterable[SamplerLoad]) -> float:
         """Seconds of one logit row for each of the loads."""
@@ -96,7 +96,7 @@ class MixedStepCosts(SizedCosts):
     attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
 
     def step(self, tokens: int) -> float:
-        return _between(self.tokens, self.seconds, tokens)
+        return interpolate(self.tokens, self.seconds, tokens)
 
     def largest_size(self, max_seconds: float) -> int:
         """The largest size whose step takes no longer; 0 if every step does."""
@@ -112,10 +112,11 @@ class MixedStepCosts(SizedCosts):
         )
 
 
-def _between(points: Sequence[int], values: Sequence[float], x: int) -> float:
+def interpolate(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    """The value at x of a line through sorted points. Beyond the last point the last slope goes on."""
     at = bisect_right(points, x)
     if at == 0 or len(points) == 1:
         return values[0]
-    at = min(at, len(points) - 1)  # beyond the last point the last slope goes on
+    at = min(at, len(points) - 1)
     low, high = points[at - 1], points[at]
     return values[at - 1] + (values[at] - values[at - 1]) / (high - low) * (x - low)

@@ -12,6 +12,7 @@ from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.host_drafts import HostDrafter
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 
@@ -24,17 +25,23 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     has_suffixes = speculative is not None and "suffix" in speculative.methods
     host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
-    def make_scheduler(generation: int) -> Scheduler:
-        cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
-                             enable_prefix_caching=config.enable_prefix_caching)
-        return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                         host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
-                         prompt_time=_prompt_time(info))
+    def scheduler(generation: int) -> Scheduler:
+        return make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
+                              host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults)
 
-    return Engine(make_scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
+    return Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
                   takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
                   processors=config.logits_processors, device_name=info.device_name, classes=info.classes)
+
+
+def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
+                   host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None) -> Scheduler:
+    """A scheduler with an empty cache, for a worker that describes itself so."""
+    cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
+                         enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
+                     host_drafter=host_drafter, host_faults=host_faults, prompt_time=_prompt_time(info))
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:

@@ -44,11 +44,11 @@ class DraftCounts(ABC):
 class FixedDrafts(DraftCounts):
     """k drafts for everyone who allows it."""
 
-    def __init__(self, k: int) -> None:
-        self._k = k
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
-        return DraftPlan([clamp_drafts(request, self._k, is_exact) for request in requests], self._k)
+        return DraftPlan([clamp_drafts(request, self.num_drafts, is_exact) for request in requests], self.num_drafts)
 
 
 def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:

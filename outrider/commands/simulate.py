@@ -1,0 +1,118 @@
+"""`outrider simulate`: capacity of one or many engines, from a cost table and a load. Last line: JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outrider.commands.parser import UsageError
+from outrider.simulation.cluster import Cluster
+from outrider.simulation.cost_table import CostTable
+from outrider.simulation.plot import plot_capacity
+from outrider.simulation.ranks import Link, over_ranks
+from outrider.simulation.router import ROUTERS
+from outrider.simulation.trace import (
+    ClosedLoad,
+    Load,
+    OpenLoad,
+    RecordedLoad,
+    Shapes,
+    SharedPrefixes,
+    parse_lengths,
+)
+
+SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisation", "mean_page_use",
+         "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    table = _table(args)
+    rows: list[dict[str, Any]] = []
+    print("  ".join(f"{name:>18}" for name in SHOWN))
+    for replicas in args.replicas:
+        for amount, make_load in _loads(args, table):
+            start = time.perf_counter()
+            cluster = Cluster(table, replicas, ROUTERS[args.router](), seed=args.seed, skips=not args.step_by_step)
+            summary = cluster.run(make_load()).summary()
+            rows.append({"replicas": replicas, "load": amount, **summary,
+                         "simulated_in": time.perf_counter() - start})
+            print("  ".join(f"{rows[-1].get(name, 0.0):18.4g}" for name in SHOWN), flush=True)
+    print("load: requests per second, or clients of a closed loop; times in ms: ttft to the first token, itl between "
+          "tokens, e2el of a whole request")
+    if args.plot:
+        for path in plot_capacity(rows, Path(args.plot), f"{table.model.name}, simulated"):
+            print(f"wrote {path}")
+    text = json.dumps({"model": table.model.name, "device": table.info.device_name, "ranks": args.ranks,
+                       "router": args.router, "seed": args.seed, "rows": rows})
+    if args.save_result:
+        Path(args.save_result).write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return 0
+
+
+def _table(args: argparse.Namespace) -> CostTable:
+    table = CostTable.read(Path(args.costs))
+    if args.acceptance is not None:
+        table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1.0)))
+    if args.link_gb_s <= 0 or args.link_us < 0:
+        raise UsageError("--link-gb-s must be above 0, and --link-us must not be negative")
+    return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
+
+
+def _loads(args: argparse.Namespace, table: CostTable) -> Iterator[tuple[float, Callable[[], Load]]]:
+    """Each load with its rate or number of clients."""
+    given = [name for name in ("rate", "concurrency", "trace") if getattr(args, name) is not None]
+    if len(given) != 1:
+        raise UsageError("give one of --rate, --concurrency and --trace")
+    most = table.info.limits.max_len
+    if args.trace is not None:
+        recorded = RecordedLoad(Path(args.trace))
+        if recorded.longest > most:
+            raise UsageError(f"--trace: a request has {recorded.longest} tokens, and the engine serves {most}")
+        yield 0.0, lambda: recorded
+        return
+    shapes = _shapes(args, most)
+    if args.rate is None:
+        for clients in args.concurrency:
+            yield clients, partial(_closed, args, shapes, clients)
+        return
+    for rate in _numbers("--rate", args.rate):
+        yield rate, partial(_open, args, shapes, rate)
+
+
+def _closed(args: argparse.Namespace, shapes: Callable[[], Shapes], num_clients: int) -> Load:
+    return ClosedLoad(shapes(), args.num_requests, num_clients)
+
+
+def _open(args: argparse.Namespace, shapes: Callable[[], Shapes], rate: float) -> Load:
+    return OpenLoad(shapes(), args.num_requests, rate, burst=args.burst, seed=args.seed)
+
+
+def _shapes(args: argparse.Namespace, max_len: int) -> Callable[[], Shapes]:
+    """Draws requests that the engine can serve: together prefix, prompt and answer have at most max_len tokens."""
+    prefixes = None if args.prefixes is None else SharedPrefixes(args.prefixes, args.prefix_len, args.zipf)
+    room = max_len - (0 if prefixes is None else prefixes.length)
+    if room < 2:
+        raise UsageError(f"--prefix-len: the engine serves {max_len} tokens, prefix, prompt and answer together")
+    try:
+        prompts, outputs = parse_lengths(args.input_len, room - 1), parse_lengths(args.output_len, room - 1)
+    except ValueError as error:
+        raise UsageError(f"--input-len, --output-len: {error}") from None
+    return lambda: Shapes(prompts, outputs, prefixes, args.seed, room)
+
+
+def _numbers(flag: str, text: str, most: float = float("inf")) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number <= most for number in numbers):
+        raise UsageError(f"{flag}: {text!r} must be numbers above 0{'' if most == float('inf') else ', at most 1'}, "
+                         "several by commas")
+    return numbers

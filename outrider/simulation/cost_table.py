@@ -1,0 +1,149 @@
+"""CostTable: how long the steps of one engine take on one machine, as `outrider bench costs` measured them.
+
+With the table goes what the engine's worker said of itself (limits, cache layout, pages, the costs that the scheduler
+decides by), so that a simulated engine decides as the measured one does.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from outrider.core import ScheduledBatch
+from outrider.core.costs import ReadCost, interpolate
+from outrider.runner.interface import WorkerInfo
+from outrider.simulation.plain_data import from_plain, to_plain
+
+FORMAT = "outrider costs 1"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of the model and speeds of the device, from which steps of several ranks are estimated."""
+
+    name: str
+    weight_bytes: int  # weights that a decode step reads
+    token_operations: int  # operations of one token's products; a multiplication and an addition are two
+    num_layers: int
+    hidden_size: int
+    itemsize: int  # bytes of one number of a hidden state
+    bandwidth: float  # bytes per second of reading the device's memory
+    operations: float  # operations per second of a large product
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Seconds that the engine's own thread needs."""
+
+    step: float  # for one step, whatever its requests
+    request: float  # for each request of a step
+    start: float = 0.0  # from a request's arrival until the engine can schedule it
+
+
+@dataclass(frozen=True)
+class DecodeSteps:
+    """Seconds of steps in which every request decodes with so many drafts, by the number of requests. What contexts add
+    is not part of them."""
+
+    num_drafts: int
+    requests: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class PromptSteps:
+    """Seconds of steps with prompts, by the number of all tokens in the step. What attention adds is not part of them.
+
+    num_drafts: drafts that the step proposes for the next one."""
+
+    num_drafts: int
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class CostTable:
+    model: ModelFacts
+    info: WorkerInfo
+    host: HostCosts
+    decoding: tuple[DecodeSteps, ...]  # by rising numbers of drafts, from none on
+    prompts: tuple[PromptSteps, ...]  # likewise
+    reading: tuple[ReadCost, ...] = ()  # seconds for each token of context that a request decodes behind
+    attending: tuple[ReadCost, ...] = ()  # seconds for each pair of a prompt's token and a key that the token sees
+    acceptance: tuple[float, ...] = ()  # chance that a draft is accepted if those before it were, by position
+    submits_early: bool = False  # with one step in flight: the next is submitted before new requests are looked at
+    enable_prefix_caching: bool = True
+
+    def step(self, batch: ScheduledBatch) -> float:
+        """Seconds that the device takes for a batch."""
+        num_decoding = num_drafts = num_prompt = 0
+        contexts: list[int] = []
+        attention = 0.0
+        for known, drafts, samples, bound in zip(batch.num_known, batch.num_drafts, batch.samples, batch.bounds,
+                                                 strict=True):
+            if known == 1 and samples:
+                num_decoding += 1
+                num_drafts += drafts
+                contexts.append(bound)
+            else:
+                num_prompt += known
+                attention += self._attend(known, bound - known)
+        seconds = self.decode(num_decoding, num_drafts) if num_decoding else 0.0
+        if num_prompt:
+            own = self.prompts[-1 if batch.num_wanted else 0]
+            tokens = num_decoding + num_drafts + num_prompt
+            seconds = max(seconds, interpolate(own.tokens, own.seconds, tokens)) + attention
+        for cost in self.reading:
+            seconds += cost.seconds * visible(contexts, cost.window)
+        return seconds
+
+    def decode(self, num_requests: int, num_drafts: int) -> float:
+        """Seconds of a step in which so many requests decode with so many drafts in all, without their contexts."""
+        key = num_requests, num_drafts
+        seconds = self._decoded.get(key)
+        if seconds is None:
+            counts = [own.num_drafts for own in self.decoding]
+            known = [interpolate(own.requests, own.seconds, num_requests) for own in self.decoding]
+            scaled = [count * num_requests for count in counts]  # so that a mean number of drafts is an integer here
+            seconds = self._decoded[key] = interpolate(scaled, known, num_drafts)
+        return seconds
+
+    def host_seconds(self, num_requests: int) -> float:
+        """Seconds between a step's result and the submission of the next step."""
+        return self.host.step + self.host.request * num_requests
+
+    @cached_property
+    def _decoded(self) -> dict[tuple[int, int], float]:
+        return {}
+
+    def _attend(self, num_tokens: int, context: int) -> float:
+        keys = context + (num_tokens + 1) / 2  # in the mean
+        return num_tokens * sum(cost.seconds * (keys if cost.window is None else min(keys, cost.window))
+                                for cost in self.attending)
+
+    # The file
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({"format": FORMAT, **to_plain(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> CostTable:
+        try:
+            content: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as a cost table: {error}") from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is no cost table ({FORMAT!r}): make one with"
+                             " `outrider bench costs MODEL -o FILE`")
+        table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps))
+        if not isinstance(table, cls):
+            raise ValueError(f"{path} holds a {type(table).__name__}, not a cost table")
+        return table
+
+
+def visible(contexts: list[int], window: int | None) -> int:
+    """Tokens of context that requests of these lengths see, all together."""
+    return sum(contexts) if window is None else sum(min(length, window) for length in contexts)

@@ -1,0 +1,101 @@
+"""SimulatedDevice: what a worker would answer to a batch, with tokens that mean nothing.
+
+Every token of an output is unique, so that a prefix hit is one only where prompts are equal. A draft is accepted by
+chance, which is drawn from the seed, the request and the position: the same however steps are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.core import Admission, Finish, RequestResult, ScheduledBatch, StepResult
+
+POSITION_BITS = 24  # a token is the number of its request and its position
+MASK = (1 << 64) - 1
+
+
+class SimulatedRow:
+    """Where the device stands with one request."""
+
+    __slots__ = ("known", "computed", "max_len", "num_proposed", "num_folded")
+
+    def __init__(self, admission: Admission) -> None:
+        self.known, self.computed, self.max_len = admission.num_known, admission.computed, admission.max_len
+        self.num_proposed = 0
+        self.num_folded = admission.computed  # tokens that recurrent states have seen
+
+
+class SimulatedDevice:
+    def __init__(self, rates: Sequence[float], seed: int) -> None:
+        """rates: chance that a draft is accepted if those before it were, by position; further drafts have the last."""
+        self._thresholds = [int(rate * (1 << 32)) for rate in rates]
+        self._seed = seed
+        self._rows: dict[int, SimulatedRow] = {}
+
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        for admission in batch.admissions:
+            self._rows[admission.row] = SimulatedRow(admission)
+        written = [fold.id for fold in batch.folds]
+        for write in batch.checkpoints:
+            row, known = self._rows[write.row], batch.num_known[batch.rows.index(write.row)]
+            if row.num_folded < write.boundary <= row.computed + known:
+                written.append(write.id)
+        parts = zip(batch.request_ids, batch.epochs, batch.rows, batch.num_known, batch.num_drafts, batch.samples,
+                    strict=True)
+        return StepResult(batch.step, [self._advance(batch.num_wanted, *part) for part in parts], checkpoints=written)
+
+    def skip(self, rows: Sequence[int], num_steps: int) -> None:
+        """Each of the rows decodes for so many steps without drafts."""
+        for index in rows:
+            row = self._rows[index]
+            row.known += num_steps
+            row.computed += num_steps
+            row.num_folded = row.computed
+
+    def _advance(self, num_wanted: int, request_id: int, epoch: int, index: int, num_known: int, num_drafts: int,
+                 samples: bool) -> RequestResult:
+        row = self._rows[index]
+        if row.known >= row.max_len:  # ended in a step before this one
+            return RequestResult(request_id, epoch, [], 0, 0, 0)
+        row.num_folded = row.computed + num_known
+        if not samples:
+            row.computed += num_known
+            return RequestResult(request_id, epoch, [], num_known, 0, 0)
+        known = row.known
+        alive = min(num_drafts, row.num_proposed)
+        accepted = min(self._accept(request_id, known, alive), row.max_len - known - 1) if alive else 0
+        row.computed += num_known + accepted
+        row.known = end = known + accepted + 1
+        row.num_proposed = num_wanted
+        first = request_id << POSITION_BITS
+        finish = Finish.LENGTH if end >= row.max_len else Finish.NO
+        return RequestResult(request_id, epoch, list(range(first + known, first + end)), num_known + accepted, alive,
+                             accepted, num_wanted, finish)
+
+    def _accept(self, request_id: int, position: int, most: int) -> int:
+        """How many of `most` drafts, of which the first stands at `position`, are accepted."""
+        for index in range(most if self._thresholds else 0):
+            threshold = self._thresholds[min(index, len(self._thresholds) - 1)]
+            if random_bits(self._seed, request_id, position + index) >= threshold:
+                return index
+        return most if self._thresholds else 0
+
+
+def random_bits(seed: int, request_id: int, position: int) -> int:
+    """32 random bits (splitmix64) of a key."""
+    value = (seed * 0xD1342543DE82EF95 + request_id * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return (value ^ (value >> 31)) >> 32
+
+
+def tokens_of(request_id: int, start: int, end: int) -> range:
+    """The tokens of a request at positions [start, end), prompt or output, that it shares with no other request."""
+    first = request_id << POSITION_BITS
+    return range(first + start, first + end)
+
+
+def prefix_tokens(prefix: int, length: int) -> range:
+    """The tokens of a beginning that several requests share. They are negative, so no request has them otherwise."""
+    first = -((prefix + 1) << POSITION_BITS)
+    return range(first, first + length)

@@ -1,0 +1,71 @@
+"""Dataclasses and named tuples as JSON, and back. An object keeps the name of its class under "is".
+
+Only classes that are listed here can be read, so a file cannot name anything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from outrider.cache.groups import CacheLayout, Group, Place, PlacedPart
+from outrider.cache.kinds import (
+    CacheType,
+    ElementType,
+    FullSpec,
+    IndexedLatentSpec,
+    LatentSpec,
+    Part,
+    RecurrentKind,
+    RecurrentSpec,
+    ScaledIndexSpec,
+    SlidingSpec,
+)
+from outrider.core import Limits
+from outrider.core.costs import DraftCost, MixedStepCosts, ReadCost, StepCosts
+from outrider.runner.interface import (
+    BoundedSteps,
+    FixedDrafting,
+    MeasuredDrafting,
+    NoDrafting,
+    UnboundedSteps,
+    WorkerInfo,
+)
+
+CLASSES: tuple[type[Any], ...] = (
+    BoundedSteps, CacheLayout, CacheType, DraftCost, ElementType, FixedDrafting, FullSpec, Group, IndexedLatentSpec,
+    LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place, PlacedPart, ReadCost, RecurrentKind,
+    RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps, WorkerInfo,
+)  # fmt: skip
+
+
+def to_plain(value: Any) -> Any:
+    """The value as numbers, strings, lists and dictionaries with strings as keys."""
+    if is_dataclass(value):
+        own = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+        return {"is": type(value).__name__, **own}
+    if hasattr(value, "_asdict"):
+        return {"is": type(value).__name__, **{name: to_plain(own) for name, own in value._asdict().items()}}
+    if isinstance(value, dict):
+        return {"is": "dict", "items": [[to_plain(key), to_plain(own)] for key, own in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(own) for own in value]
+    return value
+
+
+def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
+    """The value that `to_plain` was given, with lists as tuples. `more`: further classes that may occur."""
+    if isinstance(value, list):
+        return tuple(from_plain(own, more) for own in value)
+    if not isinstance(value, dict):
+        return value
+    name = value.get("is")
+    if name == "dict":
+        return {from_plain(key, more): from_plain(own, more) for key, own in value["items"]}
+    found = next((known for known in (*CLASSES, *more) if known.__name__ == name), None)
+    if found is None:
+        raise ValueError(f"the file names a {name!r}, which is not known: it was written by another version")
+    try:
+        return found(**{key: from_plain(own, more) for key, own in value.items() if key != "is"})
+    except TypeError as error:
+        raise ValueError(f"the file's {name} has other fields than this version's: {error}") from None

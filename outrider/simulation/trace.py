@@ -1,0 +1,207 @@
+"""The load of a simulation: requests with their times of arrival, from a file or drawn.
+
+A `Load` gives the requests that come by themselves, and for each request that ends the one that follows it, if a client
+waits for answers before it asks again (a closed loop).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+from outrider.simulation.device import prefix_tokens, tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """One request: when it comes, how long it is, and with which requests it shares its beginning."""
+
+    arrival: float
+    prompt_len: int
+    output_len: int
+    prefix: int = 0  # number of the shared beginning
+    prefix_len: int = 0  # tokens of it; 0: the prompt is the request's own
+    given_ids: tuple[int, ...] | None = None  # the prompt's tokens, where a file names them
+
+    def token_ids(self, number: int) -> tuple[int, ...]:
+        """The prompt of the request of this number."""
+        if self.given_ids is not None:
+            return self.given_ids
+        own = tokens_of(number, self.prefix_len, self.prompt_len)
+        return (*prefix_tokens(self.prefix, self.prefix_len), *own) if self.prefix_len else tuple(own)
+
+    @property
+    def beginning(self) -> object:
+        """What a router may recognise the prompt's beginning by; None if no other request shares it."""
+        if self.given_ids is not None:
+            return self.given_ids[:BEGINNING]
+        return self.prefix if self.prefix_len else None
+
+
+BEGINNING = 256  # tokens of a named prompt that count as its beginning
+
+
+class Load(Protocol):
+    def arrivals(self) -> Iterator[TracedRequest]:
+        """Requests that come by themselves, in the order of their arrival."""
+
+    def after(self, now: float) -> TracedRequest | None:
+        """The request that follows one that ended at this time."""
+
+
+class Lengths(Protocol):
+    def draw(self, source: Random) -> int: ...
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    length: int
+
+    def draw(self, source: Random) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
+class LognormalLength:
+    median: int
+    sigma: float  # of the logarithm
+    most: int
+
+    def draw(self, source: Random) -> int:
+        return max(1, min(self.most, round(self.median * source.lognormvariate(0.0, self.sigma))))
+
+
+def parse_lengths(text: str, most: int) -> Lengths:
+    """`512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the longest that can be served."""
+    kind, *numbers = text.split(":")
+    try:
+        if kind == "lognormal" and len(numbers) == 2 and int(numbers[0]) > 0 and float(numbers[1]) >= 0:
+            return LognormalLength(int(numbers[0]), float(numbers[1]), most)
+        if not numbers and 0 < int(kind) <= most:
+            return FixedLength(int(kind))
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is no length: give tokens, 1 to {most}, or lognormal:MEDIAN:SIGMA")
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Beginnings that requests share. Prefix i is drawn as often as (i + 1) to the power of -zipf."""
+
+    count: int
+    length: int
+    zipf: float = 1.0
+
+    def draw(self, source: Random) -> int:
+        return source.choices(range(self.count), cum_weights=self._weights(), k=1)[0]
+
+    def _weights(self) -> list[float]:
+        if (self.count, self.zipf) not in _WEIGHTS:
+            _WEIGHTS[self.count, self.zipf] = list(accumulate((i + 1) ** -self.zipf for i in range(self.count)))
+        return _WEIGHTS[self.count, self.zipf]
+
+
+_WEIGHTS: dict[tuple[int, float], list[float]] = {}
+
+
+class Shapes:
+    """Draws the lengths and prefixes of requests, in their order."""
+
+    def __init__(self, prompts: Lengths, outputs: Lengths, prefixes: SharedPrefixes | None, seed: int,
+                 most: int) -> None:
+        """The prompts' lengths do not count the prefixes. most: tokens of a prompt and its answer; an answer that would
+        exceed them is cut."""
+        self._prompts, self._outputs, self._prefixes, self._most = prompts, outputs, prefixes, most
+        self._source = Random(f"shapes {seed}")
+
+    def draw(self, arrival: float) -> TracedRequest:
+        prompt_len = min(self._prompts.draw(self._source), self._most - 1)
+        output_len = min(self._outputs.draw(self._source), self._most - prompt_len)
+        if self._prefixes is None:
+            return TracedRequest(arrival, prompt_len, output_len)
+        length = self._prefixes.length
+        return TracedRequest(arrival, length + prompt_len, output_len, self._prefixes.draw(self._source), length)
+
+
+class OpenLoad:
+    """Requests come at a rate, whatever becomes of those before: one by one, or in bursts of a size."""
+
+    def __init__(self, shapes: Shapes, num_requests: int, rate: float, *, burst: int = 1, seed: int = 0) -> None:
+        self._shapes, self._num, self._rate, self._burst = shapes, num_requests, rate, burst
+        self._source = Random(f"arrivals {seed}")
+
+    def arrivals(self) -> Iterator[TracedRequest]:
+        now = 0.0
+        for number in range(self._num):
+            if number % self._burst == 0:
+                now += self._source.expovariate(self._rate / self._burst)
+            yield self._shapes.draw(now)
+
+    def after(self, now: float) -> TracedRequest | None:
+        return None
+
+
+class ClosedLoad:
+    """So many clients ask, read the whole answer, and ask again."""
+
+    def __init__(self, shapes: Shapes, num_requests: int, num_clients: int) -> None:
+        self._shapes, self._num_clients = shapes, min(num_clients, num_requests)
+        self._num_left = num_requests - self._num_clients
+
+    def arrivals(self) -> Iterator[TracedRequest]:
+        for _ in range(self._num_clients):
+            yield self._shapes.draw(0.0)
+
+    def after(self, now: float) -> TracedRequest | None:
+        if not self._num_left:
+            return None
+        self._num_left -= 1
+        return self._shapes.draw(now)
+
+
+class RecordedLoad:
+    """The requests of a file: a JSON object a line, with `arrival` in seconds, `output_tokens`, and `prompt_token_ids`
+    or `prompt_tokens`, of which `prefix_tokens` are those of the shared beginning `prefix`, a name."""
+
+    def __init__(self, path: Path) -> None:
+        self._names: dict[str, int] = {}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        asks = [self._ask(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+        self._asks = sorted(asks, key=lambda ask: ask.arrival)
+        if not asks:
+            raise ValueError(f"{path} has no requests")
+
+    @property
+    def longest(self) -> int:
+        return max(ask.prompt_len + ask.output_len for ask in self._asks)
+
+    def arrivals(self) -> Iterator[TracedRequest]:
+        return iter(self._asks)
+
+    def after(self, now: float) -> TracedRequest | None:
+        return None
+
+    def _ask(self, place: str, line: str) -> TracedRequest:
+        try:
+            given: Any = json.loads(line)
+            ids = given.get("prompt_token_ids")
+            length = int(given["prompt_tokens"]) if ids is None else len(ids)
+            shared = int(given.get("prefix_tokens", 0)) if ids is None else 0
+            prefix = self._names.setdefault(str(given.get("prefix")), len(self._names))
+            ask = TracedRequest(float(given.get("arrival", 0.0)), length, int(given["output_tokens"]), prefix, shared,
+                      None if ids is None else tuple(map(int, ids)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{place} is no request ({error!r}): it needs prompt_tokens or prompt_token_ids, "
+                             "output_tokens, and perhaps arrival, prefix and prefix_tokens") from None
+        if not (ask.arrival >= 0 and ask.output_len > 0 and 0 <= ask.prefix_len <= ask.prompt_len and ask.prompt_len):
+            raise ValueError(f"{place}: arrival must not be negative, prompts and outputs must have tokens, and a "
+                             "prefix at most those of its prompt")
+        return ask

@@ -1,0 +1,233 @@
+"""Simulated engines: their times by hand, many turns at once against one by one, loads, routers, ranks and files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import main
+from outrider.core.costs import ReadCost
+from outrider.simulation.cluster import Cluster
+from outrider.simulation.cost_table import CostTable, HostCosts
+from outrider.simulation.ranks import Link, over_ranks
+from outrider.simulation.router import ROUTERS, LeastLoad, PrefixAffinity, RoundRobin
+from outrider.simulation.trace import (
+    ClosedLoad,
+    FixedLength,
+    Load,
+    LognormalLength,
+    OpenLoad,
+    RecordedLoad,
+    Shapes,
+    SharedPrefixes,
+    TracedRequest,
+    parse_lengths,
+)
+from tests.unit.made_costs import FULL, STATE, WINDOW, made_table
+
+NO_HOST = HostCosts(0.0, 0.0)
+
+
+def mixed_shapes(num_prefixes: int = 0) -> Shapes:
+    prefixes = SharedPrefixes(num_prefixes, 64) if num_prefixes else None
+    return Shapes(LognormalLength(80, 0.8, 600), LognormalLength(40, 0.8, 300), prefixes, seed=1, most=1900)
+
+
+def simulate(table: CostTable, load: Load, num_replicas: int = 1, router: str = "least-load",
+             skips: bool = True) -> tuple[dict[str, Any], list[Any]]:
+    """The summary, and the content of every replica's pages at the end."""
+    cluster = Cluster(table, num_replicas, ROUTERS[router](), skips=skips)
+    summary = cluster.run(load).summary()
+    for replica in cluster._replicas:
+        replica.scheduler.check_integrity()
+        assert not replica.scheduler.has_work and not replica.load
+    return summary, [replica.scheduler.cache.pool._page_of for replica in cluster._replicas]
+
+
+# Times by hand
+
+def test_one_request_takes_the_times_of_its_steps() -> None:
+    table = made_table(host=NO_HOST, reading=(), attending=())
+    summary, _ = simulate(table, ClosedLoad(Shapes(FixedLength(16), FixedLength(11), None, 0, 100), 1, 1))
+    assert summary["mean_ttft_ms"] == pytest.approx(5.0)
+    assert summary["mean_e2el_ms"] == pytest.approx(5.0 + 10 * 4.0)
+    assert summary["p99_itl_ms"] == pytest.approx(4.0)
+    assert summary["output_throughput"] == pytest.approx(11 / 0.045)
+
+
+def test_contexts_and_the_host_add_their_time() -> None:
+    table = made_table(host=HostCosts(1e-3, 1e-3, 5e-3), reading=(ReadCost(None, 1e-4),), attending=(), depth=1)
+    summary, _ = simulate(table, ClosedLoad(Shapes(FixedLength(16), FixedLength(2), None, 0, 100), 1, 1))
+    assert summary["mean_ttft_ms"] == pytest.approx(5.0 + 5.0 + 2.0)
+    assert summary["mean_itl_ms"] == pytest.approx(4.0 + 17 * 0.1 + 2.0)
+
+
+def test_drafts_that_are_all_accepted_shorten_answers() -> None:
+    load = Shapes(FixedLength(16), FixedLength(61), None, 0, 100)
+    plain, _ = simulate(made_table(max_drafts=2, acceptance=(0.0,)), ClosedLoad(load, 1, 1))
+    drafted, _ = simulate(made_table(max_drafts=2, acceptance=(1.0,)), ClosedLoad(load, 1, 1))
+    assert drafted["drafts"]["mean_run"] > 2.5 and drafted["drafts"]["most_chosen_by_requests"] == {"1": 2}
+    assert drafted["mean_e2el_ms"] < 0.6 * plain["mean_e2el_ms"]
+
+
+def test_acceptance_is_drawn_at_the_rates() -> None:
+    table = made_table(max_drafts=2, acceptance=(0.6,))
+    table = replace(table, info=replace(table.info, drafting=replace(table.info.drafting, always_propose=True)))
+    summary, _ = simulate(table, ClosedLoad(Shapes(FixedLength(16), FixedLength(400), None, 0, 600), 16, 4))
+    # Of two drafts, 0.6 of the first and 0.36 of the second are accepted.
+    assert summary["drafts"]["acceptance_rate"] == pytest.approx(0.48, abs=0.03)
+
+
+# Many turns at once
+
+TABLES = {
+    "plain": lambda: made_table(), "windows": lambda: made_table((FULL, WINDOW)),
+    "one step in flight": lambda: made_table(depth=1, submits_early=True),
+    "no overlap": lambda: made_table(depth=1), "bounded steps": lambda: made_table(bounds_steps=True),
+    "few pages": lambda: made_table(num_pages=60, max_requests=6),
+    "slow host": lambda: made_table(host=HostCosts(5e-3, 1e-4)),
+    "windows read": lambda: made_table((FULL, WINDOW), reading=(ReadCost(None, 1e-7), ReadCost(48, 1e-6))),
+    "drafts": lambda: made_table(max_drafts=2), "states": lambda: made_table((FULL, STATE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_turns_made_together_leave_what_they_leave_one_by_one(name: str) -> None:
+    table = TABLES[name]()
+    loads = (lambda: OpenLoad(mixed_shapes(3), 24, rate=12.0), lambda: ClosedLoad(mixed_shapes(), 16, 5))
+    for load, num_replicas in zip(loads, (2, 1), strict=True):
+        together, one_by_one = (simulate(table, load(), num_replicas, "prefix", skips) for skips in (True, False))
+        assert together == one_by_one
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", TABLES)
+def test_random_loads_end_alike_whether_turns_are_made_together(name: str, seed: int) -> None:
+    table = TABLES[name]()
+
+    def load() -> Load:
+        shapes = Shapes(LognormalLength(60, 1.0, 500), LognormalLength(50, 1.0, 400), SharedPrefixes(4, 48), seed, 1900)
+        if seed % 3 == 0:
+            return ClosedLoad(shapes, 60, 1 + seed % 11)
+        return OpenLoad(shapes, 60, 4.0 + 2 * seed, burst=1 + seed % 4, seed=seed)
+
+    router = tuple(ROUTERS)[seed % len(ROUTERS)]
+    together, one_by_one = (simulate(table, load(), 1 + seed % 3, router, skips) for skips in (True, False))
+    assert together == one_by_one
+
+
+def test_preempted_requests_are_counted_and_end() -> None:
+    table = made_table(num_pages=40, max_requests=6)
+    summary, _ = simulate(table, ClosedLoad(Shapes(FixedLength(100), FixedLength(150), None, 0, 600), 12, 6))
+    assert summary["completed"] == 12 and summary["preemptions"] > 0 and summary["max_page_use"] > 0.9
+
+
+# Loads
+
+def test_shared_prefixes_hit_and_those_drawn_most_are_the_first() -> None:
+    shapes = Shapes(FixedLength(16), FixedLength(4), SharedPrefixes(1, 64), 0, 900)
+    summary, _ = simulate(made_table(), ClosedLoad(shapes, 20, 1))
+    assert summary["prefix_hit_rate"] == pytest.approx(0.95 * 64 / 80)
+    drawn = [ask.prefix for ask in OpenLoad(mixed_shapes(50), 2000, 1.0).arrivals()]
+    assert drawn.count(0) > 3 * drawn.count(9) > 0
+
+
+def test_bursts_arrive_together_at_the_same_rate() -> None:
+    times = [ask.arrival for ask in OpenLoad(mixed_shapes(), 4000, 10.0, burst=8).arrivals()]
+    assert times[-1] == pytest.approx(400, rel=0.15) and len(set(times)) == 500
+
+
+def test_a_recorded_load_names_prompts_and_prefixes(tmp_path: Path) -> None:
+    lines = [{"arrival": 2.0, "prompt_tokens": 100, "output_tokens": 5, "prefix": "a", "prefix_tokens": 64},
+             {"arrival": 1.0, "prompt_token_ids": [1, 2, 3], "output_tokens": 7},
+             {"arrival": 3.0, "prompt_tokens": 100, "output_tokens": 5, "prefix": "a", "prefix_tokens": 64}]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, second, third = RecordedLoad(path).arrivals()
+    assert first.token_ids(0) == (1, 2, 3) and (first.arrival, first.output_len) == (1.0, 7)
+    assert second.token_ids(1)[:64] == third.token_ids(2)[:64] and second.token_ids(1)[64:] != third.token_ids(2)[64:]
+
+
+@pytest.mark.parametrize("line", ['{"prompt_tokens": 5}', "[]", '{"prompt_tokens": 5, "output_tokens": 0}',
+                                  '{"prompt_tokens": 5, "output_tokens": 2, "prefix_tokens": 9}'])
+def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"prompt_tokens": 5, "output_tokens": 2}\n' + line)
+    with pytest.raises(ValueError, match="line 2"):
+        RecordedLoad(path)
+
+
+@pytest.mark.parametrize("text", ["0", "x", "lognormal:5", "lognormal:0:1", "2000"])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no length"):
+        parse_lengths(text, 1000)
+
+
+# Routers
+
+def test_routers_choose_by_turns_by_load_and_by_prefix() -> None:
+    assert [RoundRobin().choose([5, 0, 0], None)] == [0]
+    assert LeastLoad().choose([3, 1, 2], None) == 1
+    affinity = PrefixAffinity()
+    home = affinity.choose([0, 0, 0], "a")
+    assert affinity.choose([9 if index == home else 8 for index in range(3)], "a") == home
+    loads = [40 if index == home else 1 for index in range(3)]
+    moved = affinity.choose(loads, "a")
+    assert moved != home and affinity.choose([2, 2, 2], "a") == moved
+
+
+def test_prefix_affinity_hits_more_than_round_robin() -> None:
+    shapes = (FixedLength(16), FixedLength(8), SharedPrefixes(6, 160), 0, 900)
+    by_turns, by_prefix = (simulate(made_table(num_pages=90), OpenLoad(Shapes(*shapes), 120, 20.0), 4, router)[0]
+                           for router in ("round-robin", "prefix"))
+    assert by_prefix["prefix_hit_rate"] > by_turns["prefix_hit_rate"] + 0.1
+
+
+# Ranks
+
+def test_ranks_share_the_work_and_pay_for_sums() -> None:
+    table, link = made_table(bounds_steps=True, max_drafts=1), Link(4e11, 1e-5)
+    shared = over_ranks(table, 4, link)
+    work, sums = (8 << 30) / 4e12, 2 * 4 * (1e-5 + 1.5 * 1024 * 2 / 4e11)
+    assert shared.decode(1, 0) == pytest.approx(4e-3 - work * 3 / 4 + sums)
+    assert shared.reading[0].seconds == pytest.approx(table.reading[0].seconds / 4)
+    assert shared.info.num_pages > 4 * table.info.num_pages
+    assert over_ranks(table, 1, link) is table
+
+
+# Files and the command
+
+def test_a_cost_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    table = made_table((FULL, WINDOW, STATE), max_drafts=2, bounds_steps=True)
+    table.save(tmp_path / "costs.json")
+    assert CostTable.read(tmp_path / "costs.json") == table
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    for text, message in (("[1]", "no cost table"), ("{", "cannot be read"),
+                          ('{"format": "outrider costs 1", "is": "Popen"}', "not known"),
+                          ('{"format": "outrider costs 1", "is": "Limits", "x": 1}', "other fields")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            CostTable.read(path)
+
+
+def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_table().save(tmp_path / "costs.json")
+    words = ["simulate", str(tmp_path / "costs.json"), "--rate", "5,20", "--replicas", "1,2", "--num-requests", "20"]
+    assert main([*words, "--input-len", "lognormal:50:0.5", "--output-len", "20", "--ranks", "2"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["replicas"], row["load"]) for row in result["rows"]] == [(1, 5), (1, 20), (2, 5), (2, 20)]
+    assert all(row["completed"] == 20 for row in result["rows"])
+    assert main(words[:2]) == 2 and "--concurrency" in capsys.readouterr().err
+    assert main([*words, "--input-len", "9999"]) == 2 and "is no length" in capsys.readouterr().err
+
+
+def test_a_request_keeps_its_tokens_apart_from_others() -> None:
+    assert not set(TracedRequest(0.0, 50, 1).token_ids(1)) & set(TracedRequest(0.0, 50, 1).token_ids(2))
