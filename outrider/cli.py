@@ -170,7 +170,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     add_model(parser, default=None)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; those of the command line win")
     add_server_flags(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, skip=("data_parallel_size",))  # a setting of the server
 
 
 # Settings of the server that change the answers to a batch, or bound them.

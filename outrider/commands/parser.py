@@ -201,7 +201,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
     for name, field in ENGINE_FIELDS.items():
         if name not in skip:
             _add_flag(group, field, ENGINE_HELP.get(name, ""))
-    add_unlisted_flags(group, OTHER_SETTINGS)
+    add_unlisted_flags(group, {name: meaning for name, meaning in OTHER_SETTINGS.items() if name not in skip})
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
@@ -222,6 +222,8 @@ def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | Non
             _add_flag(group, field, SERVER_HELP.get(field.name, ""))
     if names is None:
         add_unlisted_flags(group, VLLM_SERVER_SETTINGS)
+        group.add_argument("--data-parallel-size", "-dp", dest="replicas", type=_whole, default=argparse.SUPPRESS,
+                           help=argparse.SUPPRESS)  # vLLM's name
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:

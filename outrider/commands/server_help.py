@@ -6,6 +6,7 @@ SERVER_HELP = {
     "host": "address to listen at; 0.0.0.0 for all",
     "port": "port to listen at; 0 for a free one",
     "uds": "listen at a unix socket with this path, instead of a host and a port",
+    "replicas": "start so many engines on this machine, behind one address; each GPU serves one",
     "root_path": "prefix under which a proxy serves the routes, as /llm",
     "ssl_certfile": "serve HTTPS, with the certificate (and those that signed it) in this PEM file",
     "ssl_keyfile": "the certificate's key, if it is in a file of its own; without a passphrase",

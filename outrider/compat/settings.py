@@ -84,7 +84,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "convert": Refused(BY_CONFIG, (None, "auto", "none", "embed", "classify")),
     "cpu_offload_gb": Refused("weights lie on one device: choose a smaller model or a quantised file", (None, 0)),
     "config_format": Explained("config.json is read, or a GGUF file's metadata"),
-    "data_parallel_size": Refused(ONE_DEVICE, (None, 1)),
+    "data_parallel_size": Refused("replicas are the server's: outrider serve --replicas N", (None, 1)),
     "disable_cascade_attn": Refused("there is no cascade attention to switch", (None, True), is_switch=True),
     "disable_sliding_window": Refused("a model attends as it was trained", (None, False), is_switch=True),
     "distributed_executor_backend": Refused(ONE_DEVICE, (None, "mp", "uni")),

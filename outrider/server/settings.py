@@ -19,6 +19,7 @@ class ServerConfig:
     host: Text = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: a free one, which is printed
     uds: Text | None = None  # path of a unix socket to listen at instead
+    replicas: Annotated[int, Range(1, 1024)] = 1  # engines of this machine behind one front
     root_path: str = ""  # prefix of the routes at a proxy
     ssl_certfile: Text | None = None  # none: plain HTTP
     ssl_keyfile: Text | None = None  # none: in ssl_certfile

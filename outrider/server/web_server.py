@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
 import uvicorn
+
+from outrider.server.http_protocol import BoundedHttp
+from outrider.server.settings import ServerConfig
+
+
+def web_options(config: ServerConfig, tls: Mapping[str, Any]) -> dict[str, Any]:
+    """uvicorn's options, the same for one engine and for the front of several."""
+    return {"http": BoundedHttp, "log_level": config.uvicorn_log_level, "lifespan": "on", "server_header": False,
+            "log_config": None, "timeout_graceful_shutdown": int(config.shutdown_timeout),
+            "access_log": config.uvicorn_log_level != "warning", **tls}
 
 
 class WebServer(uvicorn.Server):
@@ -15,6 +26,9 @@ class WebServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, tell: Callable[[str], None]) -> None:
         super().__init__(config)
         self._tell = tell
+
+    def stop(self) -> None:
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit and self.server_state.tasks:

@@ -38,7 +38,7 @@ def started(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ, OUTRIDER_API_KEY="k"))
     assert process.stderr is not None
     line = process.stderr.readline()
-    found = re.search(r"tiny-bytes at (http://\S+)", line)
+    found = re.search(r"tiny-bytes\b.* at (http://\S+)", line)
     assert found, line + process.stderr.read()
     return process, found[1]
 

@@ -30,12 +30,12 @@ COLUMNS = [
     {"runner"},
     {"engine", "sched"},
     {"simulation"},
-    {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "commands", "benchmarks", "cli",
-     "__main__"},
+    {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "replicas", "commands", "benchmarks",
+     "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "cache", "sched", "engine", "simulation", "compat", "front", "llm",
-              "llm_engine", "async_llm", "server", "cli")
+              "llm_engine", "async_llm", "server", "replicas", "cli")
 MAY_USE_TORCH: tuple[str, ...] = ()
 MOST_IMPORTS = 20  # modules of the package that one of its modules may import
 

@@ -1,0 +1,96 @@
+"""`outrider serve --replicas N`: a front that listens, and N processes that each serve one engine at a unix socket.
+
+SIGTERM and Ctrl-C stop new requests, let running ones end within --shutdown-timeout, and end the replicas. Replicas end
+with the front, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+
+from outrider.commands.listening import tls_options
+from outrider.commands.serve_engine import serve_engine, serve_until_stopped, tell
+from outrider.config import EngineConfig
+from outrider.replicas.front import ReplicaFront
+from outrider.replicas.placement import replica_environments, visible_devices
+from outrider.replicas.policy import PrefixRouter
+from outrider.replicas.processes import ReplicaGroup, ReplicaProcess
+from outrider.replicas.replica import Replica
+from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath
+from outrider.server.logs import set_up_logs
+from outrider.server.settings import ServerConfig
+from outrider.server.web_server import WebServer, web_options
+
+log = logging.getLogger("outrider")
+
+
+def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[str]) -> int:
+    tls = tls_options(config)
+    devices_each = int(getattr(engine, "tensor_parallel_size", 1))
+    visible = [] if engine.device == "cpu" else visible_devices()
+    environments = replica_environments(engine.device, config.replicas, devices_each, visible)
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # its own user alone may enter it
+    router = PrefixRouter()
+    replicas = [Replica(i, str(folder / f"{i}.sock")) for i in range(config.replicas)]
+    codes: list[int] = []  # of replicas that were given up
+
+    def give_up(code: int) -> None:
+        codes.append(code)
+        server.stop()
+
+    def process_of(replica: Replica) -> ReplicaProcess:
+        own = replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None,
+                      ssl_ca_certs=None)
+        arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(), engine, own, tuple(names))
+        return ReplicaProcess(replica, router, run_replica, arguments, on_failed=give_up,
+                              max_restarts=config.max_restarts, hang_seconds=config.stall_timeout)
+
+    group = ReplicaGroup([process_of(replica) for replica in replicas], stop_seconds=config.shutdown_timeout)
+    front = ReplicaFront(replicas, router, start=group.start, stop=group.stop)
+    set_up_logs(config.log_format, logs_requests=False)  # replicas log requests
+    server = WebServer(uvicorn.Config(guarded(front, config), **web_options(config, tls)), tell)
+    try:
+        serve_until_stopped(server, config, f"{names[0]}, {config.replicas} replicas,", tell)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if codes:
+        tell("a replica failed and was not started again: its own lines above say why")
+        return codes[0]
+    tell("stopped")
+    return 0
+
+
+def guarded(front: App, config: ServerConfig) -> App:
+    """The front behind the checks that a server of one engine has: keys, bodies, origins, a prefix."""
+    app: App = Guard(front, keys=config.api_key, max_body_bytes=config.max_body_bytes)
+    if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
+        app = CORSMiddleware(app, allow_origins=list(config.allowed_origins), allow_methods=["*"],
+                             allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
+    return RootPath(app, prefix=config.root_path) if config.root_path else app
+
+
+def run_replica(environment: dict[str, str], name: str, level: int, engine: EngineConfig, config: ServerConfig,
+                names: Sequence[str]) -> None:
+    """The life of a replica's process. Nothing has imported torch yet, so the variables count."""
+    os.environ.update(environment)
+    log.setLevel(level)
+
+    def tell_own(text: str) -> None:
+        tell(f"replica {name}: {text}")
+
+    try:
+        status = serve_engine(engine, config, names, tell_own)
+    except Exception as error:
+        tell_own(f"error: {' '.join(str(error).split()) or type(error).__name__}")
+        status = 2 if isinstance(error, ValueError | OSError) else 1
+    sys.exit(status)

@@ -1,0 +1,87 @@
+"""Requests of the front that concern several replicas: metrics, routes of the operator, stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.replicas.joined_metrics import joined_metrics
+from outrider.replicas.replica import Replica, ReplicaState
+from outrider.replicas.upstream import Headers, ReplicaLost, ask
+from outrider.server.errors import ApiError
+
+ASK_SECONDS = 10.0  # for a replica to answer a question about itself
+STORED = re.compile(r"/v1/responses/([\w-]+)")
+JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+
+
+async def ask_whole(replica: Replica, method: str, target: bytes, headers: Headers, body: bytes = b"",
+                    seconds: float | None = ASK_SECONDS) -> tuple[int, bytes] | None:
+    """Status and body of an answer; None if the replica does not answer, or not in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            answer = await ask(replica.socket_path, method, target, headers, body)
+            try:
+                return answer.status, await answer.body()
+            finally:
+                answer.close()
+    except (ReplicaLost, TimeoutError):
+        return None
+
+
+async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
+    answers = await asyncio.gather(*(ask_whole(each, "GET", b"/metrics", headers) for each in replicas))
+    pages = {each.number: answer[1].decode() for each, answer in zip(replicas, answers, strict=True)
+             if answer is not None and answer[0] == 200}
+    return joined_metrics(pages, {each.number: each.num_restarts for each in replicas})
+
+
+async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
+                  body: bytes) -> tuple[int, Headers, bytes]:
+    """Ask every replica, and join the answers: true if all say true, sums of counts, and the longest time. The first
+    refusal is the answer of all. Raises ApiError if a replica does not answer."""
+    answers = await asyncio.gather(*(ask_whole(each, method, target, headers, body, None) for each in replicas))
+    found: list[tuple[int, bytes]] = []
+    for replica, answer in zip(replicas, answers, strict=True):
+        if answer is None:
+            raise ApiError(503, f"replica {replica.name} did not answer; the others were asked too", retry_after=5)
+        found.append(answer)
+    refusal = next((answer for answer in found if answer[0] != 200), None)
+    if refusal is not None:
+        return refusal[0], JSON_HEADERS, refusal[1]
+    return 200, JSON_HEADERS, json.dumps(_joined([json.loads(content) for _, content in found])).encode()
+
+
+async def find_response(replicas: Sequence[Replica], path: str, body: bytes, headers: Headers) -> Replica | None:
+    """The replica that stored the response which a request names, in its path or as previous_response_id."""
+    named = STORED.match(path)
+    response_id = named[1] if named is not None else None
+    if response_id is None and path == "/v1/responses" and b'"previous_response_id"' in body:
+        try:
+            given = json.loads(body).get("previous_response_id")
+        except (ValueError, AttributeError, RecursionError):
+            given = None
+        response_id = given if isinstance(given, str) and re.fullmatch(r"[\w-]+", given) else None
+    if response_id is None:
+        return None
+    serving = [each for each in replicas if each.state is ReplicaState.SERVING]
+    target = f"/v1/responses/{response_id}".encode()
+    answers = await asyncio.gather(*(ask_whole(each, "GET", target, headers) for each in serving))
+    return next((each for each, answer in zip(serving, answers, strict=True) if answer and answer[0] == 200), None)
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    match first:
+        case bool():
+            return all(values)
+        case int():
+            return sum(values)
+        case float():  # seconds that replicas spent at the same time
+            return max(values)
+        case dict():
+            return {key: _joined([value[key] for value in values]) for key in first}
+    return first

@@ -1,0 +1,41 @@
+"""One page of metrics for all replicas: every sample has the label `engine` with the number of its replica, as vLLM's
+samples have it with several engines. Sums over `engine` are those of the whole server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+ENGINE = re.compile(r'(?<=[{,])engine="\d+"')
+WITHOUT_LABELS = re.compile(r"^(\w+) ")
+
+
+def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str:
+    """`pages`: the page of each replica that answered. `restarts`: of every replica, how often it was started again."""
+    families: dict[str, list[str]] = {}  # lines by the line that begins their family
+    for number, page in pages.items():
+        own: list[str] = []
+        for line in page.splitlines():
+            if line.startswith("# HELP"):
+                own = families.setdefault(line, [])
+            elif line.startswith("#"):
+                own += [line] if line not in own else []
+            else:
+                own.append(_with_engine(line, number))
+    lines = [text for head, rest in families.items() for text in (head, *rest)]
+    lines += _family("replica_up", "gauge", "1 for a replica that answers.", {i: int(i in pages) for i in restarts})
+    lines += _family("replica_restarts_total", "counter", "Times a replica was started again.", restarts)
+    return "\n".join(lines) + "\n"
+
+
+def _with_engine(line: str, number: int) -> str:
+    label = f'engine="{number}"'
+    named = ENGINE.sub(label, line, count=1)
+    return named if named != line or label in line else WITHOUT_LABELS.sub(rf"\1{{{label}}} ", line)
+
+
+def _family(name: str, kind: str, help_text: str, values: Mapping[int, int]) -> Iterable[str]:
+    yield f"# HELP vllm:{name} {help_text}"
+    yield f"# TYPE vllm:{name} {kind}"
+    for number, value in values.items():
+        yield f'vllm:{name}{{engine="{number}"}} {value}'

@@ -1,0 +1,68 @@
+"""PrefixRouter: which replica gets a prompt. It prefers the replica that was given the longest beginning of the prompt
+before, because that replica's prefix cache holds it, and goes by load when that replica has too much to do.
+
+Pure Python, no input or output: the HTTP front and the router of Ray Serve both ask it. It knows only what it has
+routed itself; a replica whose cache has forgotten a prompt computes the prompt again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+MAX_BLOCKS = 1 << 17  # beginnings of prompts that are remembered, over all replicas
+MOST_BEHIND = 4  # requests that a preferred replica may have more than the least loaded one ...
+BEHIND_SHARE = 0.5  # ... or this share of the least load, if that is more
+
+
+class PrefixRouter:
+    """Replicas have names. A prompt is a list of block hashes, each of which covers all blocks before it
+    (`prompt_blocks`); the list is empty where the prompt could not be read."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        # The replicas that were given a block, by the block's hash; the block that was used last is the last one.
+        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+
+    def choose(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str:
+        """The replica for a prompt. `loads`: running requests of every replica that could take it, at least one."""
+        least = min(loads.values())
+        chosen = self._preferred(blocks, loads)
+        if chosen is None or loads[chosen] > least + max(MOST_BEHIND, BEHIND_SHARE * least):
+            chosen = min(loads, key=lambda name: (loads[name], name))
+        return chosen
+
+    def remember(self, blocks: Sequence[int], replica: str) -> None:
+        """Note that a replica was given a prompt."""
+        for block in reversed(blocks):  # the end of a prompt is forgotten before its beginning
+            holders = self._holders.get(block, ())
+            self._holders[block] = holders if replica in holders else (*holders, replica)
+            self._holders.move_to_end(block)
+        while len(self._holders) > self._max_blocks:
+            self._holders.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """A replica is gone, or starts again with an empty cache."""
+        for block, holders in list(self._holders.items()):
+            if replica not in holders:
+                continue
+            left = tuple(name for name in holders if name != replica)
+            if left:
+                self._holders[block] = left
+            else:
+                del self._holders[block]
+
+    def num_matched(self, blocks: Sequence[int], replica: str) -> int:
+        """How many of a prompt's first blocks a replica was given before."""
+        return next((i for i in range(len(blocks), 0, -1) if replica in self._holders.get(blocks[i - 1], ())), 0)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def _preferred(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str | None:
+        """The replica with the longest known beginning; the least loaded one, if several have it."""
+        for block in reversed(blocks):
+            holders = [name for name in self._holders.get(block, ()) if name in loads]
+            if holders:
+                return min(holders, key=lambda name: (loads[name], name))
+        return None

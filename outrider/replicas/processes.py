@@ -1,0 +1,145 @@
+"""ReplicaProcess: one replica as a process of this machine. It is started, watched, started again when it has died, and
+ended with the front.
+
+The process ends when its parent does, also when the parent is killed. One that does not answer for too long is killed:
+its requests then go to others. A process that fails before it has served once is most likely wrong settings, and
+ends the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+from outrider.replicas.all_replicas import ask_whole
+from outrider.replicas.policy import PrefixRouter
+from outrider.replicas.replica import Replica, ReplicaState
+
+AT_EXIT = 0  # before multiprocessing waits for its children
+WATCH_SECONDS = 0.25  # between two looks at a replica
+RETRY_SECONDS = 1.0  # until a replica that has died is started again
+RESTART_WINDOW = 600.0  # seconds over which restarts are counted
+CLOSE_SECONDS = 15.0  # beyond the time that running requests get, until a replica that was told to end is killed
+log = logging.getLogger("outrider")
+
+
+class ReplicaProcess:
+    """`main` runs in the process with `arguments`, and serves at the replica's socket until SIGTERM. `on_failed` is
+    called once the replica is given up, with the exit code of its process."""
+
+    def __init__(self, replica: Replica, router: PrefixRouter, main: Callable[..., None], arguments: Sequence[Any], *,
+                 on_failed: Callable[[int], None], max_restarts: int, hang_seconds: float) -> None:
+        self.replica = replica
+        self._router, self._main, self._arguments = router, main, arguments
+        self._on_failed, self._max_restarts, self._hang_seconds = on_failed, max_restarts, hang_seconds
+        self._process: SpawnProcess | None = None
+        self._has_served = False
+        self._restarts: deque[float] = deque()
+
+    async def run(self) -> None:
+        """Until the task is cancelled, or the replica is given up."""
+        while True:
+            self.replica.state = ReplicaState.STARTING
+            self._process = await asyncio.to_thread(self._spawn)
+            await self._watch(self._process)
+            self.replica.state = ReplicaState.GONE
+            self._router.forget(self.replica.name)
+            code = self._process.exitcode
+            await asyncio.sleep(RETRY_SECONDS)  # a signal to all processes reaches the front meanwhile
+            if not self._may_restart():
+                self._on_failed(1 if code is None else abs(code))
+                return
+            log.error("replica %s has died (exit code %s) and is started again", self.replica.name, code)
+            self.replica.num_restarts += 1
+
+    async def stop(self, seconds: float) -> None:
+        """Let running requests end for so many seconds, then end the process."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        await asyncio.to_thread(process.join, seconds + CLOSE_SECONDS)
+        if process.is_alive():
+            process.kill()
+            await asyncio.to_thread(process.join)
+
+    def _spawn(self) -> SpawnProcess:
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_replica, args=(self._main, *self._arguments), name=f"outrider-replica-{self.replica.name}")
+        process.start()
+        Finalize(None, process.kill, exitpriority=AT_EXIT)
+        return process
+
+    async def _watch(self, process: SpawnProcess) -> None:
+        """Returns when the process has ended. Asks the replica how it is meanwhile."""
+        answered = time.monotonic()
+        while process.is_alive():
+            answer = await ask_whole(self.replica, "GET", b"/health", [], seconds=self._hang_seconds)
+            now = time.monotonic()
+            if answer is not None:
+                answered = now
+                is_healthy = answer[0] == 200
+                self._has_served |= is_healthy
+                self.replica.state = (ReplicaState.SERVING if is_healthy else ReplicaState.NOT_HEALTHY
+                                      if self._has_served else ReplicaState.STARTING)
+            elif self.replica.state is not ReplicaState.STARTING:
+                self.replica.state = ReplicaState.NOT_HEALTHY
+                if now - answered > self._hang_seconds:
+                    log.error("replica %s has not answered for %.0f s and is killed", self.replica.name,
+                              self._hang_seconds)
+                    process.kill()
+            await asyncio.to_thread(process.join, WATCH_SECONDS)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_WINDOW:
+            self._restarts.popleft()
+        if not self._has_served or len(self._restarts) >= self._max_restarts:
+            return False
+        self._restarts.append(now)
+        return True
+
+
+class ReplicaGroup:
+    """All replicas of a front, from its start to its end."""
+
+    def __init__(self, processes: Sequence[ReplicaProcess], *, stop_seconds: float) -> None:
+        self._processes = processes
+        self._stop_seconds = stop_seconds
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self._tasks = [asyncio.create_task(process.run()) for process in self._processes]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await asyncio.gather(*(process.stop(self._stop_seconds) for process in self._processes))
+
+
+# In the child
+
+
+def _end_with_parent() -> None:
+    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_replica(main: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
+    main(*arguments)

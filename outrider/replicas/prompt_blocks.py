@@ -1,0 +1,61 @@
+"""Block hashes of the prompt in a request's body. Prompts with a common beginning have the same first hashes.
+
+Texts are not tokenized, and chat templates are not applied: equal texts become equal tokens, which is all that routing
+needs. Hashes are those of this process (`hash`), so clients cannot know which texts would collide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BLOCK_CHARACTERS = 64  # about a page of 16 tokens
+BLOCK_TOKENS = 16
+MOST_BLOCKS = 1024  # of one prompt: a longer beginning does not change which replica holds it
+# Fields that become part of a prompt, in the order in which templates write them.
+PROMPT_FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input")
+
+
+def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
+    """Hashes of the prompt in a JSON body; none if there is no prompt that can be read. `tenant`: the API key, because
+    prefix caches of different keys are separate."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    return prompt_blocks(given, tenant) if isinstance(given, dict) else []
+
+
+def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:
+    first = hash((tenant, str(body.get("cache_salt"))))
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):  # of several prompts the first one counts
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return _chained(first, prompt, BLOCK_TOKENS)
+    return _chained(first, "".join(_text(body.get(name)) for name in PROMPT_FIELDS), BLOCK_CHARACTERS)
+
+
+def _text(value: Any) -> str:
+    """A field as text, such that a field which goes on longer has a text that goes on longer."""
+    match value:
+        case None:
+            return ""
+        case str():
+            return value
+        case [str() as text, *_]:  # several prompts, of which the first counts
+            return text
+        case list():
+            return "".join(json.dumps(item, sort_keys=True) for item in value)
+    return json.dumps(value, sort_keys=True)
+
+
+def _chained(before: int, values: Sequence[Any], size: int) -> list[int]:
+    """One hash for each full block, which covers the blocks before it too."""
+    blocks = []
+    for end in range(size, min(len(values), size * MOST_BLOCKS) + 1, size):
+        part = values[end - size : end]
+        before = hash((before, part if isinstance(part, str) else tuple(part)))
+        blocks.append(before)
+    return blocks

@@ -1,0 +1,26 @@
+"""Replica: one engine's server behind the front, as the front sees it. Something else starts it and watches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class ReplicaState(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    NOT_HEALTHY = "not healthy"  # its engine fails and starts again, or its steps have stopped
+    GONE = "gone"  # its process has ended; it is started again, unless the server ends
+
+
+@dataclass
+class Replica:
+    number: int
+    socket_path: str
+    state: ReplicaState = ReplicaState.STARTING
+    num_live: int = 0  # requests that the front has passed to it and that have not ended
+    num_restarts: int = 0
+    name: str = field(init=False)  # what the router calls it
+
+    def __post_init__(self) -> None:
+        self.name = str(self.number)

@@ -1,0 +1,249 @@
+"""The front of several replicas: how requests are passed on, and what happens when a replica dies meanwhile.
+
+Replicas are scripts at unix sockets here, so that each can die at a chosen byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.replicas.front import ReplicaFront
+from outrider.replicas.policy import PrefixRouter
+from outrider.replicas.replica import Replica, ReplicaState
+from outrider.server.guard import Guard
+
+Answering = Callable[["Script", bytes, bytes, asyncio.StreamWriter], Awaitable[None]]
+PROMPT = "a prompt of some length " * 10
+
+
+async def reply(writer: asyncio.StreamWriter, content: Any, status: int = 200) -> None:
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nx-request-id: theirs\r\ncontent-length: %d\r\n"
+                 b"\r\n%s" % (status, len(body), body))
+    await writer.drain()
+
+
+async def begin_stream(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
+                 b"\r\n9\r\ndata: 1\n\n\r\n")
+    await writer.drain()
+
+
+class Script:
+    """A replica that answers by a function, and notes what it was asked."""
+
+    def __init__(self, number: int, folder: Path, answering: Answering) -> None:
+        self.replica = Replica(number, str(folder / str(number)), ReplicaState.SERVING)
+        self.answering = answering
+        self.asked: list[tuple[bytes, bytes]] = []  # heads and bodies
+        self.closed = asyncio.Event()  # the front has closed a connection before the answer's end
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        assert length is not None
+        body = await reader.readexactly(int(length[1]))
+        self.asked.append((head, body))
+        answer = asyncio.ensure_future(self.answering(self, head, body, writer))
+        end = asyncio.ensure_future(reader.read())
+        await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            self.closed.set()
+        answer.cancel()
+        end.cancel()
+        writer.close()
+
+
+async def nothing() -> None:
+    pass
+
+
+@asynccontextmanager
+async def fronted(*answering: Answering, keys: tuple[str, ...] = ()) -> AsyncIterator[
+        tuple[httpx.AsyncClient, list[Script]]]:
+    with tempfile.TemporaryDirectory() as name:  # paths of unix sockets are short
+        scripts = [Script(i, Path(name), each) for i, each in enumerate(answering)]
+        servers = [await asyncio.start_unix_server(each.serve, each.replica.socket_path) for each in scripts]
+        front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), start=nothing, stop=nothing)
+        app = Guard(front, keys=keys, max_body_bytes=1 << 20)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            yield client, scripts
+        for server in servers:
+            server.close()
+        assert [each.replica.num_live for each in scripts] == [0] * len(scripts)
+
+
+async def echo(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await reply(writer, {"replica": script.replica.number})
+
+
+async def die(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+async def die_in_stream(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await begin_stream(writer)
+    writer.close()
+
+
+async def refuse(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await reply(writer, {"error": {"message": "full"}}, 429)
+
+
+async def hang(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await begin_stream(writer)
+    await asyncio.Event().wait()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def complete(client: httpx.AsyncClient, text: str = PROMPT, **more: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": text, **more})
+
+
+def test_prompts_with_one_beginning_go_to_one_replica_and_others_by_load() -> None:
+    async def test() -> None:
+        async with fronted(echo, echo) as (client, scripts):
+            scripts[0].replica.num_live = 2
+            first = (await complete(client)).json()
+            scripts[0].replica.num_live, scripts[1].replica.num_live = 0, 3
+            assert first == (await complete(client, PROMPT + "and more")).json() == {"replica": 1}
+            assert (await complete(client, "another " * 20)).json() == {"replica": 0}
+            scripts[1].replica.state = ReplicaState.NOT_HEALTHY
+            assert (await complete(client)).json() == {"replica": 0}
+            scripts[1].replica.num_live = 0
+
+    run(test)
+
+
+def test_the_request_and_the_answer_pass_unchanged() -> None:
+    async def test() -> None:
+        async with fronted(echo, keys=("k",)) as (client, (script,)):
+            headers = {"Authorization": "Bearer k", "X-Request-Id": "mine", "Host": "example.org"}
+            answer = await client.post("/v1/completions?x=%20y", json={"prompt": "é"}, headers=headers)
+            head, body = script.asked[0]
+            assert head.startswith(b"POST /v1/completions?x=%20y HTTP/1.1\r\n") and json.loads(body) == {"prompt": "é"}
+            for line in (b"authorization: Bearer k", b"x-request-id: mine", b"host: example.org"):
+                assert head.count(b"\r\n" + line + b"\r\n") == 1
+            assert answer.headers.get_list("x-request-id") == ["mine"] and answer.json() == {"replica": 0}
+            assert (await client.post("/v1/completions", json={})).status_code == 401 and len(script.asked) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("bad", [die, refuse])
+def test_a_request_whose_replica_dies_or_is_full_goes_to_another(bad: Answering) -> None:
+    async def test() -> None:
+        async with fronted(bad, echo) as (client, scripts):
+            answer = await complete(client)
+            assert answer.status_code == 200 and answer.json() == {"replica": 1}
+            assert len(scripts[0].asked) == 1
+
+    run(test)
+
+
+def test_a_request_that_seems_to_kill_replicas_does_not_kill_them_all() -> None:
+    async def test() -> None:
+        async with fronted(die, die, echo) as (client, scripts):
+            answer = await complete(client)
+            assert answer.status_code == 503 and "has died" in answer.json()["error"]["message"]
+            assert [len(each.asked) for each in scripts] == [1, 1, 0]
+            messages = await client.post("/v1/messages", json={})
+            assert messages.json()["type"] == "error"
+
+    run(test)
+
+
+def test_a_full_queue_everywhere_is_told_as_it_is() -> None:
+    async def test() -> None:
+        async with fronted(refuse, refuse) as (client, scripts):
+            answer = await complete(client)
+            assert answer.status_code == 429 and answer.json() == {"error": {"message": "full"}}
+            for each in scripts:
+                each.replica.state = ReplicaState.STARTING
+            for path in ("/health", "/v1/models"):
+                answer = await client.get(path)
+                assert answer.status_code == 503 and "replica 1 is starting" in answer.text
+
+    run(test)
+
+
+def test_a_stream_that_had_begun_ends_with_an_error() -> None:
+    async def test() -> None:
+        async with fronted(die_in_stream) as (client, _):
+            first, error, done = (await complete(client, stream=True)).text.strip().split("\n\n")
+            assert first == "data: 1" and done == "data: [DONE]"
+            assert "has died" in json.loads(error.removeprefix("data: "))["error"]["message"]
+            text = (await client.post("/v1/messages", json={"stream": True})).text
+            assert text.split("\n\n")[1].startswith('event: error\ndata: {"type":"error"')
+
+    run(test)
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    async def test() -> None:
+        async with fronted(hang) as (_, (script,)):
+            sent: list[Any] = []
+            front = ReplicaFront([script.replica], PrefixRouter(), start=nothing, stop=nothing)
+            messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+            messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+                messages.put_nowait({"type": "http.disconnect"})
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                     "headers": [], "X-Request-Id": "x"}
+            await front(scope, messages.get, send)
+            await script.closed.wait()
+            assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
+
+    run(test)
+
+
+def test_what_concerns_all_replicas_is_asked_of_all() -> None:
+    async def answer(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        number = script.replica.number
+        path = head.split()[1]
+        if path == b"/sleep?level=1":
+            await reply(writer, {"freed_bytes": 10, "seconds": float(number)})
+        elif path == b"/reset_prefix_cache":
+            await reply(writer, {"success": number == 0})
+        elif path == b"/metrics":
+            await reply(writer, b'# HELP vllm:n N.\nvllm:n{engine="0"} 7\n')
+        elif path.startswith(b"/v1/responses/resp-1") and number != 1:
+            await reply(writer, {"error": {}}, 404)
+        else:
+            await reply(writer, {"replica": number})
+
+    async def test() -> None:
+        async with fronted(answer, answer) as (client, scripts):
+            assert (await client.post("/sleep?level=1")).json() == {"freed_bytes": 20, "seconds": 1.0}
+            assert (await client.post("/reset_prefix_cache")).json() == {"success": False}
+            metrics = (await client.get("/metrics")).text
+            assert 'vllm:n{engine="0"} 7\nvllm:n{engine="1"} 7\n' in metrics
+            assert (await client.get("/v1/responses/resp-1")).json() == {"replica": 1}
+            body = {"previous_response_id": "resp-1"}
+            assert (await client.post("/v1/responses", json=body)).json() == {"replica": 1}
+            assert (await client.get("/load")).json() == {"server_load": 0}
+            assert (await client.get("/health")).json()["status"] == "healthy"
+            scripts[0].replica.state = ReplicaState.GONE
+            assert (await client.get("/health")).json() == {"status": "degraded",
+                                                            "replicas": {"0": "gone", "1": "serving"}}
+
+    run(test)
