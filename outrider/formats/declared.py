@@ -14,7 +14,7 @@ from typing import NamedTuple, NewType
 import torch
 
 from outrider.formats.ranks import RankGroup, UnsummedRanks
-from outrider.formats.slots import Draw, HeadLayout, StoredWeight, TensorCut, WeightSlot, draw_dummy
+from outrider.formats.slots import Draw, HeadLayout, Recode, StoredWeight, TensorCut, WeightSlot, draw_dummy
 
 ModelSize = NewType("ModelSize", int)  # a size of the checkpoint's tensors
 RankSize = NewType("RankSize", int)  # a size of the tensors that one rank holds
@@ -129,6 +129,7 @@ class StoredTensor(NamedTuple):
     inputs_per_column: int | None = 1  # None if no axis of the tensor follows the input features
     draw: Draw = draw_dummy
     quantize: Callable[[torch.Tensor], StoredWeight] | None = None  # see WeightSlot
+    recode: Recode | None = None  # likewise
 
 
 class Segment(NamedTuple):
@@ -205,7 +206,7 @@ class LinearDeclaration:
         is_whole = sum(map(len, parts)) == shape[axis]
         cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
         return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize,
-                          (*target.shape[:rows_axis], segment.size, self.in_features))
+                          (*target.shape[:rows_axis], segment.size, self.in_features), held.recode)
 
 
 @dataclass(frozen=True)

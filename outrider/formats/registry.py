@@ -18,8 +18,10 @@ from outrider.formats.declared import StoredFormat
 from outrider.formats.expansion import ExpansionFormat
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
+from outrider.formats.gguf_codes import as_codes
 from outrider.formats.gguf_experts import GgufExperts
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
+from outrider.formats.stacked import StackedLinear
 from outrider.formats.weight_format import WeightFormat
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.scaled import CODES
@@ -61,8 +63,10 @@ class FormatChoice:
             found = self.stored_format(name) or made
             if found is None or found.kind not in table:
                 return None  # at the first of experts' matrices, which may be many
-            stored.append(found)
+            stored.append(as_codes(found, self.device))
         chosen, *others = {table[held.kind] for held in stored}
+        if chosen is ScaledLinear and len(set(stored)) > 1:
+            chosen = StackedLinear
         if others or not issubclass(chosen, base) or not chosen.serves(declared, stored, self.device):
             return None
         return partial(chosen, stored=stored)

@@ -16,7 +16,7 @@ import torch
 from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
-from outrider.formats.slots import DUMMY_RANGE, Draw
+from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.experts_on_host import native_experts
@@ -39,6 +39,8 @@ class ScaledFormat(StoredFormat):
     has_factors: bool = False
     rounds: bool = False  # token rows may be rounded to fp8, in groups of the weight's size
     is_made: bool = False  # the files have plain numbers, which are coded when they are read
+    has_offsets: bool = False
+    recode: Recode | None = None  # the files have other bits, of which codes are made when they are read
 
     def width(self, inputs: int) -> int:
         """The number of inputs that share a scale, in a matrix with `inputs` of them."""
@@ -57,29 +59,38 @@ class ScaledFormat(StoredFormat):
         codes = *outputs, inputs // scaled.codes_per_byte(self.kind)
         # Group by group in memory, as kernels read them: outputs side by side.
         groups = *outputs[:-1], -(-inputs // group), outputs[-1]
+
+        def of_groups(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(groups, dtype=dtype, device=device).transpose(-1, -2)
+
         return Scaled(
             self.kind, group, empty_weight(*codes, dtype=scaled.code_dtype(self.kind), device=device),
-            torch.empty(groups, dtype=self.scale_dtype, device=device).transpose(-1, -2),
-            torch.empty(groups, dtype=torch.float16, device=device).transpose(-1, -2) if self.has_zeros else None,
-            torch.empty(*outputs, 1, device=device) if self.has_factors else None)
+            of_groups(self.scale_dtype), of_groups(torch.float16) if self.has_zeros else None,
+            torch.empty(*outputs, 1, device=device) if self.has_factors else None,
+            offsets=of_groups(self.scale_dtype) if self.has_offsets else None)
 
     def tensors(self, weight: Scaled) -> list[StoredTensor]:
         codes_per_byte, per_column = scaled.codes_per_byte(self.kind), self.group or None
         held = [
             StoredTensor("weight", weight.codes, self.kind, inputs_per_column=codes_per_byte,
-                         quantize=self.make if self.is_made else None),
+                         quantize=self.make if self.is_made else None, recode=self.recode),
             StoredTensor("weight_scale", weight.scales, inputs_per_column=per_column,
                          draw=_fill(1 if self.has_factors else DUMMY_SCALE)),
         ]
         if weight.zeros is not None:
             held.append(StoredTensor("weight_zero", weight.zeros, inputs_per_column=per_column, draw=_fill(0)))
+        if weight.offsets is not None:
+            held.append(StoredTensor("weight_offset", weight.offsets, inputs_per_column=per_column, draw=_fill(0)))
         if weight.factors is not None:
             held.append(StoredTensor("weight_factor", weight.factors, inputs_per_column=None, draw=_fill(DUMMY_SCALE)))
         return held
 
     def fits(self, declared: LinearDeclaration) -> bool:
-        """Whether groups are whole in the part of the matrix that this rank holds."""
+        """Whether groups are whole in the part of the matrix that this rank holds. Offsets are those of short groups.
+        """
         inputs, width = declared.inputs, self.width(declared.in_features)
+        if self.has_offsets and width >= declared.num_inputs:
+            return False
         if scaled.codes_per_byte(self.kind) == 2 and (width % 2 or declared.in_features % width):
             return False
         is_cut = isinstance(declared.cut, InputCut) and (self.group or scaled.codes_per_byte(self.kind) == 2)
@@ -103,7 +114,7 @@ class ScaledWeight:
     def parts(self) -> dict[str, torch.Tensor]:
         weight = self.weight
         parts = {"weight": weight.codes, "weight_scale": weight.scales, "weight_zero": weight.zeros,
-                 "weight_factor": weight.factors}
+                 "weight_factor": weight.factors, "weight_offset": weight.offsets}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def __getitem__(self, index: int | slice) -> ScaledWeight:
@@ -111,7 +122,8 @@ class ScaledWeight:
         return ScaledWeight(self.weight[index])
 
     def is_finite(self) -> bool:
-        return bool(self.weight.scales.float().isfinite().all())
+        held = self.weight.scales, self.weight.offsets
+        return all(bool(numbers.float().isfinite().all()) for numbers in held if numbers is not None)
 
     def dequantize(self) -> torch.Tensor:
         return self.weight.numbers()
@@ -205,7 +217,7 @@ class ScaledLinear(EmbeddingFormat):
         return out if self._bias is None else out.add_(self._bias)
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._weight.rows(tokens).numbers().to(self.declared.dtype)
+        return ops.scaled_rows(self._weight, tokens, self.declared.dtype)
 
 
 class ScaledExperts(ExpertsFormat):

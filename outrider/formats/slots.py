@@ -41,6 +41,15 @@ class StoredWeight(Protocol):
         """The numbers that the bits stand for."""
 
 
+class Recode(Protocol):
+    """Makes a weight in the bits of a format out of one in the bits of its file, of this kind, on a device."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def __call__(self, stored: StoredWeight, device: torch.device) -> StoredWeight: ...
+
+
 @dataclass(frozen=True)
 class HeadLayout:
     """The order of output features in a checkpoint's tensor that holds several parts head by head. A layer has all of
@@ -98,6 +107,7 @@ class WeightSlot:
     draw: Draw = draw_dummy  # fills a target with random content that is valid in its format
     quantize: Callable[[torch.Tensor], StoredWeight] | None = None  # makes the stored weight of a tensor of numbers
     numbers_shape: tuple[int, ...] = ()  # the shape that the tensor given to `quantize` must have
+    recode: Recode | None = None  # makes the stored weight of the file's own one
 
     def __post_init__(self) -> None:
         layout = self.layout

@@ -1,7 +1,8 @@
 """Weights kept as short codes with scales, and the product with them in plain torch, which defines what the bits mean.
 
 One form serves all files of this kind: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an
-output, perhaps a zero point for every group and a factor for every output. Sources bring their files into this form.
+output, perhaps a zero point or an offset for every group and a factor for every output. Sources bring their files into
+this form.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FP8, INT8, INT4, FP4 = "fp8", "int8", "int4", "fp4"  # what a code is: e4m3, two
 CODES = (FP8, INT8, INT4, FP4)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; those of 8 to 15 are negative
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
+TILED_GROUPS: tuple[int, ...] = ()  # short groups whose codes may lie in tiles
 BLOCK = 128  # outputs and inputs of a block of fp8 that has one scale
 PIECE = 64 * TILE_OUTPUTS  # outputs whose codes are put in another order at a time
 MAX_NUMBERS = 1 << 22  # made of codes at a time; bounds the memory of a product
@@ -35,8 +37,9 @@ def codes_per_byte(code: str) -> int:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A weight [.., outputs, inputs]: (code - zero) * scale * factor. Codes of 4 bits lie in bytes: in each group the
-    first half of the columns has the low bits, the second half the high bits. An int4 code is stored plus 8."""
+    """A weight [.., outputs, inputs]: (code - zero) * scale * factor, or code * scale + offset. Codes of 4 bits lie in
+    bytes: in each group the first half of the columns has the low bits, the second half the high bits. An int4 code is
+    stored plus 8."""
 
     code: str
     group: int  # inputs that share a scale; the last group of a row of 8-bit codes may be short
@@ -46,9 +49,11 @@ class Scaled:
     factors: Tensor | None = None  # [.., outputs, 1] float32
     is_tiled: bool = False  # bytes of 4-bit codes lie in tiles, see `tiled`
     blocks: Tensor | None = None  # [outputs / 128, groups], the scales again where 128 outputs share them
+    offsets: Tensor | None = None  # [.., outputs, groups], any float type; such a weight has several short groups
 
     def __post_init__(self) -> None:
         assert self.code in CODES and self.codes.dtype == code_dtype(self.code)
+        assert self.offsets is None or (self.zeros is None and self.factors is None and self.scales.shape[-1] > 1)
         assert codes_per_byte(self.code) == 1 or (self.group % 2 == 0 and self.shape[-1] % self.group == 0)
 
     @property
@@ -63,19 +68,35 @@ class Scaled:
         return replace(self, blocks=None, **parts)
 
     @property
+    def shifts(self) -> Tensor | None:
+        """Zero points or offsets, of which a weight has one at most."""
+        return self.zeros if self.offsets is None else self.offsets
+
+    @property
     def has_tiles(self) -> bool:
-        """Whether the weight [outputs, inputs] consists of whole tiles."""
-        return self.code == INT4 and self.group == TILE_INPUTS and self.shape[0] % TILE_OUTPUTS == 0
+        """Whether the weight [outputs, inputs] consists of whole tiles, which some kernel reads."""
+        outputs, inputs = self.shape
+        if outputs % TILE_OUTPUTS or inputs % TILE_INPUTS:
+            return False
+        is_short = self.code in (INT4, INT8) and self.group in TILED_GROUPS and self.scales.dtype == torch.bfloat16
+        return (self.code == INT4 and self.group == TILE_INPUTS) or (
+            is_short and self.zeros is None and self.factors is None)
 
     def tiled(self, is_tiled: bool = True) -> Scaled:
-        """This weight with its bytes in another order, in place. Tiled: the bytes of 64 outputs and 128 inputs follow
-        each other in the order in which the threads of a tensor core hold them, four neighbours with two columns of two
-        outputs. Slices of whole tiles of outputs remain such."""
+        """This weight with its bytes in another order, in place. Tiled: 64 bytes of 64 outputs follow each other in the
+        order in which the threads of a tensor core hold them, four neighbours with two columns of two outputs. Codes of
+        4 bits first become halves of 128 columns, whatever the group is. Slices of whole tiles of outputs remain such.
+        """
         if is_tiled == self.is_tiled:
             return self
         assert self.has_tiles
+        is_repacked = self.code == INT4 and self.group != TILE_INPUTS
         for codes in self.codes.split(PIECE):
-            codes.copy_((_to_tiles if is_tiled else _from_tiles)(codes))
+            if is_tiled:
+                codes.copy_(_to_tiles(_repack(codes, self.group, TILE_INPUTS) if is_repacked else codes))
+            else:
+                plain = _from_tiles(codes)
+                codes.copy_(_repack(plain, TILE_INPUTS, self.group) if is_repacked else plain)
         return replace(self, is_tiled=is_tiled)
 
     @property
@@ -89,18 +110,6 @@ class Scaled:
         is_shared = torch.equal(blocks.repeat_interleave(BLOCK, 0), self.scales)
         return replace(self, blocks=blocks if is_shared else None)
 
-    def rows(self, index: Tensor) -> Scaled:
-        """Some outputs, of which the codes are not tiled."""
-        if not self.is_tiled:
-            return self[index]
-        tile, row = index // TILE_OUTPUTS, index % TILE_OUTPUTS
-        tiles = self.codes.view(-1, self.shape[1] // TILE_INPUTS, *_TILED)
-        bits = row >> 4, (row >> 1) & 3, row & 1, (row >> 3) & 1
-        codes = tiles[tile, :, :, bits[0], bits[1], bits[2], :, :, bits[3]]  # [index, groups, k5, k2 k1, k4 k3, k0]
-        codes = codes.permute(0, 1, 2, 4, 3, 5).flatten(1)
-        return replace(self, codes=codes, scales=self.scales[index], is_tiled=False,
-                       zeros=None if self.zeros is None else self.zeros[index])
-
     def numbers(self) -> Tensor:
         """The weight in float32."""
         assert not self.is_tiled
@@ -112,12 +121,13 @@ class Scaled:
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
         values *= self._by_column(self.scales)
+        if self.offsets is not None:
+            values += self._by_column(self.offsets)
         return values if self.factors is None else values.mul_(self.factors)
 
     def nibbles(self) -> Tensor:
         """Codes of 4 bits [.., outputs, inputs], each in a byte."""
-        pairs = self.codes.unflatten(-1, (-1, self.group // 2))
-        return torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+        return unpack_nibbles(self.codes, self.group)
 
     def _by_column(self, of_groups: Tensor) -> Tensor:
         if of_groups.shape[-1] == 1:
@@ -135,26 +145,45 @@ def arrange(weight: Scaled, dtype: torch.dtype) -> Scaled:
     return replace(weight.tiled(False), blocks=None)
 
 
-# Bits of a byte's place in a tile, from the highest: of its output (r5 .. r0) and of its place in the group (k5 .. k0).
+# Bits of a byte's place in a tile, from the highest: of its output (r5 .. r0) and of its place among 64 (k5 .. k0).
 # k5 | r5 r4 | r2 r1 | r0 | k2 k1 | k4 k3 | r3 | k0
 _TILED = (2, 4, 4, 2, 4, 4, 2, 2)
+_TILE_BYTES = 64  # of an output
 
 
 def _to_tiles(codes: Tensor) -> Tensor:
-    """codes [outputs, inputs / 2], of whole tiles."""
-    split = codes.view(-1, 4, 2, 4, 2, codes.shape[1] * 2 // TILE_INPUTS, 2, 4, 4, 2)  # r54 r3 r21 r0, k5 k43 k21 k0
+    """codes [outputs, bytes], of whole tiles."""
+    split = codes.view(-1, 4, 2, 4, 2, codes.shape[1] // _TILE_BYTES, 2, 4, 4, 2)  # r54 r3 r21 r0, k5 k43 k21 k0
     return split.permute(0, 5, 6, 1, 3, 4, 8, 7, 2, 9).reshape(codes.shape)
 
 
 def _from_tiles(codes: Tensor) -> Tensor:
-    tiles = codes.view(-1, codes.shape[1] * 2 // TILE_INPUTS, *_TILED)
+    tiles = codes.view(-1, codes.shape[1] // _TILE_BYTES, *_TILED)
     return tiles.permute(0, 3, 8, 4, 5, 1, 2, 7, 6, 9).reshape(codes.shape)
+
+
+def _repack(codes: Tensor, group: int, other: int) -> Tensor:
+    """Bytes of 4-bit codes, of which those of another group share bytes."""
+    return pack_nibbles(unpack_nibbles(codes, group), other)
+
+
+def unpack_nibbles(codes: Tensor, group: int) -> Tensor:
+    """Codes of 4 bits [.., inputs], each in a byte, out of bytes [.., inputs / 2] in the order of `Scaled`."""
+    pairs = codes.unflatten(-1, (-1, group // 2))
+    return torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
 def pack_nibbles(nibbles: Tensor, group: int) -> Tensor:
     """Codes of 4 bits [.., inputs] as bytes [.., inputs / 2] in the order of `Scaled`."""
     low, high = nibbles.to(torch.uint8).unflatten(-1, (-1, 2, group // 2)).unbind(-2)
     return (low | high << 4).flatten(-2)
+
+
+def scaled_rows(weight: Scaled, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of some outputs [index, inputs] of a weight [outputs, inputs]."""
+    if weight.is_tiled:
+        weight = replace(weight, codes=weight.codes.clone()).tiled(False)
+    return weight[index].numbers().to(dtype)
 
 
 class Rounded(NamedTuple):
@@ -206,19 +235,23 @@ def scaled_gated(x: Tensor, weight: Scaled, bias: Tensor | None, rounding: int, 
 
 
 def by_outputs(make: Callable[[Tensor], Scaled], weight: Tensor) -> Scaled:
-    """The codes that `make` gives for a weight [outputs, inputs], made of some outputs at a time: float32 numbers of a
+    """The codes that `make` gives for a weight [outputs, ..], made of some outputs at a time: float32 numbers of a
     large matrix and of its errors would take several times the memory of its codes."""
     pieces = weight.split(max(1, MAX_NUMBERS // weight.shape[1]))
     first = make(pieces[0])
     if len(pieces) == 1:
         return first
-    whole = replace(first, codes=first.codes.new_empty(weight.shape[0], first.codes.shape[1]),
-                    scales=first.scales.new_empty(weight.shape[0], first.scales.shape[1]))
+    outputs, offsets = weight.shape[0], first.offsets
+    whole = replace(first, codes=first.codes.new_empty(outputs, first.codes.shape[1]),
+                    scales=first.scales.new_empty(outputs, first.scales.shape[1]),
+                    offsets=None if offsets is None else offsets.new_empty(outputs, offsets.shape[1]))
     start = 0
     for piece in pieces:
         made, part = make(piece), whole[start : start + len(piece)]
         part.codes.copy_(made.codes)
         part.scales.copy_(made.scales)
+        if part.offsets is not None and made.offsets is not None:
+            part.offsets.copy_(made.offsets)
         start += len(piece)
     return whole
 

@@ -50,7 +50,7 @@ def packed_rows(weight: Scaled) -> native.PackedRows | None:
     None for all others."""
     outputs, inputs = weight.shape
     kind = PACKED_KINDS.get((weight.code, weight.zeros is not None))
-    if kind is None or not native.available() or weight.group % GROUP or inputs % GROUP:
+    if kind is None or weight.offsets is not None or not native.available() or weight.group % GROUP or inputs % GROUP:
         return None
     packed, lanes = empty_rows(kind, outputs, inputs, torch.device("cpu")), native.packed_lanes()
     step = max(1, PACKED_AT_ONCE // (lanes * inputs))

@@ -108,7 +108,8 @@ def describe_weights(slots: Mapping[str, WeightSlot]) -> str:
             kept[slot.kind or dtype_name(slot)] += slot.nbytes
         else:  # codes, or scales that go with them
             groups = "" if scales is None else " rows" if scales.shape[-1] == 1 else " groups"
-            kept[codes.kind + groups] += slot.nbytes
+            source = "" if codes.recode is None else f" of {codes.recode.kind}"
+            kept[codes.kind + groups + source] += slot.nbytes
     return ", ".join(f"{num_bytes / MIB:.0f} MiB in {form}" for form, num_bytes in kept.most_common())
 
 
@@ -141,6 +142,8 @@ def _in_parts(
             check_numbers(name, tensor, slot.numbers_shape)
             check_finite(name, tensor)
             tensor = slot.quantize(tensor.to(slot.target.device))
+        elif not isinstance(tensor, torch.Tensor) and slot is not None and slot.recode is not None:
+            tensor = slot.recode(tensor, slot.target.device)
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
         elif parts := _kept_parts(name, tensor, slots):

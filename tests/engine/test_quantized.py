@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,15 +60,21 @@ def kind_of(name: str, kinds: dict[str, str]) -> str:
     return next((kind for part, kind in kinds.items() if part in name), "Q4_1")
 
 
-def stored(config: dict[str, Any], kinds: dict[str, str]) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    """Random weights: matrices in their kinds, vectors as numbers."""
+def in_blocks(values: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind]))
+
+
+def stored(config: dict[str, Any], kinds: dict[str, str],
+           make: Callable[[torch.Tensor, str], torch.Tensor] = in_blocks,
+           ) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    """Random weights: matrices in their kinds, of which `make` gives the blocks, vectors as numbers."""
     for name, slot in build_model(config, dtype=torch.float32, device="meta").weights().items():
         values = torch.randn(slot.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2
         if len(slot.shape) == 1:
             yield name, values + 1
             continue
         kind = kind_of(name, kinds)
-        yield name, QuantizedRows(kind, torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind])))
+        yield name, QuantizedRows(kind, make(values, kind))
 
 
 def build(config: dict[str, Any], kinds: dict[str, str], keep: bool, dtype: torch.dtype = torch.float32) -> Model:

@@ -73,6 +73,7 @@ COMPARED = {
         "../gpu/test_latent::test_attention", "test_triton_latent::test_whole_contexts"],
     ("arrange_codes", "triton"): ["test_triton_scaled::test_codes_in_tiles"],
     ("scaled_gated", "triton"): ["../gpu/test_coded_rows::test_operations"],
+    ("scaled_rows", "triton"): ["test_triton_scaled::test_codes_in_tiles"],
     ("route", "triton"): ["test_triton_moe::test_route"],
     ("experts", "host"): ["../models/test_moe::test_the_cpu_means_what_the_reference_says"],
     ("experts", "triton"): ["test_triton_moe::test_experts"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from outrider.kernels.triton.launch import collecting  # noqa: E402
 from outrider.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from outrider.kernels.triton.rounding import round_rows, rounded_rows  # noqa: E402
 from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel  # noqa: E402
-from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
+from outrider.kernels.triton.scaled_codes import expand, scaled_rows  # noqa: E402
 from outrider.kernels.triton.scaled_linear import (  # noqa: E402
     ScaledTile,
     chain_columns,
@@ -41,7 +42,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make(device: torch.device, code: str, n: int, k: int, group: int, has_zeros: bool = False) -> Scaled:
+def make(device: torch.device, code: str, n: int, k: int, group: int, has_zeros: bool = False,
+         has_offsets: bool = False) -> Scaled:
     generator = torch.Generator().manual_seed(5)
     groups = n, -(-k // group)
     codes = torch.randint(0, 256, (n, k // scaled.codes_per_byte(code)), generator=generator, dtype=torch.uint8)
@@ -52,7 +54,10 @@ def make(device: torch.device, code: str, n: int, k: int, group: int, has_zeros:
     zeros = torch.randint(-8, 9, groups, generator=generator).half().to(device) if has_zeros else None
     factors = torch.rand(n, 1, generator=generator).to(device) if code == "fp4" else None
     # The scales of an engine lie group by group.
-    return Scaled(code, group, codes.to(device), scales.T.contiguous().to(device).T, zeros, factors)
+    scales = scales.T.contiguous().to(device).T
+    if not has_offsets:
+        return Scaled(code, group, codes.to(device), scales, zeros, factors)
+    return Scaled(code, group, codes.to(device), scales.bfloat16(), offsets=draw(*groups, seed=6).to(device) / 64)
 
 
 def assert_close(actual: torch.Tensor, wanted: torch.Tensor, limit: float | None = None) -> None:
@@ -60,16 +65,18 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor, limit: float | None
     assert float((actual.double() - wanted.double()).norm() / wanted.double().norm()) < limit
 
 
-@pytest.mark.parametrize(("code", "k", "group", "has_zeros"), [
-    ("fp8", 200, 200, False), ("fp8", 320, 128, False), ("fp8", 96, 32, False),
-    ("int8", 200, 200, True), ("int8", 256, 64, False),
-    ("int4", 384, 128, False), ("int4", 384, 128, True), ("int4", 96, 32, True), ("int4", 320, 64, False),
-    ("int4", 256, 256, False), ("int4", 96, 96, False), ("int4", 192, 192, True),
-    ("fp4", 96, 16, False), ("fp4", 256, 32, False),
+@pytest.mark.parametrize(("code", "k", "group", "shifts"), [
+    ("fp8", 200, 200, ""), ("fp8", 320, 128, ""), ("fp8", 96, 32, ""),
+    ("int8", 200, 200, "zeros"), ("int8", 256, 64, ""),
+    ("int8", 96, 16, "offsets"), ("int4", 128, 16, "offsets"), ("int4", 96, 32, "offsets"),
+    ("int4", 384, 128, ""), ("int4", 384, 128, "zeros"), ("int4", 96, 32, "zeros"), ("int4", 320, 64, ""),
+    ("int4", 256, 256, ""), ("int4", 96, 96, ""), ("int4", 192, 192, "zeros"),
+    ("fp4", 96, 16, ""), ("fp4", 256, 32, ""),
 ])  # fmt: skip
-def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, has_zeros: bool) -> None:
+def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, shifts: str) -> None:
     n = 50
-    weight, bias = make(device, code, n, k, group, has_zeros), draw(n, seed=3).to(device, dtype)
+    weight = make(device, code, n, k, group, shifts == "zeros", shifts == "offsets")
+    bias = draw(n, seed=3).to(device, dtype)
     rounding = torch.finfo(dtype).eps / 2
     limit = 1e-4 + rounding  # products may be made of scaled numbers that are rounded to the dtype of x
     for num_rows in (1, 37, 70):  # the last ones by the library
@@ -183,11 +190,11 @@ def compile_for_card(kernel: Any, constants: dict[str, Any], kinds: dict[str, st
 def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: int = 4096) -> dict[str, Any]:
     constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "TILE_GROUP": 8, "SHARED": False,
-                 "HAS_ZEROS": False, "HAS_FACTORS": False, "HAS_BIAS": False, "WIDEN": False, "ASM": code == "int4",
-                 "PDL": True, "stride_n": 1}  # fmt: skip
-    kinds = {"x": "*fp8e4nv" if rounding else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "zeros": "*fp16",
-             "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "bias": "*bf16", "out": "*bf16",
-             "parts": "*fp32", "counters": "*i32"}  # fmt: skip
+                 "HAS_ZEROS": False, "HAS_OFFSETS": group < 128, "HAS_FACTORS": False, "HAS_BIAS": False,
+                 "WIDEN": False, "ASM": code == "int4", "PDL": True, "stride_n": 1}  # fmt: skip
+    kinds = {"x": "*fp8e4nv" if rounding else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "shifts": "*bf16",
+             "codes": {"fp8": "*fp8e4nv", "int8": "*i8"}.get(code, "*u8"), "factors": "*fp32", "bias": "*bf16",
+             "out": "*bf16", "parts": "*fp32", "counters": "*i32"}  # fmt: skip
     made = compile_for_card(scaled_kernel, constants, kinds, num_warps=tile.num_warps, num_stages=tile.num_stages)
     ptx = made.asm["ptx"]
     wanted = "e4m3.e4m3" if rounding else "bf16.bf16"
@@ -198,25 +205,34 @@ def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: i
 
 def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
     constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "ROWS": 32, "COLUMNS": 128,
-                 "HAS_ZEROS": False, "HAS_FACTORS": False, "stride_n": 1}  # fmt: skip
-    kinds = {"codes": "*fp8e4nv" if code == "fp8" else "*u8", "scales": "*bf16", "zeros": "*fp16", "factors": "*fp32",
-             "out": "*bf16"}  # fmt: skip
+                 "HAS_ZEROS": False, "HAS_OFFSETS": code == "int4" and group < 128, "HAS_FACTORS": False,
+                 "TILED": False, "INDEXED": False, "stride_n": 1}  # fmt: skip
+    kinds = {"codes": {"fp8": "*fp8e4nv", "int8": "*i8"}.get(code, "*u8"), "scales": "*bf16", "shifts": "*bf16",
+             "factors": "*fp32", "index": "*i64", "out": "*bf16"}  # fmt: skip
     ptx = compile_for_card(expand_kernel, constants, kinds).asm["ptx"]
     return {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
 
 
-def test_codes_in_tiles(device: torch.device) -> None:
-    weight = make(device, "int4", 192, 384, 128, has_zeros=True)
+@pytest.mark.parametrize(("code", "group", "shifts"), [("int4", 128, "zeros")])
+def test_codes_in_tiles(device: torch.device, code: str, group: int, shifts: str) -> None:
+    weight = make(device, code, 192, 384, group, shifts == "zeros", shifts == "offsets")
+    weight = replace(weight, scales=weight.scales.bfloat16())
     numbers, codes = weight.numbers(), weight.codes.clone()
     some = torch.tensor([0, 5, 77, 191, 64, 63, 9], device=device)
+    assert torch.equal(scaled_rows(weight, some, torch.float32), scaled.scaled_rows(weight, some, torch.float32))
     tiled = weight.tiled()
     assert tiled.is_tiled and not torch.equal(tiled.codes, codes) and tiled.codes.data_ptr() == weight.codes.data_ptr()
-    assert torch.equal(tiled.rows(some).numbers(), numbers[some])
+    assert torch.equal(scaled_rows(tiled, some, torch.float32), numbers[some])
     assert torch.equal(expand(tiled, torch.float32), numbers)
     assert torch.equal(expand(tiled[64:192], torch.float32), numbers[64:192]), "whole tiles remain such"
     plain = tiled.tiled(False)
     assert torch.equal(plain.codes, codes) and plain.tiled(False) is plain
-    assert not make(device, "int4", 64, 192, 64).has_tiles and not make(device, "int4", 100, 128, 128).has_tiles
+
+
+def test_what_has_no_tiles(device: torch.device) -> None:
+    for code, n, k, group in (("int4", 100, 128, 128), ("int4", 64, 192, 32), ("int8", 64, 256, 128)):
+        made = make(device, code, n, k, group)
+        assert not replace(made, scales=made.scales.bfloat16()).has_tiles
 
 
 def test_blocks_are_scales_that_outputs_share(device: torch.device) -> None:
@@ -246,7 +262,7 @@ def test_a_norm_rounds_its_rows_for_products(device: torch.device, group: int) -
 
 
 if __name__ == "__main__":
-    cases = (("fp8", 4096, 4096), ("fp8", 128, 128), ("int4", 128, 0))
+    cases = (("fp8", 4096, 4096), ("fp8", 128, 128), ("int4", 128, 0), ("int4", 32, 0), ("int8", 16, 0))
     products = [compile_product(*case, scaled_tile(rows, False)) for case in cases for rows in (1, 64, 300)]
     expansions = [compile_expansion(code, group) for code, group, _ in (*cases, ("fp4", 32, 0))]
     print(json.dumps({"products": products, "expansions": expansions}))

@@ -25,7 +25,14 @@ from outrider.kernels import (
 )
 from outrider.kernels.native import checks
 from outrider.kernels.ops import conditions, exact
-from outrider.kernels.ops.coded import arrange_codes, scaled_experts, scaled_gated, scaled_linear, scaled_wide
+from outrider.kernels.ops.coded import (
+    arrange_codes,
+    scaled_experts,
+    scaled_gated,
+    scaled_linear,
+    scaled_rows,
+    scaled_wide,
+)
 from outrider.kernels.ops.operation import (
     BFLOAT16,
     FLOAT32,
@@ -60,6 +67,7 @@ __all__ = [
     "scaled_experts",
     "scaled_gated",
     "scaled_linear",
+    "scaled_rows",
     "scaled_wide",
     "triton_kernel",
     "using",

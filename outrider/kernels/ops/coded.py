@@ -7,7 +7,7 @@ from outrider.kernels.ops.exact import arrange_codes as exact_arrange_codes
 from outrider.kernels.ops.exact import scaled_experts as exact_scaled_experts
 from outrider.kernels.ops.exact import scaled_linear as exact_scaled_linear
 from outrider.kernels.ops.exact import scaled_wide as exact_scaled_wide
-from outrider.kernels.ops.operation import BFLOAT16, Kernel, NotExact, Operation, fp8_kernel
+from outrider.kernels.ops.operation import BFLOAT16, Exactness, Kernel, NotExact, Operation, fp8_kernel
 
 arrange_codes = Operation(
     scaled.arrange,
@@ -28,6 +28,10 @@ scaled_gated = Operation(
     fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_gated", BFLOAT16,
                "outrider.kernels.triton.scaled_linear:takes_gate"),
     exact=NotExact("in exact mode the product and its activation are two operations"),
+)
+scaled_rows = Operation(
+    scaled.scaled_rows, fp8_kernel("outrider.kernels.triton.scaled_codes:scaled_rows"),
+    subject=lambda weight, index, dtype: weight.codes, exact=Exactness.NO_ARITHMETIC,
 )
 scaled_experts = Operation(
     moe.scaled_experts,

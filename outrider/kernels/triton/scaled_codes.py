@@ -95,27 +95,33 @@ def store_rounded(value, codes, scales, scale_stride, K: tl.constexpr, GROUP: tl
 
 @kernel(do_not_specialize=["N"])
 def _expand_kernel(
-    codes, scales, zeros, factors, out, codes_e, codes_stride, scales_e, stride_n, stride_g, zeros_e, zero_n, zero_g,
-    factors_e, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, TILED: tl.constexpr,
+    codes, scales, shifts, factors, index, out, codes_e, codes_stride, scales_e, stride_n, stride_g, shifts_e, shift_n,
+    shift_g, factors_e, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    TILED: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
-    """out [experts, N, K]: (code - zero) * scale * factor, rounded once. Strides from expert to expert end in _e.
-    TILED: bytes lie as `Scaled.tiled` puts them."""
+    """out [experts, N, K]: the numbers of a weight's outputs, or of those that `index` names, rounded once. Strides
+    from expert to expert end in _e. shifts: zero points or offsets. TILED: bytes lie as `Scaled.tiled` puts them."""
     expert = tl.program_id(2).to(tl.int64)
     codes += expert * codes_e
     scales += expert * scales_e
-    zeros += expert * zeros_e
+    shifts += expert * shifts_e
     factors += expert * factors_e
     out += expert * N * K
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
-    SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
+    PACKED: tl.constexpr = COLUMNS if TILED and PER_BYTE == 2 else GROUP  # inputs whose halves share bytes
+    SPAN: tl.constexpr = PACKED // PER_BYTE
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    NUM: tl.constexpr = 1 if (GROUPS == 1) or (SPAN % BYTES == 0) else BYTES // SPAN
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ALIGNED: tl.constexpr = (GROUPS == 1) or (SPAN % BYTES == 0)
+    APART: tl.constexpr = PACKED > GROUP  # high bits belong to other groups than low bits
+    NUM: tl.constexpr = BYTES // GROUP if APART else 1 if ALIGNED else BYTES // SPAN
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * BYTES
     at = tl.arange(0, BYTES)
-    byte, group, in_rows = start + at, start // SPAN, row < N
+    byte, in_rows = start + at, place < N
+    group = start * PER_BYTE // GROUP if APART else start // SPAN
+    row = tl.load(index + place, mask=in_rows, other=0) if INDEXED else place
     inside = in_rows[:, None] if K % COLUMNS == 0 else in_rows[:, None] & (byte < K // PER_BYTE)[None, :]
     if TILED:
         of_row = (row >> 4 & 3) << 9 | (row & 7) << 6 | (row >> 3 & 1) << 1
@@ -129,38 +135,61 @@ def _expand_kernel(
         numbers, high, column = packed.to(tl.float32), packed, byte
     else:
         numbers, high = unpack(packed, tl.float32, CODE == _FP4, False)
-        if NUM == 1:
-            column = tl.multiple_of(group * GROUP + start % SPAN, BYTES) + at
+        if ALIGNED:
+            column = tl.multiple_of(start // SPAN * PACKED + start % SPAN, BYTES) + at
         else:
-            column = byte // SPAN * GROUP + byte % SPAN
-    scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), BYTES // NUM)
+            column = byte // SPAN * PACKED + byte % SPAN
+    beside = group + NUM if APART else group  # the first group of the high bits
+    to = out + place.to(tl.int64)[:, None] * K + column[None, :]
+    numbers = _scaled_numbers(numbers, scales, shifts, factors, row, in_rows, stride_n, stride_g, shift_n, shift_g,
+                              group, NUM, GROUPS, HAS_ZEROS, HAS_OFFSETS, HAS_FACTORS)
+    tl.store(to, numbers.to(out.dtype.element_ty), mask=inside)
+    if PER_BYTE == 2:
+        high = _scaled_numbers(high, scales, shifts, factors, row, in_rows, stride_n, stride_g, shift_n, shift_g,
+                               beside, NUM, GROUPS, HAS_ZEROS, HAS_OFFSETS, HAS_FACTORS)
+        tl.store(to + SPAN, high.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled_numbers(
+    numbers, scales, shifts, factors, row, in_rows, stride_n, stride_g, shift_n, shift_g, group, NUM: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+):  # fmt: skip
+    """The weights of codes [outputs, columns] in NUM neighbouring groups, in float32."""
+    WIDTH: tl.constexpr = numbers.shape[1] // NUM
+    scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), WIDTH)
     if HAS_FACTORS:
         scale *= tl.load(factors + row, mask=in_rows, other=0.0)[:, None]
-    place = out + row.to(tl.int64)[:, None] * K + column[None, :]
-    if HAS_ZEROS:
-        offset = spread(load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS), BYTES // NUM)
-        numbers -= offset
-        if PER_BYTE == 2:
-            high -= offset
-    tl.store(place, (numbers * scale).to(out.dtype.element_ty), mask=inside)
-    if PER_BYTE == 2:
-        tl.store(place + SPAN, (high * scale).to(out.dtype.element_ty), mask=inside)
+    if HAS_ZEROS or HAS_OFFSETS:
+        shift = spread(load_groups(shifts, row, in_rows, shift_n, shift_g, group, NUM, GROUPS), WIDTH)
+        return (numbers - shift) * scale if HAS_ZEROS else numbers * scale + shift
+    else:
+        return numbers * scale
 
 
-def expand(weight: Scaled, dtype: torch.dtype) -> torch.Tensor:
-    """`Scaled.numbers` of a weight [outputs, inputs], or of several [experts, outputs, inputs], rounded to `dtype`."""
-    shape, zeros, factors = weight.shape, weight.zeros, weight.factors
-    (n, k), num_experts = shape[-2:], math.prod(shape[:-2])
-    out = torch.empty(shape, dtype=dtype, device=weight.scales.device)
+def expand(weight: Scaled, dtype: torch.dtype, index: torch.Tensor | None = None) -> torch.Tensor:
+    """`Scaled.numbers` of a weight [outputs, inputs], or of several [experts, outputs, inputs], rounded to `dtype`.
+    index: numbers of the outputs whose weights are made; None for all."""
+    *experts, n, k = weight.shape
+    n = n if index is None else index.numel()
+    out = torch.empty(*experts, n, k, dtype=dtype, device=weight.scales.device)
+    if n == 0:
+        return out
     codes, scales = _by_expert(weight.codes), _by_expert(weight.scales)
-    offsets = scales if zeros is None else _by_expert(zeros)
-    multipliers = scales if factors is None else _by_expert(factors)
-    _expand_kernel[(cdiv(n, _ROWS), cdiv(k, _COLUMNS), num_experts)](
-        codes, scales, offsets, multipliers, out, codes.stride(0), codes.stride(1), *scales.stride(),
-        *offsets.stride(), multipliers.stride(0), n, K=k, GROUP=min(weight.group, k), CODE=CODES.index(weight.code),
-        ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=zeros is not None, HAS_FACTORS=factors is not None,
-        TILED=weight.is_tiled)
+    shifts = scales if weight.shifts is None else _by_expert(weight.shifts)
+    multipliers = scales if weight.factors is None else _by_expert(weight.factors)
+    _expand_kernel[(cdiv(n, _ROWS), cdiv(k, _COLUMNS), math.prod(experts))](
+        codes, scales, shifts, multipliers, out if index is None else index, out, codes.stride(0), codes.stride(1),
+        *scales.stride(), *shifts.stride(), multipliers.stride(0), n, K=k, GROUP=min(weight.group, k),
+        CODE=CODES.index(weight.code), ROWS=_ROWS, COLUMNS=_COLUMNS, HAS_ZEROS=weight.zeros is not None,
+        HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=weight.factors is not None, TILED=weight.is_tiled,
+        INDEXED=index is not None)
     return out
+
+
+def scaled_rows(weight: Scaled, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `kernels.scaled.scaled_rows`."""
+    return expand(weight, dtype, index)
 
 
 def _by_expert(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,12 +48,12 @@ _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 
 @kernel(do_not_specialize=["P"])
 def _scaled_expert_kernel(
-    x, x_scales, codes, scales, zeros, factors, out, ids, order, ends, x_stride, codes_e, codes_n, scales_e, scales_n,
-    scales_g, zeros_e, zeros_n, zeros_g, factors_e, out_stride, P, E, N, K: tl.constexpr, GROUP: tl.constexpr,
+    x, x_scales, codes, scales, shifts, factors, out, ids, order, ends, x_stride, codes_e, codes_n, scales_e, scales_n,
+    scales_g, shifts_e, shifts_n, shifts_g, factors_e, out_stride, P, E, N, K: tl.constexpr, GROUP: tl.constexpr,
     CODE: tl.constexpr, X_GROUP: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
     FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
 
@@ -76,8 +76,8 @@ def _scaled_expert_kernel(
         own_scales = scales + expert * scales_e
         total = sum_columns(
             x + token[:, None] * x_stride, x_scales, codes + expert * codes_e + row.to(tl.int64)[:, None] * codes_n,
-            own_scales, zeros + expert * zeros_e, token, row, exists, in_rows, scales_n, scales_g, zeros_n, zeros_g,
-            0, K, K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS, WIDEN, ASM)
+            own_scales, shifts + expert * shifts_e, token, row, exists, in_rows, scales_n, scales_g, shifts_n, shifts_g,
+            0, K, K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS, HAS_OFFSETS, WIDEN, ASM)
         if GROUP >= K:
             total *= tl.load(own_scales + row * scales_n, mask=in_rows, other=0.0).to(tl.float32)[:, None]
             if X_GROUP > 0:
@@ -184,20 +184,20 @@ def _multiply_codes(
     (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
     # By powers of two: a batch of another size is no reason to compile anew.
     tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card)
-    codes, scales, zeros, factors = weight.codes, weight.scales, weight.zeros, weight.factors
-    offsets = scales if zeros is None else zeros
+    codes, scales, factors = weight.codes, weight.scales, weight.factors
+    shifts = scales if weight.shifts is None else weight.shifts
     multipliers = scales if factors is None else factors
     order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
     grid = (cdiv(rows, tile.block_n), num_pairs if pairs is None else max_tiles(num_pairs, num_experts, tile.block_m))
     _scaled_expert_kernel[grid](
-        x, x_scales, codes, scales, offsets, multipliers, out, ids, order, ends, x.stride(0), codes.stride(0),
-        codes.stride(1), *scales.stride(), *offsets.stride(), multipliers.stride(0), out.stride(0), num_pairs,
+        x, x_scales, codes, scales, shifts, multipliers, out, ids, order, ends, x.stride(0), codes.stride(0),
+        codes.stride(1), *scales.stride(), *shifts.stride(), multipliers.stride(0), out.stride(0), num_pairs,
         num_experts, n, K=k, GROUP=group, CODE=CODES.index(weight.code), X_GROUP=group if rounds else 0,
         PAIRS_PER_ROW=pairs_per_row, ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=zeros is not None,
-        HAS_FACTORS=factors is not None, WIDEN=not is_card,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=weight.zeros is not None,
+        HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None, WIDEN=not is_card,
         ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip

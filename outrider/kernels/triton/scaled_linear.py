@@ -69,17 +69,20 @@ def _load_rows(x_row, in_tokens, column, inside, WHOLE: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def sum_columns(
-    x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n, zero_g,
+    x_row, x_scales, codes_row, scales, shifts, token, row, in_tokens, in_rows, stride_n, stride_g, shift_n, shift_g,
     begin, end, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    WIDEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it."""
+    """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it. shifts:
+    zero points, or offsets of short groups."""
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     ROW_SCALE: tl.constexpr = GROUPS == 1
     AFTER: tl.constexpr = ROW_SCALE or SPAN % BYTES == 0  # scales multiply sums; those of shorter groups numbers
+    tl.static_assert(not (AFTER and HAS_OFFSETS), "offsets are those of short groups")
     SCALES_SUMS: tl.constexpr = AFTER and not ROW_SCALE
     NUM: tl.constexpr = 1 if AFTER else BYTES // SPAN
     WHOLE: tl.constexpr = K % COLUMNS == 0
@@ -104,16 +107,18 @@ def sum_columns(
         else:
             numbers, high = unpack(packed, DTYPE, CODE == _FP4, ASM)
         if HAS_ZEROS:
-            offset = load_groups(zeros, row, in_rows, zero_n, zero_g, group, NUM, GROUPS)
-            offset = offset.to(DTYPE) if AFTER else spread(offset, SPAN).to(DTYPE)
-            numbers -= offset
+            zero = load_groups(shifts, row, in_rows, shift_n, shift_g, group, NUM, GROUPS)
+            zero = zero.to(DTYPE) if AFTER else spread(zero, SPAN).to(DTYPE)
+            numbers -= zero
             if PER_BYTE == 2:
-                high -= offset
+                high -= zero
         if not AFTER:
             scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), SPAN)
-            numbers = (numbers.to(tl.float32) * scale).to(DTYPE)
-            if PER_BYTE == 2:
-                high = (high.to(tl.float32) * scale).to(DTYPE)
+            wide, wide_high = numbers.to(tl.float32) * scale, high.to(tl.float32) * scale
+            if HAS_OFFSETS:
+                offset = spread(load_groups(shifts, row, in_rows, shift_n, shift_g, group, NUM, GROUPS), SPAN)
+                wide, wide_high = wide + offset, wide_high + offset
+            numbers, high = wide.to(DTYPE), wide_high.to(DTYPE)
         if PER_BYTE == 1:
             column = byte
         elif AFTER:
@@ -138,11 +143,11 @@ def sum_columns(
 
 @kernel(do_not_specialize=["M"])
 def _scaled_kernel(
-    x, x_scales, codes, scales, zeros, factors, bias, out, parts, counters, x_stride, codes_stride, stride_n, stride_g,
-    zero_n, zero_g, out_stride, M, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr,
+    x, x_scales, codes, scales, shifts, factors, bias, out, parts, counters, x_stride, codes_stride, stride_n, stride_g,
+    shift_n, shift_g, out_stride, M, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr,
     CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    TILE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
     release_dependents(PDL)
@@ -163,16 +168,16 @@ def _scaled_kernel(
     codes_row = codes + row.to(tl.int64)[:, None] * codes_stride
     if SHARED or CHAIN >= K:
         total = sum_columns(
-            x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n,
-            zero_g, begin, tl.minimum(begin + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS,
-            WIDEN, ASM)
+            x_row, x_scales, codes_row, scales, shifts, token, row, in_tokens, in_rows, stride_n, stride_g, shift_n,
+            shift_g, begin, tl.minimum(begin + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS, HAS_ZEROS,
+            HAS_OFFSETS, WIDEN, ASM)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for start in range(0, K, CHAIN):
             total += sum_columns(
-                x_row, x_scales, codes_row, scales, zeros, token, row, in_tokens, in_rows, stride_n, stride_g, zero_n,
-                zero_g, start, tl.minimum(start + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS,
-                HAS_ZEROS, WIDEN, ASM)
+                x_row, x_scales, codes_row, scales, shifts, token, row, in_tokens, in_rows, stride_n, stride_g, shift_n,
+                shift_g, start, tl.minimum(start + CHAIN, K), K, GROUP, CODE, X_GROUP, BLOCK_M, BLOCK_N, COLUMNS,
+                HAS_ZEROS, HAS_OFFSETS, WIDEN, ASM)
     total = tl.trans(total)
     inside_out = in_tokens[:, None] & in_rows[None, :]
     is_last = True
@@ -288,16 +293,17 @@ def _launch(
     if is_shared:
         parts = torch.empty(chains * num_rows * n, dtype=torch.float32, device=device)
         counters = counters_for(device, MIN_COUNTERS)
-    zeros, factors, scales = weight.zeros, weight.factors, weight.scales
-    offsets = scales if zeros is None else zeros
+    factors, scales = weight.factors, weight.scales
+    shifts = scales if weight.shifts is None else weight.shifts
     is_card = device.type == "cuda"
     _scaled_kernel[(cdiv(num_rows, tile.block_m) * cdiv(n, tile.block_n), chains)](
-        x, x_scales, weight.codes, scales, offsets, scales if factors is None else factors,
+        x, x_scales, weight.codes, scales, shifts, scales if factors is None else factors,
         x_scales if bias is None else bias, out, parts, counters, x.stride(0), weight.codes.stride(0),
-        scales.stride(0), scales.stride(1), offsets.stride(0), offsets.stride(1), out.stride(0), num_rows, n, K=k,
+        scales.stride(0), scales.stride(1), shifts.stride(0), shifts.stride(1), out.stride(0), num_rows, n, K=k,
         GROUP=min(weight.group, k), CODE=CODES.index(weight.code), X_GROUP=rounding, CHAIN=chain, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, COLUMNS=COLUMNS, TILE_GROUP=_GROUP_OF_TILES, SHARED=is_shared,
-        HAS_ZEROS=zeros is not None, HAS_FACTORS=factors is not None, HAS_BIAS=bias is not None, WIDEN=not is_card,
+        HAS_ZEROS=weight.zeros is not None, HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None,
+        HAS_BIAS=bias is not None, WIDEN=not is_card,
         ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip

@@ -1,0 +1,34 @@
+"""GGUF weights on a GPU: blocks of the file become codes with scales when they are read, which `ScaledLinear` keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.formats.declared import StoredFormat
+from outrider.formats.scaled import ScaledFormat, ScaledWeight
+from outrider.formats.slots import StoredWeight
+from outrider.kernels.gguf_codes import FORMS, has_offsets, to_codes
+from outrider.kernels.quantized import QuantizedRows
+
+
+@dataclass(frozen=True)
+class Recoding:
+    """Makes codes of a file's blocks. A slot has it; `kind` is that of the file."""
+
+    kind: str
+
+    def __call__(self, stored: StoredWeight, device: torch.device) -> ScaledWeight:
+        assert isinstance(stored, QuantizedRows) and stored.kind == self.kind
+        return ScaledWeight(to_codes(self.kind, stored.data.to(device)))
+
+
+def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:
+    """How a model on this device keeps a weight that a source stores so. Weights whose input features are in another
+    order than the model's stay as they are."""
+    if device.type != "cuda" or type(stored) is not StoredFormat or stored.kind not in FORMS:
+        return stored
+    form = FORMS[stored.kind]
+    return ScaledFormat(form.code, form.group, torch.bfloat16, has_offsets=has_offsets(stored.kind),
+                        recode=Recoding(stored.kind))
