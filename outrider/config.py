@@ -44,6 +44,7 @@ class EngineConfig:
     download_dir: Text | None = None  # where files from the hub are kept, instead of its own cache folder
     dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
     device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"
+    tensor_parallel_size: Annotated[int, Range(1, 64)] = 1  # ranks that hold the model together, each in a process
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None

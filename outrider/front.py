@@ -28,7 +28,7 @@ NOT_SERVED = {
     "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
     "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
-    "collective_rpc": "one engine uses one device",
+    "collective_rpc": "docs/extending.md says how to send commands to a worker, of which every rank gets them",
 }
 
 

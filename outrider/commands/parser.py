@@ -33,6 +33,7 @@ ENGINE_HELP = {
     "download_dir": "where files from the hub are kept",
     "dtype": "type of weights and arithmetic",
     "device": "auto, cpu, cuda or cuda:N",
+    "tensor_parallel_size": "ranks that hold the model together: each a process with its part of every weight",
     "max_model_len": "longest request in tokens, prompt and answer",
     "max_num_seqs": "most requests in one step; 32 on a CPU, 256 on a GPU, 512 on one with 64 GiB or more",
     "max_num_batched_tokens": "most tokens in one step; longer prompts are computed in chunks",
@@ -109,11 +110,11 @@ ELSEWHERE = {
                  "model chooses, so its text would mean nothing",
     "--prompt": "`outrider generate` has it, with --chat for a single question",
     "-p": "`outrider generate --prompt TEXT` takes a prompt",
-    **dict.fromkeys(("-tp", "--tp"), "one engine uses one device"),
     "--stream": "answers are streamed on a terminal",
     **dict.fromkeys(("--batch-size", "--input-len", "--output-len", "--num-prompts"),
                     "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out"),
 }
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 # The engine's seed serves requests without one, the engine fills in bad_words_token_ids, and Python has output_kind.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind")
 # Settings of vLLM's engine that are none here; those that the server has are flags of its own.
@@ -273,7 +274,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
         group.add_argument(flag, choices=CHOICES[field.name], **common)
     elif kind in CONVERTERS:
         metavar, convert = CONVERTERS[kind]
-        group.add_argument(flag, type=convert, metavar=metavar, **common)
+        group.add_argument(*SHORT_FLAGS.get(field.name, ()), flag, type=convert, metavar=metavar, **common)
 
 
 def count_flag(text: str) -> int:

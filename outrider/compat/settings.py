@@ -57,7 +57,7 @@ NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
 BY_CONFIG = "a head that classifies is served where the model's config names one (*ForSequenceClassification)"
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
-ONE_DEVICE = "one engine uses one device: choose it with device, and start an engine for each"
+ONE_DEVICE = "a model is cut by tensor_parallel_size alone: start an engine for each further copy"
 OWN_CONFIG = "give its values as hf_overrides={'key': value}, or change config.json in a copy of the model's folder"
 OWN_FORMAT = "weights keep the format of the model's files: leave it out, or name a model in the format you want"
 
@@ -67,7 +67,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "profiler_config": SameAs("profiler_dir"),
     "num_gpu_blocks_override": SameAs("num_pages"),
     "compilation_config": Explained("steps are captured as CUDA graphs unless enforce_eager is set"),
-    "disable_custom_all_reduce": Explained("one engine uses one device", is_switch=True),
+    "disable_custom_all_reduce": Explained("sums over ranks are chosen by the engine", is_switch=True),
     "disable_log_requests": Explained("requests are not logged", is_switch=True),
     "disable_log_stats": Explained("speculation is logged at level INFO of the logger 'outrider'", is_switch=True),
     "enable_chunked_prefill": Explained("long prompts are always computed in chunks of max_num_batched_tokens",
@@ -116,7 +116,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "structured_outputs_config": Checked(lambda given: None if not given or (
         isinstance(given, dict) and given.keys() <= {"backend"}) else ONE_GRAMMAR_LIBRARY),
     "task": Refused(BY_CONFIG, (None, "auto", "generate", "embed", "embedding", "classify", "score", "reward")),
-    "tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),
     "tokenizer_mode": Explained("tokenizer.json is read, or a GGUF file's own"),
     "tokenizer_revision": Refused("revision names the version of model and tokenizer"),

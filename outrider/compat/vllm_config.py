@@ -135,5 +135,6 @@ class VllmConfig(SettingsGroup):
             num_pages or config.num_pages, config.num_pages, config.kv_cache_memory_bytes)
         steps = SchedulerConfig(max_requests, max_tokens, max_len,
                                 config.overlap is not False if limits is None else limits.steps_in_flight > 1)
-        return cls(model, cache, steps, ParallelConfig(), DeviceConfig(config.device),
+        num_ranks = config.tensor_parallel_size
+        return cls(model, cache, steps, ParallelConfig(num_ranks, world_size=num_ranks), DeviceConfig(config.device),
                    LoadConfig(config.load_format, config.download_dir), config.speculative)

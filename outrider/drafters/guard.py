@@ -16,8 +16,10 @@ import torch
 
 from outrider.core import Admission
 from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
+from outrider.core.ranks import RankLost
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.combined import CombinedDrafter
+from outrider.formats import RankGroup
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
 
@@ -78,7 +80,7 @@ class DrafterGuard:
         before = self._num_writes()
         try:
             made = method()
-        except torch.OutOfMemoryError:  # the device's lack, which the runner answers
+        except (torch.OutOfMemoryError, RankLost):  # the device's lack, or a rank's, which the runner answers
             raise
         except WrongForm as error:
             self._note(FaultKind.FORM, f"{name} returned {error}")
@@ -126,7 +128,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class DrafterGuards:
     """All drafters of an engine: those of a combination, one, or none."""
 
-    def __init__(self, drafter: Drafter | None) -> None:
+    def __init__(self, drafter: Drafter | None, group: RankGroup | None = None) -> None:
+        """group: the ranks that run the drafters, each a copy of them or a part."""
+        self._group = group
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part) for part in parts)
         # Read once: these decide what a captured step contains.
@@ -173,13 +177,24 @@ class DrafterGuards:
             guard.skip(step)
 
     def propose(self, step: Step) -> list[Proposal] | None:
-        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have."""
+        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have. On
+        several ranks, a user's drafters may draft differently or fail on one rank alone: the drafts of rank 0 count."""
         found = [guard.propose(step) for guard in self._guards]
-        if all(proposal is None for proposal in found):
+        group = None if self._trusts_all else self._group
+        if group is None and all(proposal is None for proposal in found):
             return None
         rows = step.batch.padded.rows
-        return [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
-                for own in found]  # fmt: skip
+        filled = [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
+                  for own in found]  # fmt: skip
+        return filled if group is None else self._drafts_of_rank_0(filled, group)
+
+    def _drafts_of_rank_0(self, own: list[Proposal], group: RankGroup) -> list[Proposal]:
+        num_rows, width = own[0].tokens.shape
+        flags = self.is_on.expand(num_rows, -1)
+        packed = torch.cat([*(part for tokens, counts in own for part in (tokens, counts[:, None])), flags], 1)
+        *parts, flags = group.gather(packed, 0)[:num_rows].split([1 + width] * len(own) + [len(own)], 1)
+        self.is_on.copy_(flags[0])
+        return [Proposal(part[:, :width], part[:, width].contiguous()) for part in parts]
 
     @property
     def _trusts_all(self) -> bool:

@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
-    """`in_process`: the worker gets a process of its own; otherwise it lives in this one."""
+    """`in_process`: the worker gets a process of its own; otherwise it lives in this one. Each of several ranks has a
+    process in any case."""
+    in_process = in_process or config.tensor_parallel_size > 1
     if not in_process:
         load_torch_libraries_ahead()
         hash_compiler_ahead(config.device)

@@ -1,218 +1,262 @@
-"""A worker in a process of its own: batches, commands and their answers go through a pipe, pickled.
+"""A worker in processes of its own, one for each rank: batches, commands and answers go through pipes, pickled.
 
-The child is spawned, so it shares nothing with its parent; it ends when the parent does, also while it loads a model.
-Signals that reach the whole group of processes are the parent's: it lets running requests end before it ends the child.
-What goes wrong at its start is raised here as the same type with the same message. If the child dies, every step in
-flight and every later one fails with WorkerDied; so it is when an interrupt cuts off a batch on its way to the child.
-This file imports no torch; the child does.
+The children are spawned, so they share nothing with their parent but what a rank shows of itself. What goes wrong at
+their start is raised here as the same type with the same message. If a child dies, hangs or fails alone, all are ended,
+and every step in flight and every later one fails with WorkerDied; so it is when an interrupt cuts off a batch on its
+way to the children. This file imports no torch; the children do.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
-import queue
-import signal
 import threading
 import time
-import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
-from outrider.core.drafter_faults import words_of
+from outrider.core.ranks import RankLost
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.collector import freeze_heap
-from outrider.engine.grammar.deep_thread import end_process
-from outrider.engine.load import grammars_of
-from outrider.engine.quiet import wait_for
-from outrider.kernels.compiler_start import hash_compiler_ahead
+from outrider.engine import rank_watch
+from outrider.engine.rank_answers import RankAnswers, fail
+from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
+from outrider.engine.worker_child import RankPlace, serve
+from outrider.engine.worker_messages import Failure, OfCommand
 from outrider.models.sources.base import ModelSource
-from outrider.runner.commands import Answer, Command
-from outrider.runner.interface import Runner, WorkerDied, WorkerInfo
+from outrider.runner.commands import Answer, Command, PrepareIdle
+from outrider.runner.interface import WorkerDied, WorkerInfo
+from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
 
 AT_EXIT = 0  # when this process ends: before multiprocessing asks its children to end by SIGTERM, and waits for them
-CLOSE_SECONDS = 30.0  # until a child that was asked to end is ended
-IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
-TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.runner.commands",
-              "outrider.models.sources", "outrider.models.config_reader")
+CLOSE_SECONDS = 30.0  # until children that were asked to end are ended
+CAUSE_SECONDS = 2.0  # that a start which failed waits for the cause: other ranks may fail with it, or because of it
 log = logging.getLogger("outrider")
 Given = TypeVar("Given")
-_Asked: TypeAlias = tuple[int, Future[Any], bool]  # a step or a command with its number, and whether it is a command
-
-
-@dataclass(frozen=True)
-class OfCommand:
-    """Goes before a command, and before the answer of one. These are read by themselves: a command may be of any class,
-    and if one side cannot read an object of the other, only that command fails."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that crosses the pipe: pickling it whole would call its constructor with other arguments."""
-
-    kind: type[BaseException]
-    message: str
-    trace: str
-
-    @classmethod
-    def from_error(cls, error: BaseException) -> Failure:
-        trace = "".join(traceback.format_exception(error))
-        if not isinstance(error, Exception):  # sys.exit() in a command is not the parent's exit
-            return cls(RuntimeError, words_of(error), trace)
-        # The nearest type that the parent can import without torch.
-        kind = next(t for t in type(error).__mro__ if t.__module__.startswith(TORCH_FREE))
-        try:
-            return cls(kind, str(error), trace)
-        except Exception:  # an exception whose message cannot be made
-            return cls(kind, words_of(error), trace)
-
-    def to_error(self) -> BaseException:
-        error = self.kind.__new__(self.kind, self.message)
-        error.args = (self.message,)
-        error.add_note(f"In the worker process:\n{self.trace}")
-        return error
 
 
 class WorkerProcess:
-    """Starts the child and waits until it is ready; then a Runner like any other."""
+    """Starts the children and waits until they are ready; then a Runner like any other."""
 
     info: WorkerInfo
 
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config, source, log.getEffectiveLevel()),
-                                        name="outrider-worker", daemon=True)
-        self._process.start()
-        Finalize(None, self._process.kill, exitpriority=AT_EXIT)
-        theirs.close()  # or the pipe would not end with the child
-        # By the number of the step or command: an interrupt may come between what `_ask` notes here and what it sends.
-        self._waiting: dict[int, Future[Any]] = {}
+        num_ranks = config.tensor_parallel_size
+        self._ranks, self._pipes = _start(config, source, num_ranks)
+        Finalize(None, _kill, args=(self._ranks,), exitpriority=AT_EXIT)
+        self._answers = RankAnswers(num_ranks)
         self._numbers = count()
         self._sending = threading.RLock()  # steps come from one thread, and announcements from any
         self._is_sending = False  # or an interrupt has cut off what was being sent
         self._died: WorkerDied | None = None
         self._is_closing = False
-        self.info = self._receive_info()
-        self._reader = threading.Thread(target=self._read, name="outrider-worker-reader", daemon=True)
-        self._reader.start()
+        self._change = threading.Condition()  # of the next two, and of `_died`
+        self._started: dict[int, WorkerInfo | Failure] = {}  # by rank
+        self._is_ready = False
+        self._watch = RankWatch(self._ranks)
+        for rank, pipe in enumerate(self._pipes):
+            threading.Thread(target=self._read, args=(rank, pipe), name="outrider-worker-reader", daemon=True).start()
+        if num_ranks > 1:
+            threading.Thread(target=self._look, name="outrider-rank-watch", daemon=True).start()
+        try:
+            self.info = self._wait_until_ready()
+        except BaseException:
+            self._is_closing = True
+            _kill(self._ranks)
+            raise
 
     def announce(self, form: StructuredOutputsParams) -> None:
-        """A request with this form may come: the child compiles its grammar meanwhile, so that no step waits for it."""
-        with suppress(OSError):  # the child is gone; the reader says so
+        """A request with this form may come: children compile its grammar meanwhile, so that no step waits for it."""
+        with suppress(OSError):  # a child is gone; its reader says so
             self._send(form)
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number = next(self._numbers)
-        return self._ask(number, Future[StepResult](), (number, batch))
+        return self._ask(number, Future[StepResult](), None, (number, batch))
 
     def command(self, command: Command[Answer]) -> Future[Answer]:
         number = next(self._numbers)
-        return self._ask(number, Future[Answer](), OfCommand(number), command)
+        return self._ask(number, Future[Answer](), command, OfCommand(number), command)
 
-    def _ask(self, number: int, future: Future[Given], *messages: Any) -> Future[Given]:
+    def _ask(self, number: int, future: Future[Given], command: Command[Any] | None, *messages: Any) -> Future[Given]:
         """Send numbered messages. The future gets the answer of that number."""
-        self._waiting[number] = future
+        self._answers.add(number, future, command)
         try:
             self._send(*messages)
-        except OSError:  # the child is gone; the reader finds out and ends all that wait
-            self._reader.join()
-        except Exception:  # a message that cannot be pickled: the child has not seen it
-            del self._waiting[number]
+        except OSError:  # a child is gone; its reader finds out and ends all that wait
+            with self._change:
+                self._change.wait_for(lambda: self._died is not None)
+        except Exception:  # a message that cannot be pickled: no child has seen it
+            self._answers.drop(number)
             raise
-        if self._died is not None:  # perhaps before the reader could know of this message
-            _fail(future, self._died)
+        if self._died is not None:  # perhaps before this message was noted
+            fail(future, self._died)
         return future
 
     def idle(self, quiet_seconds: float) -> float | None:
-        return None  # the child sees for itself when there is nothing to do
+        if len(self._ranks) == 1:
+            return None  # the child sees for itself when there is nothing to do
+        return self.command(PrepareIdle(quiet_seconds)).result()
 
     @property
     def is_alive(self) -> bool:
         return self._died is None
 
+    @property
+    def process_ids(self) -> list[int | None]:
+        """The processes of the ranks."""
+        return [own.process.pid for own in self._ranks]
+
     def close(self) -> None:
         self._is_closing = True
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # they have ended already
             self._send(None)
-        self._process.join(CLOSE_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        until = time.monotonic() + CLOSE_SECONDS
+        for own in self._ranks:
+            own.process.join(max(0.0, until - time.monotonic()))
+        _kill(self._ranks)
 
     def kill(self) -> None:
-        """Ends a child that no longer answers: its steps fail with WorkerDied."""
-        self._process.kill()
+        """Ends children that no longer answer: their steps fail with WorkerDied."""
+        if len(self._ranks) > 1:
+            self._end(WorkerDied(f"no step has ended for too long: {self._watch.blamed()}"))
+        _kill(self._ranks)
 
     def _send(self, *messages: Any) -> None:
         pickled = [ForkingPickler.dumps(message) for message in messages]
         with self._sending:
-            if self._is_sending:  # the child cannot make sense of what follows a part of a message
-                self._process.kill()
+            if self._is_sending:  # a child cannot make sense of what follows a part of a message
+                _kill(self._ranks)
             self._is_sending = True
-            for one in pickled:
-                self._pipe.send_bytes(one)
+            for pipe in self._pipes:
+                for one in pickled:
+                    pipe.send_bytes(one)
             self._is_sending = False
 
-    def _receive_info(self) -> WorkerInfo:
-        while True:
-            try:
-                message = self._pipe.recv()
-            except (EOFError, OSError):
-                raise self._death("while it started") from None
-            match message:
-                case logging.LogRecord():
-                    _log(message)
-                case Failure():
-                    self._process.join()
-                    raise message.to_error()
-                case WorkerInfo():
-                    return message
+    # Threads that read the pipes and watch the children
 
-    def _read(self) -> None:
+    def _read(self, rank: int, pipe: Connection) -> None:
         while True:
             try:
-                message = self._pipe.recv()
+                message = pipe.recv()
                 if isinstance(message, OfCommand):
-                    message = (message.number, _read_answer(self._pipe.recv_bytes()))
+                    message = (message.number, _read_answer(pipe.recv_bytes()))
             except (EOFError, OSError):
                 break
             match message:
                 case logging.LogRecord():
                     _log(message)
-                case (number, Failure() as failure):
-                    self._waiting.pop(number).set_exception(failure.to_error())
-                case (number, answer):
-                    self._waiting.pop(number).set_result(answer)
-        self._died = self._death("")
-        for future in list(self._waiting.values()):
-            _fail(future, self._died)
+                case (int(number), answer):
+                    error = self._answers.take(rank, number, answer)
+                    if error is not None:
+                        self._end(error)
+                case Failure() | WorkerInfo():
+                    with self._change:
+                        self._started[rank] = message
+                        self._change.notify_all()
+                    if isinstance(message, Failure):
+                        return
+        own = self._ranks[rank]
+        own.process.join(CLOSE_SECONDS)
+        self._end(death_of(own, len(self._ranks), "" if self._is_ready else "while it started"))
 
-    def _death(self, when: str) -> WorkerDied:
-        self._process.join(CLOSE_SECONDS)
-        code = self._process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        if self._is_closing:
-            return WorkerDied("the worker was closed")
-        return WorkerDied(f"the worker process died {when}".rstrip() + f" ({how}): its own messages may say why; on "
-                          "Linux, SIGKILL often means that the machine had no memory left")
+    def _look(self) -> None:
+        """Watch the ranks until they have ended."""
+        last = time.monotonic()
+        while self._died is None:
+            time.sleep(rank_watch.LOOK_SECONDS)
+            now = time.monotonic()
+            has_any = not self._is_ready or self._answers.has_any
+            error = self._answers.overdue(rank_watch.STRAGGLER_SECONDS) or self._watch.look(
+                now - last, has_steps=self._answers.has_steps, has_any=has_any)
+            last = now
+            if error is not None and not self._failures:  # a start that has failed is ended by the thread that waits
+                self._end(error)
+
+    def _end(self, error: WorkerDied) -> None:
+        """Ends all children. The first error is the one that every step fails with."""
+        with self._change:
+            if self._died is None:
+                self._died = WorkerDied("the worker was closed") if self._is_closing else error
+            self._change.notify_all()
+        _kill(self._ranks)
+        self._answers.fail_all(self._died)
+
+    # Start
+
+    def _wait_until_ready(self) -> WorkerInfo:
+        def is_decided() -> bool:
+            return self._died is not None or bool(self._failures) or len(self._started) == len(self._ranks)
+
+        def is_explained() -> bool:
+            return self._died is not None or len(self._failures) == len(self._ranks)
+
+        with self._change:
+            self._change.wait_for(is_decided)
+            if self._failures:
+                self._change.wait_for(is_explained, CAUSE_SECONDS if len(self._ranks) > 1 else 0)
+                raise self._explained()
+            if self._died is not None:
+                raise self._died
+            self._is_ready = True
+        infos = [own for own in self._started.values() if isinstance(own, WorkerInfo)]
+        if any((own.limits, own.num_pages) != (infos[0].limits, infos[0].num_pages) for own in infos):
+            raise RuntimeError("the ranks disagree on their limits or numbers of pages: please report this model")
+        return infos[0]
+
+    @property
+    def _failures(self) -> dict[int, Failure]:
+        return {rank: own for rank, own in self._started.items() if isinstance(own, Failure)}
+
+    def _explained(self) -> BaseException:
+        """The error that a start ends with: that of the rank that has a cause of its own."""
+        failures = self._failures
+        causes = {rank: own for rank, own in failures.items() if not issubclass(own.kind, RankLost)}
+        if not causes and self._died is not None:
+            return self._died
+        rank, cause = min((causes or failures).items())
+        error = cause.to_error()
+        is_common = len(causes) == len(self._ranks) and len({own.message for own in causes.values()}) == 1
+        if not is_common:
+            error.args = (f"rank {rank}: {cause.message}",)
+        return error
 
 
-def _fail(future: Future[Any], error: WorkerDied) -> None:
-    with suppress(InvalidStateError):  # told already
-        future.set_exception(error)
+def _start(config: EngineConfig, source: ModelSource,
+           num_ranks: int) -> tuple[list[RankProcess], list[Connection]]:
+    """Start a process for each rank. Returns them with their pipes, in the order of ranks."""
+    context = multiprocessing.get_context("spawn")
+    links = [context.Pipe() for _ in range(num_ranks - 1)]  # between rank 0 and each other rank
+    ranks, pipes = [], []
+    for rank in range(num_ranks):
+        own, theirs = context.Pipe()
+        ends = tuple(first for first, _ in links) if rank == 0 else (links[rank - 1][1],)
+        numbers = context.RawArray("q", STATUS_FIELDS)
+        place = RankPlace(RankLink(rank, num_ranks, ends), numbers)
+        process = context.Process(target=serve, args=(theirs, config, source, log.getEffectiveLevel(), place),
+                                  name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
+        process.start()
+        theirs.close()  # or the pipe would not end with the child
+        ranks.append(RankProcess(rank, process, RankStatus(numbers)))
+        pipes.append(own)
+    for link in links:
+        for end in link:
+            end.close()
+    return ranks, pipes
+
+
+def _kill(ranks: Sequence[RankProcess]) -> None:
+    for own in ranks:
+        own.process.kill()
+    for own in ranks:
+        own.process.join()
 
 
 def _read_answer(pickled: bytes) -> Any:
@@ -226,126 +270,3 @@ def _log(record: logging.LogRecord) -> None:
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
-
-
-# In the child
-
-
-def _leave_to_parent(*_: object) -> None:
-    """Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of processes."""
-
-
-def _end_with_parent() -> None:
-    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-class _ToParent(logging.Handler):
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args, record.exc_info = record.getMessage(), (), None  # what may not be picklable
-        self._send(record)
-
-
-def _serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # a handler, because what is ignored stays so in programs run here
-        signal.signal(number, _leave_to_parent)
-    threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
-    lock = threading.Lock()
-
-    def send(*messages: Any) -> None:
-        pickled = [ForkingPickler.dumps(message) for message in messages]
-        with lock:
-            for one in pickled:
-                pipe.send_bytes(one)
-
-    log.setLevel(level)
-    log.handlers, log.propagate = [_ToParent(send)], False
-    hash_compiler_ahead(config.device)
-    try:
-        from outrider.runner.worker import Worker
-
-        grammars = grammars_of(config, source)
-        worker = Worker.load(config, source, grammars)
-    except BaseException as error:
-        send(Failure.from_error(error))
-        return
-    freeze_heap(worker)
-    send(worker.info)
-    asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-    flight = _Flight()
-    answers = threading.Thread(target=_answer, args=(asked, send, flight), daemon=True)
-    answers.start()
-
-    def take(seconds: float | None) -> tuple[Any] | None:
-        return (pipe.recv(),) if pipe.poll(seconds) else None
-
-    try:
-        while (message := wait_for(take, lambda quiet: flight.idle(worker, quiet))[0]) is not None:
-            if isinstance(message, StructuredOutputsParams):
-                grammars.start(message)
-                continue
-            flight.num_queued += 1
-            if isinstance(message, OfCommand):
-                asked.put((message.number, _carry_out(worker, pipe.recv_bytes()), True))
-            else:
-                number, batch = message
-                asked.put((number, worker.submit(batch), False))
-        asked.put(None)
-        answers.join()
-        worker.close()
-        end_process(0)
-    except (EOFError, OSError):
-        return  # the parent is gone
-
-
-class _Flight:
-    """Which steps and commands of the child are in flight: those that one thread has queued, and the other has not
-    answered."""
-
-    def __init__(self) -> None:
-        self.num_queued = self.num_answered = 0
-        self._last_answer = 0.0
-
-    def answered(self) -> None:
-        self._last_answer = time.perf_counter()
-        self.num_answered += 1
-
-    def idle(self, worker: Runner, quiet_seconds: float) -> float | None:
-        """See `Runner.idle`. The reader of the pipe calls this, with the seconds that no message came."""
-        if self.num_answered < self.num_queued:
-            return IN_FLIGHT_SECONDS
-        return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
-
-
-def _carry_out(worker: Runner, pickled: bytes) -> Future[Any]:
-    """The answer of a command. Whatever goes wrong with the command is its answer, also that it cannot be read."""
-    try:
-        return worker.command(ForkingPickler.loads(pickled))
-    except BaseException as error:
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
-
-
-def _answer(asked: queue.SimpleQueue[_Asked | None], send: Callable[..., None], flight: _Flight) -> None:
-    """Waits for steps and commands in their order, while the next one is already being queued."""
-    while (one := asked.get()) is not None:
-        number, future, is_command = one
-        try:
-            message: Any = future.result()
-        except BaseException as error:
-            message = Failure.from_error(error)
-        try:
-            send(*((OfCommand(number), message) if is_command else ((number, message),)))
-        except OSError:
-            return  # the parent is gone
-        except Exception as error:  # an answer that cannot be pickled
-            send((number, Failure.from_error(error)))
-        flight.answered()

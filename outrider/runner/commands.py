@@ -7,7 +7,8 @@ may also lie outside the package. It is plain data: a worker in another process 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -25,6 +26,10 @@ class Command(ABC, Generic[Answer]):
     def carry_out(self, worker: Any) -> Answer:
         """Called in the worker, on the thread of its steps. `worker`: a `runner.worker.Worker`. The answer must be
         picklable, and importable without torch."""
+
+    def combine(self, answers: Sequence[Answer]) -> Answer:
+        """The answer of a worker with several ranks, from the answers of all ranks in their order."""
+        return answers[0]
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ class Sleep(Command[SleepReport]):
         report: SleepReport = worker.residence.sleep(self.level)
         return report
 
+    def combine(self, answers: Sequence[SleepReport]) -> SleepReport:
+        return SleepReport(sum(own.total_bytes for own in answers), sum(own.freed_bytes for own in answers),
+                           sum(own.host_bytes for own in answers), max(own.seconds for own in answers))
+
 
 @dataclass(frozen=True)
 class WakeUp(Command[WakeReport]):
@@ -81,6 +90,10 @@ class WakeUp(Command[WakeReport]):
     def carry_out(self, worker: Any) -> WakeReport:
         report: WakeReport = worker.residence.wake_up(self.parts)
         return report
+
+    def combine(self, answers: Sequence[WakeReport]) -> WakeReport:
+        return replace(max(answers, key=lambda own: own.seconds),
+                       are_weights_whole=all(own.are_weights_whole for own in answers))
 
 
 @dataclass(frozen=True)
@@ -104,3 +117,18 @@ class UpdateWeights(Command[UpdateReport]):
     def carry_out(self, worker: Any) -> UpdateReport:
         report: UpdateReport = worker.residence.update_weights(self)
         return report
+
+    def combine(self, answers: Sequence[UpdateReport]) -> UpdateReport:
+        return max(answers, key=lambda own: own.seconds)
+
+
+@dataclass(frozen=True)
+class PrepareIdle(Command["float | None"]):
+    """Let a worker of several ranks prepare for later steps: see `Runner.idle`. One of a single rank does so by
+    itself."""
+
+    quiet_seconds: float
+
+    def carry_out(self, worker: Any) -> float | None:
+        pause: float | None = worker.idle(self.quiet_seconds)
+        return pause

@@ -23,6 +23,7 @@ from outrider.core.structured import FormFailure
 from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import to_device
 from outrider.runner.interface import Grammars, Matcher
+from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 from outrider.runner.rows import RowState
 
 log = logging.getLogger("outrider")
@@ -54,14 +55,17 @@ class RowGrammar:
     known: int  # tokens, prompt included, that the matcher has followed
     stop_ids: list[int]
     failure: FormFailure | None = None  # why it allows no further token, once it does not
+    link: RankLink = ONE_RANK_LINK
 
     @cached_property
     def matcher(self) -> Matcher:
-        """Waits for the grammar to be compiled."""
-        try:
-            matcher = self.started.result()
-        except Exception as error:
-            return DeadMatcher(str(error))
+        """Waits for the grammar to be compiled. There is a limit of time for that: what one rank could not compile, no
+        rank uses, since all must sample the same tokens."""
+        error = self.started.exception()
+        for own in self.link.gather(None if error is None else str(error)):
+            if own is not None:
+                return DeadMatcher(own)
+        matcher = self.started.result()
         matcher.advance(self.outputs)
         return matcher
 
@@ -80,8 +84,9 @@ class RowText(NamedTuple):
 
 
 class GrammarRows:
-    def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None) -> None:
-        self._state, self._grammars = state, grammars
+    def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None,
+                 link: RankLink = ONE_RANK_LINK) -> None:
+        self._state, self._grammars, self._link = state, grammars, link
         self._max_drafts, self._run = limits.max_drafts, limits.extent(Axis.RUN)
         self._rows: dict[int, RowGrammar] = {}
         self._guesses: list[HostDraft] = []  # for the next step
@@ -98,7 +103,7 @@ class GrammarRows:
                 assert self._grammars is not None, "a grammar was admitted, and this worker cannot compile grammars"
                 self._rows[admission.row] = RowGrammar(
                     params, self._grammars.start(params.structured_outputs), list(admission.output_ids),
-                    admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids))
+                    admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids), link=self._link)
 
     def reset(self) -> None:
         self._rows.clear()

@@ -18,6 +18,7 @@ from outrider.cache.groups import MAX_PADDING, CacheLayout
 from outrider.cache.kinds import MODEL_CACHE, RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
+from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.storages import collect_replaced
 
 log = logging.getLogger("outrider")
@@ -98,7 +99,8 @@ class MemoryPlan:
 
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
-                packed_bytes: int = 0, step: StepMemory | None = None) -> MemoryPlan:
+                packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK) -> MemoryPlan:
+    """All ranks get the number of pages that the rank with the least memory has room for."""
     step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
@@ -109,7 +111,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         num_pages = config.num_pages
     else:
         other_bytes = step.total + num_rows * rows.row_bytes
-        budget = config.kv_cache_memory_bytes or _free_bytes(config, device) - other_bytes
+        budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes
         least = 2  # the null page and another
         num_pages = budget // layout.page_bytes
         if config.kv_cache_memory_bytes is None or not config.enable_prefix_caching:
@@ -117,6 +119,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         if num_pages < least and device.type == "cuda":
             raise ValueError(_no_room(config, device, budget, weight_bytes + packed_bytes, other_bytes))
         num_pages = max(least, num_pages)
+    num_pages = min(ranks.link.gather(num_pages))
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
     return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
                       limits.max_drafts, step, _stored_as(layout))
@@ -184,9 +187,15 @@ def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: i
     )
 
 
-def _free_bytes(config: EngineConfig, device: torch.device) -> int:
+def _free_bytes(config: EngineConfig, device: torch.device, ranks: WorkerRanks) -> int:
+    """Bytes that this rank may still take. Ranks that share a device look at it when all have loaded, and share what
+    is left."""
+    ranks.link.gather(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int(total * config.gpu_memory_utilization) - (total - free)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_BYTES, int(available * CPU_CACHE_SHARE))
+        left = (int(total * config.gpu_memory_utilization) - (total - free)) // ranks.num_sharing
+    else:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        left = min(CPU_CACHE_BYTES, int(available * CPU_CACHE_SHARE)) // ranks.num_sharing
+    ranks.link.gather(None)  # before another rank takes its part
+    return left

@@ -19,6 +19,7 @@ from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
 from outrider.runner.processors import EngineProcessor, ProcessorRows
+from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.rows import RowState
 from outrider.runner.step import DeviceStep
 from outrider.runner.synthetic_step import SyntheticStep
@@ -43,6 +44,7 @@ class StepParts:
     exact: bool
     grammars: Grammars | None
     processors: list[EngineProcessor]
+    ranks: WorkerRanks = ONE_RANK
 
     @property
     def _takes_checkpoints(self) -> bool:
@@ -68,8 +70,8 @@ class StepParts:
         step = step_type(model, pool, state, self.backend, limits.max_len,
                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact,
                                                  takes_checkpoints=self._takes_checkpoints),
-                         grammars=GrammarRows(state, limits, self.grammars), drafter=drafter, drafting=self.drafting,
-                         logprobs_mode=self.logprobs_mode, exact=self.exact)
+                         grammars=GrammarRows(state, limits, self.grammars, self.ranks.link), drafter=drafter,
+                         drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact, ranks=self.ranks)
         if self.processors:
             step.planner.processors = ProcessorRows(self.processors, state, limits)
         return step

@@ -17,10 +17,11 @@ from outrider.runner.exact import refuse_inexact
 from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
 from outrider.runner.processors import make_processors
+from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
-                 grammars: Grammars | None) -> StepParts:
+                 grammars: Grammars | None, ranks: WorkerRanks = ONE_RANK) -> StepParts:
     """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
     structured output."""
     speculative = config.speculative
@@ -40,10 +41,10 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
     rates = None if speculative is None else speculative.synthetic_rates
-    return StepParts(model, drafter, DrafterGuards(drafter), rates, limits, layout, backend,
+    return StepParts(model, drafter, DrafterGuards(drafter, model.group), rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
-                     make_processors(config, limits, model.device))
+                     make_processors(config, limits, model.device), ranks)
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -49,6 +49,7 @@ from outrider.runner.plan import (
     StepPlanner,
 )
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
+from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.rows import RowState
 from outrider.sample import History, LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
@@ -85,13 +86,14 @@ class DeviceStep:
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None, drafting: DrafterGuards,
-                 logprobs_mode: LogprobsMode, exact: bool) -> None:
+                 logprobs_mode: LogprobsMode, exact: bool, ranks: WorkerRanks = ONE_RANK) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
         self.grammars = grammars
         self.backend = backend
+        self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
         self.drafting = drafting
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
@@ -248,7 +250,13 @@ class DeviceStep:
         history = History(state.tokens, state.known, state.drafts, inputs.batch.padded.max_length.tokens)
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
-        committed = self.commit(inputs, sampled.tokens, sampled.bad)
+        tokens, bad = sampled.tokens, sampled.bad
+        if plan.extras.processors is not None and self.ranks.count > 1:
+            # The operator's processors may differ from rank to rank, or fail on one alone: rank 0's tokens count.
+            packed = torch.stack([tokens, bad.to(tokens.dtype)], 1)
+            tokens, bad = self.ranks.group.gather(packed, 0)[: len(packed)].unbind(1)
+            bad = bad.bool()
+        committed = self.commit(inputs, tokens, bad)
         if plan.needs.any_penalties:
             accepted = committed.accepted
             state.sampling.counts.add_runs(inputs.batch.padded.rows, accepted.run, accepted.run_len)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig
+from outrider.formats.ranks import RankGroup
 from outrider.kernels import compiling
 from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.layers.fuse import use_int8_activations
@@ -22,25 +23,33 @@ from outrider.runner.cache_plan import find_cache_scales
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
+from outrider.runner.rank_group import ONE_RANK
 
 log = logging.getLogger("outrider")
 
 
-def build_target(config: EngineConfig, source: ModelSource) -> Model:
-    """The model that the config asks for, on its device, without weights."""
+def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = ONE_RANK.group) -> Model:
+    """The model that the config asks for, on its device, without weights: the part of one rank among `group`."""
     device = pick_device(config.device)
     compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file))
-    outline = build(device="meta")
+    outline = _part_of(group, build(device="meta"))
     declare_stored(outline, config, source, device)
     check_target(config, source, outline, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = build(device=device)
+        model = _part_of(group, build(device=device))
         declare_stored(model, config, source, device)
         model.weights()  # formats allocate their weights when they are first asked for them
     model.cache_scales = find_cache_scales(config, source, model)
+    return model
+
+
+def _part_of(group: RankGroup, model: Model) -> Model:
+    """The model as one rank holds it. Nothing is allocated yet."""
+    if group.count > 1:
+        model.cut(group)
     return model
 
 

@@ -24,30 +24,21 @@ from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
 from outrider.models.sources.base import ModelSource
 from outrider.runner.commands import Answer, Command
-from outrider.runner.graphs.costs import measure_costs
 from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.mixed_costs import measure_mixed_costs
 from outrider.runner.graphs.warm_up import measure_step_memory
-from outrider.runner.interface import (
-    BoundedSteps,
-    FixedDrafting,
-    Grammars,
-    MeasuredDrafting,
-    NoDrafting,
-    UnboundedSteps,
-    WorkerInfo,
-)
+from outrider.runner.interface import Grammars, WorkerInfo
 from outrider.runner.local import LocalRunner, Padding
+from outrider.runner.measuring import CAPTURE_ADVICE, bound_prompts, measure_drafting
 from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
+from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.residence import Residence
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
-CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
 
 
 class Worker:
@@ -56,14 +47,15 @@ class Worker:
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
                  drafter: Drafter | None = None, prepare: Prepare | None = None,
                  grammars: Grammars | None = None, fill: Callable[[], None] | None = None,
-                 source: ModelSource | None = None) -> None:
+                 source: ModelSource | None = None, ranks: WorkerRanks = ONE_RANK) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
         anything runs: benchmarks change what routers choose. `fill` gives a model with blank weights its own:
-        kernels are compiled meanwhile. `source`: where weights that were dropped are read again."""
+        kernels are compiled meanwhile. `source`: where weights that were dropped are read again. `ranks`: those that
+        hold the model together; every rank runs the same steps."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
-        parts = gather_parts(config, model, drafter, grammars)
+        parts = gather_parts(config, model, drafter, grammars, ranks)
         if prepare is not None:
             prepare(model, parts.drafter)
         clock.lap("drafter and weights' last touches")
@@ -77,12 +69,12 @@ class Worker:
             self.device_step = parts.make_step(limits, num_pages)
         self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
         clock.lap("captured steps")
-        drafting = _measure_drafting(config, self.device_step, limits, self.runner)
+        drafting = measure_drafting(config, self.device_step, limits, self.runner)
         clock.lap("step costs")
         if isinstance(self.runner, CudaRunner):
             with status_line("compiling kernels"), enough_memory("captured steps", CAPTURE_ADVICE):
                 self.runner.capture_prompts()
-        prompt_steps = _bound_prompts(config, self.device_step, limits, self.runner)
+        prompt_steps = bound_prompts(config, self.device_step, limits, self.runner)
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
         self.residence = Residence(config, parts, self.device_step, self.runner, source)
@@ -93,13 +85,13 @@ class Worker:
 
     @classmethod
     def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
-             watch: Watch | None = None) -> Worker:
-        model = build_target(config, source)
+             watch: Watch | None = None, ranks: WorkerRanks = ONE_RANK) -> Worker:
+        model = build_target(config, source, ranks.group)
         if not _needs_no_weights(config, model.device):
             fill_target(model, config, source, watch)
-            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source)
+            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks)
         blank_model(model)
-        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source,
+        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks,
                    fill=partial(fill_target, model, config, source, watch))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
@@ -160,7 +152,7 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                               use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
-                       packed_bytes=parts.packed_bytes, step=step_memory)
+                       packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks)
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
     return fitting, plan.num_pages, step_memory if fitting == limits else None
@@ -177,42 +169,6 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
             runner.begin_compiling()
         runner.capture_decoding(reserved_bytes=0 if step_memory is None else step_memory.activation_bytes)
     return runner
-
-
-def _measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
-                      runner: LocalRunner | CudaRunner) -> NoDrafting | FixedDrafting | MeasuredDrafting:
-    speculative = config.speculative
-    if speculative is None:
-        return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
-    if not speculative.auto:
-        return FixedDrafting(speculative.num_speculative_tokens)
-    with status_line("measuring what steps cost"):
-        if isinstance(runner, CudaRunner):
-            with enough_memory("captured steps", CAPTURE_ADVICE):
-                runner.capture_fewer_drafts()
-            costs = measure_costs(step, limits, runner.graphs)
-        else:
-            costs = runner.on_thread(lambda: measure_costs(step, limits))
-    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
-             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
-             ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
-                       for n, first, each in costs.drafting) or "nothing",
-             *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
-    has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
-    return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
-
-
-def _bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
-                   runner: LocalRunner | CudaRunner) -> UnboundedSteps | BoundedSteps:
-    if config.max_step_ms is None or not isinstance(runner, CudaRunner):
-        return UnboundedSteps()
-    max_seconds = config.max_step_ms * 1e-3
-    with status_line("measuring what steps with prompts cost"):
-        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds)
-    log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
-             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
-             config.max_step_ms)
-    return BoundedSteps(max_seconds, costs)
 
 
 class Laps:

@@ -228,7 +228,7 @@ REFUSED = {
                                 "^speculative_config: num_speculative_tokens must be an integer from 1 to 16, got"),
     "a drafter on several devices": (
         "LLM(model, speculative_config={'model': 'x', 'num_speculative_tokens': 2, 'draft_tensor_parallel_size': 2})",
-        "speculative_config: draft_tensor_parallel_size=2 is not supported: one engine uses one device"),
+        "speculative_config: draft_tensor_parallel_size=2 is not supported: a model is cut by"),
     "a misspelt beam": ("from outrider import BeamSearchParams\nBeamSearchParams(beam_widht=2, max_tokens=2)",
                         r"unknown field 'beam_widht': did you mean beam_width\?"),
     "a bad change": ("p = SamplingParams(); p.temperature = -1; llm.generate('a', p)", "temperature must be a number"),
@@ -236,7 +236,8 @@ REFUSED = {
     "wide beams": ("from outrider import BeamSearchParams\n"
                    "llm.beam_search('a', BeamSearchParams(beam_width=32, max_tokens=2))", "max_logprobs"),
     "other pooling": ("from outrider import PoolingParams\nPoolingParams(pooling='cls')", "pooling must be one of"),
-    "several devices": ("LLM(model, tensor_parallel_size=2)", "tensor_parallel_size=2 is not supported"),
+    "several stages": ("LLM(model, pipeline_parallel_size=2)",
+                       "pipeline_parallel_size=2 is not supported: a model is cut by tensor_parallel_size alone"),
     "another fp8 cache": ("LLM(model, kv_cache_dtype='fp8_e5m2')", "kv_cache_dtype 'fp8_e5m2': did you mean"),
     "another task": ("LLM(model, task='transcription')", "task='transcription' is not supported: a head that class"),
 }

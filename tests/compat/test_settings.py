@@ -63,12 +63,13 @@ def test_two_names_of_one_setting_exclude_each_other() -> None:
 
 
 def test_one_and_true_are_different_values() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=True is not supported"):
-        config_for("LLM", "m", {"tensor_parallel_size": True})
+    with pytest.raises(ValueError, match="pipeline_parallel_size=True is not supported"):
+        config_for("LLM", "m", {"pipeline_parallel_size": True})
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: one engine uses one device"),
+    (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: a model is cut by tensor_parallel"),
+    (["-tp", "0"], "tensor_parallel_size must be an integer from 1 to 64"),
     (["--enable-lora"], "enable_lora=True is not supported"),
     (["--quantization", "int3"], "It must be one of fp8, int4 or None"),
     (["--dtype", "halv"], "did you mean half?"),

@@ -20,7 +20,8 @@ from outrider import LLM, SamplingParams
 from outrider.async_llm import AsyncLLM, EngineError
 from outrider.config import EngineConfig
 from outrider.engine.start import start_engine
-from outrider.engine.worker_process import Failure, WorkerProcess
+from outrider.engine.worker_messages import Failure
+from outrider.engine.worker_process import WorkerProcess
 from outrider.models.sources import SourceError
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
@@ -45,8 +46,10 @@ def started(model: str, *, in_process: bool, **settings: Any) -> LLM:
 
 def pid_of(llm: LLM) -> int:
     worker = llm.engine.runner
-    assert isinstance(worker, WorkerProcess) and worker._process.pid is not None
-    return worker._process.pid
+    assert isinstance(worker, WorkerProcess)
+    (pid,) = worker.process_ids
+    assert pid is not None
+    return pid
 
 
 @pytest.mark.parametrize("family", ["llama", "gated_delta"])
@@ -122,7 +125,7 @@ def test_a_worker_that_dies_is_heard_of_by_every_reader(tmp_path: Path) -> None:
         async with AsyncLLM.around(engine) as llm:
             streams = [llm.generate(list(prompt), greedy(50)) for prompt in PROMPTS]
             await anext(streams[0])
-            os.kill(engine.runner._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(engine.runner.process_ids[0], signal.SIGKILL)  # type: ignore[attr-defined]
             for stream in streams:
                 with pytest.raises(EngineError, match="SIGKILL"):
                     _ = [output async for output in stream]
@@ -146,7 +149,7 @@ from outrider.engine.start import start_engine
 if __name__ == "__main__":
     config = EngineConfig(sys.argv[1], device="cpu", max_model_len=64, num_pages=64)
     engine = start_engine(config, in_process=True)
-    print(engine.runner._process.pid, "torch" in sys.modules, flush=True)
+    print(engine.runner.process_ids[0], "torch" in sys.modules, flush=True)
     time.sleep(1000)
 """
 

@@ -29,6 +29,7 @@ from outrider.runner.graphs.chooser import (
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LONG, PAUSE, Losses, LossRates
+from outrider.runner.rank_link import RankLink
 from tests.unit.test_graph_keys import LIMITS, PLAIN, batch_of, rows_of
 from tests.unit.test_graph_keys import graphs as make_keys
 
@@ -66,7 +67,7 @@ class Runner(CudaRunner):
     def __init__(self, clock: Clock, seconds: float = SHORT, *, memory: int = 1000) -> None:
         own: Any = StepGraphs.__new__(StepGraphs)
         self._clock, self._seconds, self._memory, self.done = clock, seconds, memory, list[Any]()
-        self.own, self.graphs, self.num_replays = own, own, 0
+        self.own, self.graphs, self.num_replays, self._link = own, own, 0, RankLink()
         own.keys, own.loaded, own.captured = make_keys(), set(), {}
         own._dropped, own._reserved, own._reserved_bytes = [], None, 0
         own.load, own.capture = own.loaded.add, self._made

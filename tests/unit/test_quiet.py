@@ -6,7 +6,8 @@ import queue
 from typing import Any
 
 from outrider.engine.quiet import wait_for
-from outrider.engine.worker_process import IN_FLIGHT_SECONDS, _Flight
+from outrider.engine.worker_child import IN_FLIGHT_SECONDS, Flight
+from outrider.runner.rank_link import STATUS_FIELDS, RankStatus
 
 
 def test_a_worker_is_asked_until_it_has_nothing_to_do() -> None:
@@ -46,7 +47,7 @@ class _Worker:
 
 def test_a_child_is_not_idle_while_steps_are_in_flight() -> None:
     worker: Any = _Worker()
-    flight = _Flight()
+    flight = Flight(RankStatus([0] * STATUS_FIELDS))
     assert flight.idle(worker, 3.0) is None and worker.quiet == [3.0]
     flight.num_queued += 1
     assert flight.idle(worker, 3.0) == IN_FLIGHT_SECONDS and len(worker.quiet) == 1

@@ -101,6 +101,7 @@ class CudaRunner:
         self._reads_before_next = limits.steps_in_flight == 1
         step.grammars.guesses_early = not self._reads_before_next
         self._padding = padding or Padding()
+        self._link = step.ranks.link  # rank 0 chooses what is captured and replayed, since steps are sums of all ranks
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
@@ -140,7 +141,7 @@ class CudaRunner:
         """Captures some steps with prompts too, and waits for all kernels."""
         device = self.device_step.state.device
         if self.graphs is not None:
-            self.graphs.load_while(lambda: compiling.is_compiling(device))
+            self.graphs.load_while(lambda: self._link.decide(lambda: compiling.is_compiling(device)))
             largest = self.graphs.keys.largest()
             self._capture_at_start(self.graphs, [largest])
             seconds_of_replay = begin_replay(self.graphs.get(largest))
@@ -163,7 +164,7 @@ class CudaRunner:
         Returns after how many seconds to come again; None: not before there were steps again."""
         if self.graphs is None:
             return None
-        order = self.chooser.choose_idle(quiet_seconds)
+        order = self._link.decide(lambda: self.chooser.choose_idle(quiet_seconds))
         if not isinstance(order, CaptureOrder):
             return order
         try:
@@ -179,7 +180,8 @@ class CudaRunner:
         """Capture the steps that were dropped, as far as there is memory for them. Returns how many are captured."""
         if self.graphs is None:
             return 0
-        for key in self.graphs.take_dropped():
+        dropped = list(self.graphs.take_dropped())
+        for key in self._link.decide(lambda: dropped):
             self._capture(self.graphs, CaptureOrder(key))
         return len(self.graphs.captured)
 
@@ -223,7 +225,8 @@ class CudaRunner:
     def _run(self, batch: ScheduledBatch) -> PendingStep:
         if self.graphs is None:
             return self._run_eagerly(batch, self._eager_reason)
-        return self._carry_out(batch, self.chooser.choose(batch, self.device_step.state), self.graphs)
+        choice = self._link.decide(lambda: self.chooser.choose(batch, self.device_step.state))
+        return self._carry_out(batch, choice, self.graphs)
 
     def _carry_out(self, batch: ScheduledBatch, choice: StepChoice, graphs: StepGraphs) -> PendingStep:
         if isinstance(choice, RunEagerly):

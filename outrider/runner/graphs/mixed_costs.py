@@ -34,7 +34,8 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
                         max_seconds: float) -> MixedStepCosts:
     """Costs of steps with prompts that are to take no more than `max_seconds`."""
     def seconds_of(size: int) -> float:
-        return best_seconds(_step_of(step, limits, graphs, size), step.state.device)
+        own = best_seconds(_step_of(step, limits, graphs, size), step.state.device)
+        return step.ranks.link.decide(lambda: own)  # it decides whether larger steps run
 
     sizes = mixed_sizes(GraphSizes.from_limits(limits))
     useful = with_larger_sizes(useful_sizes(seconds_up_to(max_seconds, sizes, seconds_of)), sizes)
@@ -42,7 +43,7 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
     costs = MixedStepCosts(tuple(useful), tuple(useful.values()), attend_costs(step), reading=reading,
                            row_seconds=row_seconds)
     if graphs is not None:
-        small = costs.largest_size(SMALL_STEP * costs.seconds[0])
+        small = step.ranks.link.decide(lambda: costs.largest_size(SMALL_STEP * costs.seconds[0]))
         for requests in FEW_REQUESTS:
             graphs.get(_mixed_key(graphs, min(requests, limits.max_requests), small))
     return costs

@@ -1,4 +1,4 @@
-"""outrider.distributed: one engine uses one device, so that only the clean-up is here."""
+"""outrider.distributed: ranks are processes of the engine, so that only the clean-up is here."""
 
 import gc
 

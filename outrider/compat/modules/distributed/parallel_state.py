@@ -1,4 +1,5 @@
-"""outrider.distributed.parallel_state: one engine uses one device, so that there is nothing to take down."""
+"""outrider.distributed.parallel_state: ranks are processes of the engine, so that there is nothing to take
+down here."""
 
 __all__ = ["destroy_distributed_environment", "destroy_model_parallel"]
 

@@ -10,7 +10,7 @@ __all__ = ["FlexibleArgumentParser", "random_uuid"]
 NOT_HERE = {
     "is_hip": "torch.version.hip says whether torch was built for ROCm",
     "get_open_port": "bind a socket to port 0",
-    "get_ip": "one engine uses one device, and needs no address",
+    "get_ip": "the ranks of an engine are on one machine, and need no address",
     "STR_DTYPE_TO_TORCH_DTYPE": "getattr(torch, name) gives the type of a name",
     "cuda_device_count_stateless": "use torch.cuda.device_count()",
     "make_async": "use asyncio.to_thread",

@@ -1,0 +1,86 @@
+"""RankWatch: finds the rank that has died, hangs or was left behind, and names it. No torch.
+
+A process that is stopped shows no life. One that hangs shows life and makes no progress: then the ranks that wait for
+others in a sum are not to blame, and the rest are. Time counts only while the parent itself runs, so that ranks survive
+a machine, or a group of processes, that was suspended.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+from outrider.runner.interface import WorkerDied
+from outrider.runner.rank_link import Doing, RankStatus
+
+LOOK_SECONDS = 0.5  # between two looks at the ranks
+SILENT_SECONDS = 60.0  # without a sign of life, until a rank is given up
+STUCK_SECONDS = 300.0  # that steps may wait while no rank makes progress; a layer may take long on a CPU
+COMMAND_SECONDS = 3600.0  # the same for start-up and commands, which may read weights from a slow disk
+STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which another rank failed
+
+
+@dataclass
+class RankProcess:
+    """A rank's process and what it shows of itself."""
+
+    rank: int
+    process: BaseProcess
+    status: RankStatus
+
+    @property
+    def words(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid}) {self.status.words}"
+
+
+class RankWatch:
+    def __init__(self, ranks: Sequence[RankProcess]) -> None:
+        self._ranks = ranks
+        self._beats = [(0, 0.0) for _ in ranks]  # last count, and for how many seconds it has not changed
+        self._progress: tuple[list[int], float] = [], 0.0
+        self._dead: set[int] = set()  # ranks that had ended at the last look
+
+    def look(self, seconds: float, *, has_steps: bool, has_any: bool) -> WorkerDied | None:
+        """Look at the ranks, so many seconds after the last time. has_steps, has_any: whether a step, or anything,
+        waits for an answer. Returns an error that names a rank if the ranks cannot go on."""
+        seconds = min(seconds, 2 * LOOK_SECONDS)
+        for index, own in enumerate(self._ranks):
+            if own.process.exitcode is not None:
+                if own.rank in self._dead:
+                    return death_of(own, len(self._ranks))
+                self._dead.add(own.rank)  # its last messages may not be read yet
+                continue
+            before, silent = self._beats[index]
+            beats = own.status.beats
+            silent = silent + seconds if beats == before else 0.0
+            self._beats[index] = beats, silent
+            if silent > SILENT_SECONDS:
+                return WorkerDied(f"{own.words} and has shown no life for {silent:.0f} s: it may be stopped, or the "
+                                  "machine may lack memory")
+        return self._look_for_progress(seconds, STUCK_SECONDS if has_steps else COMMAND_SECONDS, has_any)
+
+    def _look_for_progress(self, seconds: float, limit: float, has_any: bool) -> WorkerDied | None:
+        now = [own.status.progress for own in self._ranks]
+        before, stuck = self._progress
+        stuck = stuck + seconds if has_any and now == before else 0.0
+        self._progress = now, stuck
+        return None if stuck <= limit else WorkerDied(f"nothing has moved for {stuck:.0f} s: {self.blamed()}")
+
+    def blamed(self) -> str:
+        """The ranks that others may wait for, in words."""
+        busy = [own for own in self._ranks if own.status.doing is not Doing.WAITING]
+        return ", ".join(own.words for own in busy or self._ranks)
+
+
+def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
+    """when: in place of what the rank did last."""
+    code = own.process.exitcode
+    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    if num_ranks == 1:
+        who = f"the worker process died {when}".rstrip()
+    else:
+        who = f"the process of rank {own.rank} died {when or f'when it {own.status.words}'}"
+    return WorkerDied(f"{who} ({how}): its own messages may say why; on Linux, SIGKILL often means that the machine "
+                      "had no memory left")

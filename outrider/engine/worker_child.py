@@ -1,0 +1,217 @@
+"""The child's half of a worker process: loads the worker, runs the batches and commands that its parent sends, and
+answers. Imports no torch before it is started.
+
+The child ends when its parent does, also while it loads a model. Signals that reach the whole group of processes are
+the parent's: it lets running requests end before it ends the child. Of several ranks every one gets the same messages
+in the same order; rank 0 answers all of them, the others only commands and failures.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+from outrider.config import EngineConfig
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.collector import freeze_heap
+from outrider.engine.grammar.deep_thread import end_process
+from outrider.engine.load import grammars_of
+from outrider.engine.quiet import wait_for
+from outrider.engine.worker_messages import Failure, OfCommand
+from outrider.kernels.compiler_start import hash_compiler_ahead
+from outrider.models.sources.base import ModelSource
+from outrider.runner.interface import Grammars, RunningWorker
+from outrider.runner.rank_link import Doing, RankLink, RankStatus
+
+BEAT_SECONDS = 0.25  # between two signs of life of a rank
+IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
+THREADS = "OMP_NUM_THREADS"
+log = logging.getLogger("outrider")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A child's place among the ranks of a worker."""
+
+    link: RankLink
+    numbers: Any  # shared memory of its RankStatus
+
+    @property
+    def is_alone(self) -> bool:
+        return self.link.count == 1
+
+
+class QueuedWork(NamedTuple):
+    """A step or a command that is in flight."""
+
+    number: int
+    future: Future[Any]
+    is_command: bool
+
+
+def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: int, place: RankPlace) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a handler, because what is ignored stays so in programs run here
+        signal.signal(number, _leave_to_parent)
+    status = RankStatus(place.numbers)
+    threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
+    threading.Thread(target=_show_life, args=(status,), name="outrider-life", daemon=True).start()
+    to_parent = _ToParent(pipe, place.link)
+    log.setLevel(level if place.link.rank == 0 else max(level, logging.WARNING))  # every rank would say the same
+    log.handlers, log.propagate = [to_parent], False
+    hash_compiler_ahead(config.device)
+    try:
+        grammars = grammars_of(config, source)
+        worker = _load(config, source, grammars, place, status)
+    except BaseException as error:
+        to_parent.send(Failure.from_error(error))
+        return
+    freeze_heap(worker)
+    to_parent.send(worker.info)
+    try:
+        _run(pipe, to_parent, worker, grammars, place, status)
+    except (EOFError, OSError):
+        return  # the parent is gone
+
+
+def _load(config: EngineConfig, source: ModelSource, grammars: Grammars, place: RankPlace,
+          status: RankStatus) -> RunningWorker:
+    if not place.is_alone and config.device in ("auto", "cpu"):  # ranks share the processors
+        os.environ.setdefault(THREADS, str(max(1, (os.cpu_count() or 1) // place.link.count)))
+    from outrider.runner.rank_group import device_of_rank, join_ranks
+    from outrider.runner.worker import Worker
+
+    config = replace(config, device=device_of_rank(config.device, place.link))
+    return Worker.load(config, source, grammars, ranks=join_ranks(place.link, status, config.device))
+
+
+def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars: Any, place: RankPlace,
+         status: RankStatus) -> None:
+    asked: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
+    flight = Flight(status)
+    answers = threading.Thread(target=_answer, args=(asked, to_parent, flight, place.link.rank == 0), daemon=True)
+    answers.start()
+
+    def take(seconds: float | None) -> tuple[Any] | None:
+        return (pipe.recv(),) if pipe.poll(seconds) else None
+
+    def idle(quiet_seconds: float) -> float | None:
+        # A rank does nothing by itself: what it prepared could be a sum that the other ranks do not run.
+        return flight.idle(worker, quiet_seconds) if place.is_alone else None
+
+    while (message := wait_for(take, idle)[0]) is not None:
+        if isinstance(message, StructuredOutputsParams):
+            grammars.start(message)
+            continue
+        flight.num_queued += 1
+        if isinstance(message, OfCommand):
+            status.begin(Doing.COMMAND, message.number)
+            asked.put(QueuedWork(message.number, _carry_out(worker, pipe.recv_bytes()), True))
+        else:
+            number, batch = message
+            status.begin(Doing.STEP, number)
+            asked.put(QueuedWork(number, worker.submit(batch), False))
+    asked.put(None)
+    answers.join()
+    worker.close()
+    end_process(0)
+
+
+def _leave_to_parent(*_: object) -> None:
+    """Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of processes."""
+
+
+def _end_with_parent() -> None:
+    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _show_life(status: RankStatus) -> None:
+    while True:
+        status.beat()
+        time.sleep(BEAT_SECONDS)
+
+
+class _ToParent(logging.Handler):
+    """Sends messages to the parent, log records among them. May be used by several threads."""
+
+    def __init__(self, pipe: Connection, link: RankLink) -> None:
+        super().__init__()
+        self._pipe, self._sending = pipe, threading.Lock()
+        self._prefix = "" if link.count == 1 else f"rank {link.rank}: "
+
+    def send(self, *messages: Any) -> None:
+        pickled = [ForkingPickler.dumps(message) for message in messages]
+        with self._sending:
+            for one in pickled:
+                self._pipe.send_bytes(one)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Parts that may not be picklable are made words here.
+        record.msg, record.args, record.exc_info = self._prefix + record.getMessage(), (), None
+        self.send(record)
+
+
+class Flight:
+    """Which steps and commands of the child are in flight: those that one thread has queued, and the other has not
+    answered."""
+
+    def __init__(self, status: RankStatus) -> None:
+        self.num_queued = self.num_answered = 0
+        self._status = status
+        self._last_answer = 0.0
+
+    def answered(self) -> None:
+        self._last_answer = time.perf_counter()
+        self.num_answered += 1
+        if self.num_answered == self.num_queued:
+            self._status.begin(Doing.IDLE)
+
+    def idle(self, worker: RunningWorker, quiet_seconds: float) -> float | None:
+        """See `Runner.idle`. The reader of the pipe calls this, with the seconds that no message came."""
+        if self.num_answered < self.num_queued:
+            return IN_FLIGHT_SECONDS
+        return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
+
+
+def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:
+    """The answer of a command. Whatever goes wrong with the command is its answer, also that it cannot be read."""
+    try:
+        return worker.command(ForkingPickler.loads(pickled))
+    except BaseException as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _answer(asked: queue.SimpleQueue[QueuedWork | None], to_parent: _ToParent, flight: Flight,
+            answers_all: bool) -> None:
+    """Waits for steps and commands in their order, while the next one is already being queued."""
+    while (one := asked.get()) is not None:
+        number, future, is_command = one
+        try:
+            message: Any = future.result()
+        except BaseException as error:
+            message = Failure.from_error(error)
+        try:
+            if is_command:
+                to_parent.send(OfCommand(number), message)
+            elif answers_all or isinstance(message, Failure):
+                to_parent.send((number, message))
+        except OSError:
+            return  # the parent is gone
+        except Exception as error:  # an answer that cannot be pickled
+            to_parent.send((number, Failure.from_error(error)))
+        flight.answered()

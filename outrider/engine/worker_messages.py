@@ -1,0 +1,46 @@
+"""Messages between a parent and its worker processes: pickled, through a pipe. No torch."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+from outrider.core.drafter_faults import words_of
+
+TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.runner.commands",
+              "outrider.models.sources", "outrider.models.config_reader")
+
+
+@dataclass(frozen=True)
+class OfCommand:
+    """Goes before a command, and before the answer of one. These are read by themselves: a command may be of any class,
+    and if one side cannot read an object of the other, only that command fails."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that crosses the pipe: pickling it whole would call its constructor with other arguments."""
+
+    kind: type[BaseException]
+    message: str
+    trace: str
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> Failure:
+        trace = "".join(traceback.format_exception(error))
+        if not isinstance(error, Exception):  # sys.exit() in a command is not the parent's exit
+            return cls(RuntimeError, words_of(error), trace)
+        # The nearest type that the parent can import without torch.
+        kind = next(t for t in type(error).__mro__ if t.__module__.startswith(TORCH_FREE))
+        try:
+            return cls(kind, str(error), trace)
+        except Exception:  # an exception whose message cannot be made
+            return cls(kind, words_of(error), trace)
+
+    def to_error(self) -> BaseException:
+        error = self.kind.__new__(self.kind, self.message)
+        error.args = (self.message,)
+        error.add_note(f"In the worker process:\n{self.trace}")
+        return error

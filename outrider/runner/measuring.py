@@ -1,0 +1,55 @@
+"""Measurements of a worker's start: the costs of steps, by which drafts are counted and prompts are bounded later."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.core.status_line import status_line
+from outrider.runner.graphs.costs import measure_costs
+from outrider.runner.graphs.cuda_runner import CudaRunner
+from outrider.runner.graphs.mixed_costs import measure_mixed_costs
+from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, NoDrafting, UnboundedSteps
+from outrider.runner.local import LocalRunner
+from outrider.runner.memory import enough_memory
+from outrider.runner.step import DeviceStep
+
+CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
+log = logging.getLogger("outrider")
+
+
+def measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
+                     runner: LocalRunner | CudaRunner) -> NoDrafting | FixedDrafting | MeasuredDrafting:
+    speculative = config.speculative
+    if speculative is None:
+        return NoDrafting() if step.drafter is None else FixedDrafting(step.drafter.max_drafts)
+    if not speculative.auto:
+        return FixedDrafting(speculative.num_speculative_tokens)
+    with status_line("measuring what steps cost"):
+        if isinstance(runner, CudaRunner):
+            with enough_memory("captured steps", CAPTURE_ADVICE):
+                runner.capture_fewer_drafts()
+            costs = measure_costs(step, limits, runner.graphs)
+        else:
+            costs = runner.on_thread(lambda: measure_costs(step, limits))
+    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
+                       for n, first, each in costs.drafting) or "nothing",
+             *(seconds * 1e3 for seconds in costs.logit_row_seconds[1:]))
+    has_layers = step.drafter is not None and bool(step.drafter.attention_layers)
+    return MeasuredDrafting(speculative.num_speculative_tokens, costs, always_propose=not has_layers)
+
+
+def bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
+                  runner: LocalRunner | CudaRunner) -> UnboundedSteps | BoundedSteps:
+    if config.max_step_ms is None or not isinstance(runner, CudaRunner):
+        return UnboundedSteps()
+    max_seconds = config.max_step_ms * 1e-3
+    with status_line("measuring what steps with prompts cost"):
+        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds)
+    log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
+             ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
+             config.max_step_ms)
+    return BoundedSteps(max_seconds, costs)
