@@ -8,7 +8,7 @@ from math import inf
 from outrider.engine.collector import collections_paused
 from outrider.simulation.cost_table import CostTable
 from outrider.simulation.outcome import Outcome
-from outrider.simulation.replica import Replica
+from outrider.simulation.replica import SimulatedReplica
 from outrider.simulation.router import RoutingPolicy
 from outrider.simulation.trace import Load, TracedRequest
 
@@ -16,9 +16,9 @@ from outrider.simulation.trace import Load, TracedRequest
 class Cluster:
     def __init__(self, table: CostTable, num_replicas: int, router: RoutingPolicy, *, seed: int = 0,
                  skips: bool = True) -> None:
-        """skips: see `Replica`."""
+        """skips: see `SimulatedReplica`."""
         self.outcome = Outcome()
-        self._replicas = [Replica(table, self.outcome, seed=seed, skips=skips) for _ in range(num_replicas)]
+        self._replicas = [SimulatedReplica(table, self.outcome, seed=seed, skips=skips) for _ in range(num_replicas)]
         self._loads = [0] * num_replicas
         self._router = router
         self._turns: list[tuple[float, int]] = []  # time and replica; entries that a later one replaced are stale

@@ -1,4 +1,4 @@
-"""Replica: one engine in simulated time, driven turn by turn as `Engine.step` drives a real one.
+"""SimulatedReplica: one engine in simulated time, driven turn by turn as `Engine.step` drives a real one.
 
 A turn takes the result of the oldest step in flight, looks at the requests that have arrived, and schedules until as
 many steps are in flight as may be. Turns that only decode are made together, when something else happens.
@@ -56,7 +56,7 @@ class PlannedTurns:
     ends: list[float] = field(default_factory=list)  # of the steps in flight, then of those that the turns submit
 
 
-class Replica:
+class SimulatedReplica:
     def __init__(self, table: CostTable, outcome: Outcome, *, seed: int = 0, skips: bool = True) -> None:
         """skips: turns that only decode are made many at a time; nothing that is counted changes by it."""
         self._table, self._outcome, self._skips = table, outcome, skips
