@@ -14,29 +14,32 @@ from pathlib import Path
 from typing import Any
 
 
-def found_without_interpreter(test_file: str) -> Any:
-    """The JSON that a test's file prints when it runs as a program. Its tests run in processes in which Triton's
-    interpreter is on, where nothing is compiled."""
+def found_without_interpreter(test_file: str, *arguments: str) -> Any:
+    """The JSON that a test's file prints when it runs as a program with these arguments. Its tests run in processes in
+    which Triton's interpreter is on, where nothing is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run([sys.executable, test_file], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, test_file, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @contextmanager
 def compiling() -> Iterator[list[str]]:
-    """Within, launches compile their kernels for an H200 and run nothing. The list has the kernels' names."""
+    """Within, launches compile their kernels for an H200 and run nothing. The list has the kernels' names. A kernel
+    whose matrix instructions read memory that is not its program's fails."""
     from triton.runtime import driver
 
     from outrider.kernels.triton import launch
+    from tests.kernels.descriptors import stray_descriptors
     from tests.kernels.test_sampler_compiles import Card
 
     driver.set_active(Card())  # type: ignore[arg-type]
     found: list[str] = []
 
     def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        function.run(*args, grid=(1,), warmup=True, **options)
+        kernel = function.run(*args, grid=(1,), warmup=True, **options)
+        assert stray_descriptors(kernel) == [], function.fn.__name__
         found.append(function.fn.__name__)
 
     with launch.collecting(compile_one):

@@ -20,7 +20,9 @@ from outrider.kernels.triton import latent_inputs as inputs_kernel  # noqa: E402
 from outrider.kernels.triton.cache_write import cache_write  # noqa: E402
 from outrider.kernels.triton.exact_attention import ExactConfig, exact_attention  # noqa: E402
 from outrider.kernels.triton.exact_latent import exact_dense_latent_attention, exact_latent_attention  # noqa: E402
+from outrider.kernels.triton.fp8_pages import PAIRS_BELOW  # noqa: E402
 from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
+from outrider.kernels.triton.prefill import PrefillConfig  # noqa: E402
 from outrider.kernels.triton.rope_cache import rope_cache_write  # noqa: E402
 from tests.kernels import test_shared_attention as sharing  # noqa: E402
 from tests.kernels.conftest import HAS_CARD  # noqa: E402
@@ -70,19 +72,33 @@ def decode_early(batch: Batch, **options: Any) -> torch.Tensor:
     return decode(batch, config=replace(SMALL, early_values=True, long_stages=2), **options)
 
 
+def prefill_many_rows(batch: Batch, **options: Any) -> torch.Tensor:
+    """Tiles whose values are not multiplied in pairs."""
+    return prefill(batch, PrefillConfig(block_m=PAIRS_BELOW.value, block_n=16, num_warps=4), **options)
+
+
 def exact(batch: Batch, **options: Any) -> torch.Tensor:
     return exact_attention(*batch.args, **({"scale": 0.3, "config": EXACT, "split_keys": 32, "max_length": 96,
                                             "max_query": int(batch.query_starts.diff().max())} | options))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, 3.0)])
-@pytest.mark.parametrize("run", [decode, decode_early, listed, prefill, exact])
+@pytest.mark.parametrize("run", [decode, decode_early, listed, prefill, prefill_many_rows, exact])
 def test_attention_equals_the_reference(run: Callable[..., torch.Tensor], window: int | None, softcap: float | None,
                                         device: torch.device, dtype: torch.dtype) -> None:
     batch = make_batch(device, dtype, [(37, 1, 1), (0, 0, 0), (66, 3, 2), (40, 2, 0)], window=window)
     stored, scales, wide = in_fp8(batch)
     wanted = reference.paged_attention(*wide.args, 0.3, window or 0, softcap or 0.0)
     assert_close(run(stored, window=window, softcap=softcap, scales=scales), wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dim", [15, 32, 64, 80, 96, 112, 128, 192, 256, 512])
+@pytest.mark.parametrize("run", [decode, listed, prefill, prefill_many_rows, exact])
+def test_attention_over_every_head_size(run: Callable[..., torch.Tensor], dim: int, device: torch.device,
+                                        dtype: torch.dtype) -> None:
+    stored, scales, wide = in_fp8(make_batch(device, dtype, [(37, 1, 1), (66, 3, 2)], dim=dim))
+    assert_close(run(stored, scale=dim**-0.5, scales=scales), reference.paged_attention(*wide.args, dim**-0.5, 0, 0.0))
 
 
 def test_shared_pages_are_read_once(device: torch.device, dtype: torch.dtype) -> None:

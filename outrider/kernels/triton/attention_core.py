@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
-from outrider.kernels.triton.fp8_pages import check_cache_dtype, first_of_pairs, second_of_pairs
+from outrider.kernels.triton.fp8_pages import PAIRS_BELOW, check_cache_dtype, first_of_pairs, second_of_pairs
 
 MAX_HEAD_DIM = 1024
 
@@ -109,9 +109,10 @@ def attend_keys(
     base 2, and the sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
     that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
     keys. STAGES: tiles on their way at a time, instead of the kernel's own number. Where pages are in fp8, `scale` may
-    be that of each query's scores, [rows, 1], and values are multiplied in pairs (`fp8_pages.py`)."""
+    be that of each query's scores, [rows, 1], and few rows multiply values in pairs (`fp8_pages.py`)."""
     dim = tl.arange(0, D_PAD)
-    PAIRED: tl.constexpr = pages.v_head.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16 and D % 2 == 0
+    IN_FP8: tl.constexpr = pages.v_head.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16
+    PAIRED: tl.constexpr = IN_FP8 and D % 2 == 0 and q.shape[0] < PAIRS_BELOW
     if PAIRED:
         even, odd = tl.split(acc.reshape(acc.shape[0], D_PAD // 2, 2))
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):

@@ -6,9 +6,13 @@ float16 has a smaller range than bfloat16, so each query is multiplied by a powe
 near the end of that range, and its scores are divided by it again: numbers of a query keep their bits unless they are
 2^-31 times as small as its greatest. Scales of heads are folded into scores and results.
 
-Values are loaded in pairs of neighbours, as numbers of 16 bits, of which each half is multiplied by itself. Matrix
-instructions take values with the keys as the inner dimension, in which pages do not lie, and the card turns tiles of 16
-bits around as it loads them from shared memory, but tiles of 8 bits only one number at a time.
+Values of tiles with few rows are loaded in pairs of neighbours, as numbers of 16 bits, of which each half is multiplied
+by itself. Matrix instructions take values with the keys as the inner dimension, in which pages do not lie, and the card
+turns tiles of 16 bits around as it loads them from shared memory, but tiles of 8 bits only one number at a time.
+Tiles of 64 rows and more are multiplied by instructions of whole warp groups, which read values from shared memory as
+float16 numbers: pairs would only double the instructions. With heads of 64 they did harm, too: halves of 32 columns
+have other descriptors than keys of 64, and the assembler of CUDA 12.8, which comes with Triton, loses the address of
+one of two kinds of descriptors that begin at the same place.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter runs no 
 _MAX_FP8 = tl.constexpr(448.0)
 _FRACTION = tl.constexpr(23)  # bits of a float32 below the exponent
 _TOP = tl.constexpr(14)  # a query's greatest number is brought to at least 2^14 and less than 2^15
+PAIRS_BELOW = tl.constexpr(64)  # rows of a tile
 _LEAST = tl.constexpr(15)  # exponents of smaller numbers are taken for this one, so that no power of two overflows
 
 
