@@ -15,7 +15,8 @@ from outrider.kernels.triton.hopper.coded_rows import arrange, coded_rows, make_
 from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
 from outrider.kernels.triton.rounding import round_rows  # noqa: E402
 
-FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros")
+FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros", "Q4_K", "Q2_K", "Q6_K", "Q8_0")
+SHORT = {"Q4_K": ("int4", 32), "Q2_K": ("int4", 16), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32)}  # codes, short groups
 # Outputs, inner dimension, groups of warps, splits, whether a program fills a multiprocessor.
 CASES = [(960, 1152, 1, 1, True), (1024, 4096, 2, 3, False), (4096, 1024, 1, 4, False), (1984, 2048, 2, 1, False)]
 
@@ -23,18 +24,23 @@ CASES = [(960, 1152, 1, 1, True), (1024, 4096, 2, 3, False), (4096, 1024, 1, 4, 
 def make(form: str, n: int, k: int) -> tuple[Scaled, torch.Tensor]:
     """(a weight, its numbers)."""
     generator = torch.Generator("cuda").manual_seed(n + k)
-    code = "int4" if form.startswith("int4") else "fp8"
-    groups = 1 if form == "fp8" else k // 128
+    code, group = SHORT.get(form, ("int4" if form.startswith("int4") else "fp8", k if form == "fp8" else 128))
+    groups = k // group
     if code == "fp8":
         codes = torch.randn(n, k, device="cuda", generator=generator).to(torch.float8_e4m3fn)
     else:
-        codes = torch.randint(0, 256, (n, k // 2), device="cuda", generator=generator, dtype=torch.uint8)
+        width = k // scaled.codes_per_byte(code)
+        codes = torch.randint(0, 256, (n, width), device="cuda", generator=generator, dtype=torch.uint8)
+        codes = codes.view(scaled.code_dtype(code))
     scales = (0.5 + torch.rand(groups, n, device="cuda", generator=generator)) / 64
     if form == "blocks":
         scales = scales[:, ::128].repeat_interleave(128, 1)[:, :n].contiguous()
     zeros = torch.randint(-8, 9, (groups, n), device="cuda", generator=generator).half() if "zeros" in form else None
-    scales = scales.bfloat16() if code == "int4" else scales
-    weight = Scaled(code, k // groups, codes, scales.T, None if zeros is None else zeros.T)
+    scales = scales if code == "fp8" else scales.bfloat16()
+    offsets = torch.randn(groups, n, device="cuda", generator=generator).bfloat16() / 32 if form in ("Q4_K",
+                                                                                                     "Q2_K") else None
+    weight = Scaled(code, group, codes, scales.T, None if zeros is None else zeros.T,
+                    offsets=None if offsets is None else offsets.T)
     numbers = weight.numbers().double()
     return (weight if form in ("fp8", "steps") else arrange(weight, torch.bfloat16)), numbers
 

@@ -18,33 +18,46 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from outrider.kernels import ops, scaled  # noqa: E402
 from outrider.kernels.scaled import CODES, Scaled  # noqa: E402
 from outrider.kernels.triton.hopper import coded_rows  # noqa: E402
-from outrider.kernels.triton.hopper.coded_kernel import OF_BLOCKS, OF_OUTPUTS, OF_STEPS, coded_rows_kernel  # noqa: E402
+from outrider.kernels.triton.hopper.coded_kernel import (  # noqa: E402
+    OF_BLOCKS,
+    OF_GROUPS,
+    OF_OUTPUTS,
+    OF_STEPS,
+    coded_rows_kernel,
+)
 from outrider.kernels.triton.launch import collecting  # noqa: E402
 from outrider.kernels.triton.scaled_linear import scaled_linear  # noqa: E402
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for
 REGISTERS = 65536  # of a multiprocessor
-KINDS = {"fp8": OF_OUTPUTS.value, "steps": OF_STEPS.value, "blocks": OF_BLOCKS.value, "int4": OF_STEPS.value}
+KINDS = {"fp8": OF_OUTPUTS.value, "steps": OF_STEPS.value, "blocks": OF_BLOCKS.value, "int4": OF_STEPS.value,
+         "Q4_K": OF_GROUPS.value, "Q2_K": OF_GROUPS.value, "Q6_K": OF_GROUPS.value, "Q8_0": OF_GROUPS.value}
+GROUPS = {"int4": 128, "Q4_K": 32, "Q2_K": 16, "Q6_K": 16, "Q8_0": 32}  # columns of a scale
 
 
 def make(form: str, n: int, k: int) -> Scaled:
     """A weight without content."""
-    code = "int4" if form == "int4" else "fp8"
-    group = k if form == "fp8" else 128
+    code = code_of(form)
+    group = k if form == "fp8" else GROUPS.get(form, 128)
     codes = torch.zeros(n, k // scaled.codes_per_byte(code), dtype=scaled.code_dtype(code))
-    scales = torch.ones(k // group, n, dtype=torch.bfloat16 if form == "int4" else torch.float32).T
-    weight = Scaled(code, group, codes, scales)
+    scales = torch.ones(k // group, n, dtype=torch.float32 if code == "fp8" else torch.bfloat16).T
+    weight = Scaled(code, group, codes, scales, offsets=scales if form in ("Q4_K", "Q2_K") else None)
     if form == "blocks":
         return weight.with_blocks()
-    return weight.tiled() if form == "int4" else weight
+    return weight if code == "fp8" else weight.tiled()
+
+
+def code_of(form: str) -> str:
+    return {"int4": "int4", "Q4_K": "int4", "Q2_K": "int4", "Q6_K": "int8", "Q8_0": "int8"}.get(form, "fp8")
 
 
 def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
-    function, is_fp8 = coded_rows_kernel.function, form != "int4"
+    function, code, group = coded_rows_kernel.function, code_of(form), GROUPS.get(form, 128)
+    is_fp8, has_shifts = code == "fp8", form in ("int4", "Q4_K", "Q2_K")
     registers, multiply_registers = plan.registers
-    constants = {"CODE": CODES.index("fp8" if is_fp8 else "int4"), "ROWS": plan.rows, "WARP_GROUPS": plan.warp_groups,
-                 "SCALES": KINDS[form], "HAS_ZEROS": not is_fp8, "HAS_BIAS": True, "GATE": gate,
+    constants = {"CODE": CODES.index(code), "ROWS": plan.rows, "WARP_GROUPS": plan.warp_groups,
+                 "SCALES": KINDS[form], "GROUP": group, "HAS_SHIFTS": has_shifts, "HAS_BIAS": True, "GATE": gate,
                  "STAGES": plan.num_stages, "SPLITS": plan.splits, "BYTES": 1024, "REGS": multiply_registers,
                  "FETCH_REGS": coded_rows.FETCH_REGISTERS, "PDL": True}  # fmt: skip
 
@@ -53,8 +66,9 @@ def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
 
     scale = "fp32" if is_fp8 else "bf16"
     kinds = {"x_tiles": tiles("fp8e4nv", plan.rows, 128, 8) if is_fp8 else tiles("bf16", plan.rows, 64, 16),
-             "w_tiles": tiles("fp8e4nv", 64, 128, 8) if is_fp8 else tiles("u8", 32, 128, 8),
-             "s_tiles": tiles(scale, 1, 64, 32 if is_fp8 else 16, 0), "z_tiles": tiles("fp16", 1, 64, 16, 0),
+             "w_tiles": tiles("fp8e4nv", 64, 128, 8) if is_fp8 else tiles("i8" if code == "int8" else "u8", 32, 128, 8),
+             "s_tiles": tiles(scale, 128 // group, 64, 32 if is_fp8 else 16, 0),
+             "z_tiles": tiles("fp16" if form == "int4" else "bf16", 128 // group, 64, 16, 0),
              "xs_tiles": tiles("fp32", 1, max(plan.rows, 32), 32, 0), "of_x": "*fp32",
              "of_weight": f"*{scale}", "bias": "*bf16", "out": "*bf16", "parts": "*fp32",
              "counters": "*i32"}  # fmt: skip
@@ -105,7 +119,7 @@ def test_takes_few_token_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plans_are_those_that_were_measured() -> None:
     def plan(form: str, num_rows: int, n: int, k: int, is_gated: bool = False) -> tuple[int, int, int, bool]:
-        return coded_rows.choose(num_rows, n, k, "int4" if form == "int4" else "fp8", KINDS[form], is_gated, 132)
+        return coded_rows.choose(num_rows, n, k, code_of(form), KINDS[form], is_gated, 132)
 
     assert [plan("fp8", rows, 4096, 4096) for rows in (1, 32, 64)] == [(rows, 1, 1, True) for rows in (16, 32, 64)]
     assert plan("fp8", 8, 4096, 14336) == (16, 1, 2, True)
@@ -126,7 +140,9 @@ if __name__ == "__main__":
                  ("fp8", 16, 1, 2, True, 0), ("fp8", 64, 1, 1, False, 0), ("steps", 16, 2, 1, False, 0),
                  ("steps", 64, 2, 1, True, 1), ("blocks", 32, 2, 1, False, 2), ("blocks", 64, 1, 2, False, 0),
                  ("int4", 8, 2, 1, False, 1), ("int4", 16, 1, 4, False, 0), ("int4", 32, 2, 1, False, 1),
-                 ("int4", 64, 2, 1, True, 1), ("int4", 64, 1, 2, False, 0))]  # fmt: skip
+                 ("int4", 64, 2, 1, True, 1), ("int4", 64, 1, 2, False, 0), ("Q4_K", 8, 2, 1, False, 1),
+                 ("Q4_K", 64, 1, 2, False, 0), ("Q2_K", 16, 1, 4, False, 0), ("Q6_K", 8, 1, 4, False, 0),
+                 ("Q6_K", 64, 2, 1, True, 1), ("Q8_0", 32, 2, 1, False, 0))]  # fmt: skip
     made = [compile_kernel(*case) for case in cases]
     print(json.dumps([{"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
                        "registers": plan.registers[0], "fills": plan.fills,

@@ -213,7 +213,10 @@ def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
     return {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
 
 
-@pytest.mark.parametrize(("code", "group", "shifts"), [("int4", 128, "zeros")])
+@pytest.mark.parametrize(("code", "group", "shifts"), [
+    ("int4", 128, "zeros"), ("int4", 64, ""), ("int4", 32, "offsets"), ("int4", 16, "offsets"), ("int8", 32, ""),
+    ("int8", 16, "offsets"),
+])
 def test_codes_in_tiles(device: torch.device, code: str, group: int, shifts: str) -> None:
     weight = make(device, code, 192, 384, group, shifts == "zeros", shifts == "offsets")
     weight = replace(weight, scales=weight.scales.bfloat16())
@@ -230,6 +233,9 @@ def test_codes_in_tiles(device: torch.device, code: str, group: int, shifts: str
 
 
 def test_what_has_no_tiles(device: torch.device) -> None:
+    made = make(device, "int4", 64, 256, 64)
+    assert not made.has_tiles, "kernels scale codes in tiles of short groups by numbers in bfloat16"
+    assert replace(made, scales=made.scales.bfloat16()).has_tiles
     for code, n, k, group in (("int4", 100, 128, 128), ("int4", 64, 192, 32), ("int8", 64, 256, 128)):
         made = make(device, code, n, k, group)
         assert not replace(made, scales=made.scales.bfloat16()).has_tiles

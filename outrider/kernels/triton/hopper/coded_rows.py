@@ -1,10 +1,11 @@
 """The Hopper kernel of linear layers whose weights are codes with scales, for 1 to 64 token rows: the time is that of
 reading the codes. Its parts and its order of sums are those of `few_rows`, with these differences.
 
-Codes of fp8 meet token rows of fp8 in the tensor cores as they are. Codes of 4 bits become bfloat16 in the registers of
-those threads that multiply with them; the weight is arranged for that when it is loaded (`arrange`), so that a thread
-finds its bytes side by side. Sums of 128 columns are brought to float32, since tensor cores add fp8 with fewer bits,
-and have their scales there. One or two groups of four warps multiply, each with 64 outputs, and share the token rows.
+Codes of fp8 meet token rows of fp8 in the tensor cores as they are. Integers become bfloat16 in the registers of those
+threads that multiply with them; the weight is arranged for that when it is loaded (`arrange`), so that a thread finds
+its bytes side by side. Sums of 128 columns are brought to float32, since tensor cores add fp8 with fewer bits, and have
+their scales there; scales of fewer columns, and offsets, are applied to the numbers in bfloat16. One or
+two groups of four warps multiply, each with 64 outputs, and share the token rows.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from functools import lru_cache
 import torch
 
 import triton.experimental.gluon.language as gl
-from outrider.kernels.scaled import CODES, FP8, INT4, Scaled, codes_per_byte
+from outrider.kernels.scaled import CODES, FP8, INT4, INT8, Scaled, codes_per_byte
 from outrider.kernels.triton.attention_merge import MIN_COUNTERS, counters_for
 from outrider.kernels.triton.common import cdiv, num_sms, pdl_options, uses_pdl
 from outrider.kernels.triton.hopper.coded_kernel import (
     COLUMNS,
     LEAST_SCALES,
     OF_BLOCKS,
+    OF_GROUPS,
     OF_OUTPUTS,
     OF_STEPS,
     OUTPUTS,
@@ -61,7 +63,14 @@ class CodedPlan:
 def scale_kind(weight: Scaled) -> int:
     if weight.scales.shape[1] == 1:
         return OF_OUTPUTS.value
+    if weight.group < COLUMNS.value:
+        return OF_GROUPS.value
     return OF_STEPS.value if weight.blocks is None else OF_BLOCKS.value
+
+
+def step_group(weight: Scaled) -> int:
+    """Columns of a step that share a scale."""
+    return min(weight.group, COLUMNS.value)
 
 
 def padded_scales(rows: int) -> int:
@@ -71,11 +80,12 @@ def padded_scales(rows: int) -> int:
 def step_bytes(weight: Scaled, rows: int, warp_groups: int) -> int:
     """Bytes of shared memory of one step."""
     codes = OUTPUTS.value * COLUMNS.value // codes_per_byte(weight.code)
-    scales = weight.scales.element_size() if scale_kind(weight) == OF_STEPS.value else 0
-    zeros = 0 if weight.zeros is None else weight.zeros.element_size()
+    groups = COLUMNS.value // step_group(weight)
+    scales = groups * weight.scales.element_size() if scale_kind(weight) in (OF_STEPS.value, OF_GROUPS.value) else 0
+    shifts = 0 if weight.shifts is None else groups * weight.shifts.element_size()
     of_rows = rows * COLUMNS.value * (1 if weight.code == FP8 else 2)
     x_scales = 4 if weight.code == FP8 and scale_kind(weight) != OF_OUTPUTS.value else 0
-    return warp_groups * (codes + OUTPUTS.value * (scales + zeros)) + of_rows + padded_scales(rows) * x_scales
+    return warp_groups * (codes + OUTPUTS.value * (scales + shifts)) + of_rows + padded_scales(rows) * x_scales
 
 
 def make_plan(weight: Scaled, rows: int, warp_groups: int, splits: int, fills: bool, is_gated: bool) -> CodedPlan:
@@ -128,7 +138,7 @@ def takes(x: torch.Tensor, weight: Scaled, rounding: int, activation: str | None
         return False
     if weight.code == FP8:
         return rounding == weight.group and weight.group in (k, COLUMNS.value) and n % 4 == 0
-    return weight.code == INT4 and weight.is_tiled
+    return weight.code in (INT4, INT8) and weight.is_tiled
 
 
 def coded_rows(
@@ -163,17 +173,19 @@ def _launch(
     xs_tiles = _describe(x_scales.T, 1, padded_scales(plan.rows), 0) if is_fp8 and kind != OF_OUTPUTS.value else x_tiles
     codes = weight.codes if is_fp8 else weight.codes.view(-1, COLUMNS.value)
     w_tiles = _describe(codes, OUTPUTS.value if is_fp8 else OUTPUTS.value // 2, COLUMNS.value, 128)
-    s_tiles = _describe(weight.scales.T, 1, OUTPUTS.value, 0) if kind == OF_STEPS.value else x_tiles
-    z_tiles = x_tiles if weight.zeros is None else _describe(weight.zeros.T, 1, OUTPUTS.value, 0)
+    groups, is_fetched = COLUMNS.value // step_group(weight), kind in (OF_STEPS.value, OF_GROUPS.value)
+    s_tiles = _describe(weight.scales.T, groups, OUTPUTS.value, 0) if is_fetched else x_tiles
+    z_tiles = x_tiles if weight.shifts is None else _describe(weight.shifts.T, groups, OUTPUTS.value, 0)
     registers, multiply_registers = plan.registers
     coded_rows_kernel[(tiles, plan.splits)](
         x_tiles, xs_tiles, w_tiles, s_tiles, z_tiles, x_scales,
         weight.scales if weight.blocks is None else weight.blocks, x_scales if bias is None else bias, out, parts,
         counters, out.stride(0), num_rows, n, k // COLUMNS.value,
         CODE=CODES.index(weight.code), ROWS=plan.rows, WARP_GROUPS=plan.warp_groups, SCALES=kind,
-        HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None, GATE=gate, STAGES=plan.num_stages,
-        SPLITS=plan.splits, BYTES=step_bytes(weight, plan.rows, plan.warp_groups), REGS=multiply_registers,
-        FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=registers, **pdl_options(pdl),
+        GROUP=step_group(weight), HAS_SHIFTS=weight.shifts is not None, HAS_BIAS=bias is not None, GATE=gate,
+        STAGES=plan.num_stages, SPLITS=plan.splits, BYTES=step_bytes(weight, plan.rows, plan.warp_groups),
+        REGS=multiply_registers, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=registers,
+        **pdl_options(pdl),
     )  # fmt: skip
 
 
