@@ -221,28 +221,34 @@ class ScaledLinear(EmbeddingFormat):
 
 
 class ScaledExperts(ExpertsFormat):
-    """Experts, by themselves or joint in the checkpoint."""
+    """Experts, by themselves or joint in the checkpoint. Both projections are codes, perhaps of different kinds."""
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
-        self._stored, self._mix, self._exact = stored[0], ops.scaled_experts, False
-        self._rounds = self._stored.rounds and declared.device.type == "cuda"  # as in ScaledLinear
+        self._stored = stored[0], stored[-1]  # of the first projection and of down, the last one of each expert
+        self._mix, self._exact = ops.scaled_experts, False
+        self._rounds = stored[0].rounds and declared.device.type == "cuda"  # as in ScaledLinear
         self._gate_up, self._down = (
-            self._stored.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
-            for each in declared.projections)
+            held.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
+            for held, each in zip(self._stored, declared.projections, strict=True))
         self._matrices: list[list[native.Matrix]] = []  # of each expert, for native products
         self._activation_bits = 24
 
     @classmethod
     def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-        first = stored[0]
-        if len(set(stored)) > 1 or not isinstance(first, ScaledFormat) or not all(
-                map(first.fits, declared.projections)):
+        first, down = stored[0], stored[-1]
+        if not isinstance(first, ScaledFormat) or not isinstance(down, ScaledFormat) or first.rounds != down.rounds:
+            return False
+        of_each = len(declared.projections[0].stored) + 1  # matrices of an expert, of which down is the last
+        if any(held != (first if (at + 1) % of_each else down) for at, held in enumerate(stored)):
+            return False
+        if not all(held.fits(each) for held, each in zip((first, down), declared.projections, strict=True)):
             return False
         return device.type == "cpu" or ops.scaled_experts.serves(torch.empty(0, dtype=declared.dtype, device=device))
 
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
-        first, down = self._stored.tensors(self._gate_up), self._stored.tensors(self._down)
+        first, down = (held.tensors(weight) for held, weight in zip(self._stored, (self._gate_up, self._down),
+                                                                    strict=True))
         return (_joint(first), _joint(down)) if self.declared.is_joint else (first, down)
 
     def set_exact(self, exact: bool) -> None:
@@ -250,7 +256,7 @@ class ScaledExperts(ExpertsFormat):
 
     @property
     def rounding(self) -> int:
-        is_left = self._rounds and not self._stored.group and not self._exact
+        is_left = self._rounds and not self._stored[0].group and not self._exact
         return self.declared.hidden_size if is_left else 0
 
     def mix(

@@ -14,13 +14,14 @@ from gguf.constants import GGMLQuantizationType  # noqa: E402
 from gguf.quants import dequantize  # noqa: E402
 
 from outrider.formats import StoredFormat, gguf_codes  # noqa: E402
-from outrider.formats.scaled import ScaledLinear  # noqa: E402
+from outrider.formats.scaled import ScaledExperts, ScaledLinear  # noqa: E402
 from outrider.formats.stacked import StackedLinear  # noqa: E402
 from outrider.kernels.gguf_codes import FORMS, to_codes  # noqa: E402
 from outrider.kernels.gguf_kinds import KINDS  # noqa: E402
 from outrider.kernels.triton.scaled_linear import exact_scaled_linear, scaled_linear  # noqa: E402
 from outrider.layers.base import find_modules  # noqa: E402
 from outrider.layers.linear import Linear  # noqa: E402
+from outrider.layers.moe import Experts  # noqa: E402
 from outrider.models.base import Model  # noqa: E402
 from outrider.models.loader import declare_formats, load_weights  # noqa: E402
 from outrider.models.registry import build_model  # noqa: E402
@@ -105,3 +106,17 @@ def test_a_model_of_several_kinds(as_on_a_gpu: None, caplog: pytest.LogCaptureFi
         tokens = tokens_of(1, 20) % 96
         logits, wanted = all_logits(kept, tokens), all_logits(expanded, tokens)
     assert float((logits - wanted).norm() / wanted.norm()) < 0.02
+
+
+def test_experts_whose_projections_are_of_two_kinds(as_on_a_gpu: None) -> None:
+    config = WIDE | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 256, "norm_topk_prob": True, "attention_bias": False}
+    logits = []
+    for keep in (True, False):
+        torch.manual_seed(3)
+        model = build(config, Q4_K_M, keep)
+        for experts in find_modules([model], Experts):
+            assert isinstance(experts.format, ScaledExperts) == keep
+        with torch.no_grad():
+            logits.append(all_logits(model, tokens_of(1, 20) % 96))
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.02

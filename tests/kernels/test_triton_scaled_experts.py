@@ -32,6 +32,8 @@ FORMS = {
     "int4 of 128": ("int4", 256, 128, 128, False, False),
     "int4 of 64": ("int4", 192, 64, 64, False, True),
     "int4 of 32": ("int4", 96, 32, 32, False, False),
+    "Q4_K": ("int4", 96, 64, 32, False, False),
+    "Q5_K": ("int8", 96, 64, 32, False, False),
     "int4 of rows": ("int4", 96, 40, 0, False, True),
     "mxfp4": ("fp4", 96, 160, 32, False, False),
     "nvfp4": ("fp4", 80, 48, 16, False, False),
@@ -54,7 +56,8 @@ def make(device: torch.device, name: str, rows: int, k: int, num_experts: int, s
     scales = (scales * 64).to(torch.float8_e4m3fn) if name == "nvfp4" else scales
     zeros = torch.randint(-8, 9, groups, generator=generator).half().to(device).mT if has_zeros else None
     factors = torch.rand(num_experts, rows, 1, generator=generator).to(device) / 64 if name == "nvfp4" else None
-    return Scaled(code, group, codes.to(device), scales.to(device).mT, zeros, factors)
+    offsets = draw(*groups, seed=seed).to(device).mT / 64 if name in ("Q4_K", "Q5_K") else None
+    return Scaled(code, group, codes.to(device), scales.to(device).mT, zeros, factors, offsets=offsets)
 
 
 @dataclass
