@@ -7,14 +7,14 @@ Otherwise the layer is dense, and its stored weights are dequantised while they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from outrider.formats.base import LinearFormat
-from outrider.formats.declared import StoredFormat
+from outrider.formats.declared import Ranks, StoredFormat
 from outrider.formats.expansion import ExpansionFormat
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
@@ -26,6 +26,7 @@ from outrider.formats.weight_format import WeightFormat
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.scaled import CODES
 
+MOST_RANKS = 64  # that a refusal names
 Format = TypeVar("Format", bound=WeightFormat[Any])
 # For each way to use a weight, the formats by kind of stored weights.
 _FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
@@ -58,7 +59,7 @@ class FormatChoice:
         be dense."""
         (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
         stored: list[StoredFormat] = []
-        made = self._made(base, declared)
+        made, name = self._made(base, declared), ""
         for name in names:
             found = self.stored_format(name) or made
             if found is None or found.kind not in table:
@@ -67,7 +68,10 @@ class FormatChoice:
         chosen, *others = {table[held.kind] for held in stored}
         if chosen is ScaledLinear and len(set(stored)) > 1:
             chosen = StackedLinear
-        if others or not issubclass(chosen, base) or not chosen.serves(declared, stored, self.device):
+        if others or not issubclass(chosen, base):
+            return None
+        if not chosen.serves(declared, stored, self.device):
+            refuse_cut(name, chosen, declared, stored, self.device)
             return None
         return partial(chosen, stored=stored)
 
@@ -76,3 +80,23 @@ class FormatChoice:
         if self.quantization is None or base not in (LinearFormat, ExpertsFormat):
             return None
         return choose_made(self.quantization, *(declared.projections if base is ExpertsFormat else (declared,)))
+
+
+def refuse_cut(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
+               device: torch.device) -> None:
+    """Raise ValueError if a weight keeps the bits of its files on one rank and cannot be cut for so many ranks: it
+    would take several times the memory as numbers."""
+    cut = declared.cut
+    if cut is None or not kept_by.serves(replace(declared, cut=None), stored, device):
+        return
+
+    def serves(count: int) -> bool:
+        try:
+            return kept_by.serves(replace(declared, cut=replace(cut, ranks=Ranks(0, count))), stored, device)
+        except ValueError:  # its features do not divide
+            return False
+
+    counts = ", ".join(str(count) for count in range(1, MOST_RANKS + 1) if serves(count))
+    raise ValueError(f"{name}: it is stored as {stored[0].kind} in groups of inputs, which {cut.ranks.count} ranks "
+                     f"cannot share as whole groups: numbers of ranks that can are {counts}; or set "
+                     "keep_quantized=False")

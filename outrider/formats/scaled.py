@@ -298,5 +298,5 @@ def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat
         return None
     if quantization == FP8:
         return ScaledFormat(FP8, rounds=True, is_made=True)
-    group = next((group for group in INT4_GROUPS if all(each.in_features % group == 0 for each in declared)), None)
+    group = next((group for group in INT4_GROUPS if all(each.num_inputs % group == 0 for each in declared)), None)
     return None if group is None else ScaledFormat(INT4, group, torch.bfloat16, is_made=True)

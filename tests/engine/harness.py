@@ -28,6 +28,7 @@ from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer
+from outrider.formats import RankGroup
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.runner.local import LocalRunner
@@ -57,9 +58,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> Model:
     return random_model(CONFIGS[family], dtype, zlib.crc32(family.encode()))
 
 
-def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Model:
-    """Weights spread so that greedy text varies. Drawn in float64: every dtype gets the same ones, rounded."""
+def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int, group: RankGroup | None = None) -> Model:
+    """Weights spread so that greedy text varies. Drawn in float64: every dtype gets the same ones, rounded. group:
+    ranks that hold the model together."""
     model = build_model(config, dtype=dtype, device="cpu")
+    if group is not None:
+        model.cut(group)
     generator = torch.Generator().manual_seed(seed)
     is_gemma = config["architectures"] == ["Gemma3ForCausalLM"]
     for name, slot in model.weights().items():
