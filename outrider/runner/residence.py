@@ -154,8 +154,9 @@ class Residence:
         formats = [linear.format for linear in find_modules(modules, Linear)]
         own = find_storages(module.own_tensors for module in self._modules() if isinstance(module, DraftHead))
         every = find_storages([self._parts.model, *self._modules()])
-        again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own}
-        rest = [storage for key, storage in every.items() if key not in again]
+        shared = find_storages([self._parts.model.group])  # other ranks know the addresses
+        again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own | shared}
+        rest = [storage for key, storage in every.items() if key not in again | shared]
         return [FreedMemory(again.values(), keeps=level == 1), FreedMemory(rest, keeps=True)]
 
     def _drop_packed(self) -> int:
