@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
@@ -132,6 +131,7 @@ class GatedNorm(Module):
 
     def cut_axis(self, group: RankGroup) -> None:
         """Leave this rank its part of the axis: whole groups, or a part of one that neighbouring ranks share."""
+        assert self.gate_first
         size = self.weight.shape[0]
         share, num_groups = Ranks.from_group(group).share(ModelSize(size)), size // self.group_size
         self.rows = HeldRows(size, (share,))
@@ -151,10 +151,9 @@ class GatedNorm(Module):
         """y and z [tokens, size]."""
         if self._shared is None:
             return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)
-        gate = F.silu(widened(z))
-        x = widened(y) * gate if self.gate_first else widened(y)
-        x = x * torch.rsqrt(self._shared.sum(x) / self.group_size + self.eps) * widened(self.weight)
-        return (x if self.gate_first else x * gate).to(z.dtype)
+        x = ops.silu_mul(torch.cat((widened(z), widened(y)), dim=1))
+        scale = torch.rsqrt(self._shared.sum(x) / self.group_size + self.eps)
+        return (x * scale * widened(self.weight)).to(z.dtype)
 
 
 class SharedSquares:

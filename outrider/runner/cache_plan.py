@@ -13,6 +13,7 @@ from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import MODEL_CACHE, CacheType, SlidingSpec
 from outrider.config import SLIDING, EngineConfig
 from outrider.drafters.base import Drafter
+from outrider.formats import ModelSize, RankGroup, Ranks
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.mixers import AttentionLayer
@@ -83,14 +84,17 @@ def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -
     found, scales = source.cache_scales(), {}
     for layer in model.attention_layers:
         if layer.index in found and isinstance(layer, AttentionLayer):
-            scales[layer.index] = ScaleNumbers(*(_of_heads(own, layer) for own in found[layer.index]))
+            scales[layer.index] = ScaleNumbers(*(_of_heads(own, layer, model.group) for own in found[layer.index]))
     if found:
         log.info("scales of the cache: those of the files in %d layers, 1 in the others", len(scales))
     return scales
 
 
-def _of_heads(scales: list[float], layer: AttentionLayer) -> tuple[float, ...]:
-    """One scale for every kv head, of none, one or as many."""
+def _of_heads(scales: list[float], layer: AttentionLayer, group: RankGroup | None) -> tuple[float, ...]:
+    """One scale for every kv head, of none, one or as many as the model has heads. A rank takes those of its heads."""
+    if group is not None and len(scales) > 1:
+        held = Ranks.from_group(group).share(ModelSize(len(scales)), min(len(scales), group.count))
+        scales = scales[held.start : held.stop]
     if len(scales) not in (0, 1, layer.num_kv_heads) or not all(0 < own < math.inf for own in scales):
         raise ValueError(f"the files' scales of the cache of layer {layer.index} are {scales}: expected one positive "
                          f"number, or {layer.num_kv_heads}")

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a 
 CHANGES: dict[str, Any] = {"moe_intermediate_size": 14, "moe_shared_expert_intermediate_size": 12,
                            "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
                            "linear_num_value_heads": 6}  # fmt: skip
-BAMBA = {key: FAMILIES["llama"][key] for key in FAMILIES["llama"]} | {
-    "architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "mamba_n_heads": 10, "mamba_d_head": 8,
-    "mamba_n_groups": 1, "mamba_d_state": 9,
+BAMBA = FAMILIES["llama"] | {
+    "architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "hidden_size": 42, "mamba_n_heads": 6,
+    "mamba_d_head": 14, "mamba_n_groups": 1, "mamba_d_state": 9,
 }  # fmt: skip
 CONFIGS = {name: config | {key: value for key, value in CHANGES.items() if key in config}
            for name, config in (FAMILIES | {"bamba": BAMBA}).items()}  # fmt: skip

@@ -8,12 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from outrider.config import EngineConfig
 from outrider.formats import RankGroup, StoredFormat, UnsummedRanks
 from outrider.kernels import native
 from outrider.models.loader import declare_formats, load_dummy, load_model, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
+from outrider.runner.cache_plan import find_cache_scales
 from tests.engine import test_quantized as gguf
 from tests.models import quantized_files as files
 from tests.ranks.families import Text, config_of, states_of
@@ -110,3 +113,18 @@ def test_dummy_weights_are_parts_of_those_of_one_rank(ranks: RankPool) -> None:
     expected = run_dummy(None, "nemotron_h")
     for logits in ranks.run(4, run_dummy, "nemotron_h"):
         assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("count", "scales"), [(2, [(0.5, 1.0), (2.0, 4.0)]), (4, [(0.5, 1.0)] * 2 + [(2.0, 4.0)] * 2)])
+def test_a_rank_takes_the_cache_scales_of_its_heads(count: int, scales: list[tuple[float, float]], tmp_path: Path
+                                                    ) -> None:
+    """Two kv heads; with four ranks each is on two of them."""
+    values = {"k_scale": [0.5, 2.0], "v_scale": [1.0, 4.0]}
+    save_file({f"model.layers.1.self_attn.{name}": torch.tensor(own) for name, own in values.items()},
+              tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for rank in range(count):
+        outline = build_model(config_of("llama"), dtype=torch.float32, device="meta")
+        outline.cut(UnsummedRanks(rank, count))
+        found = find_cache_scales(EngineConfig("m", kv_cache_dtype="fp8"), resolve(tmp_path), outline)
+        assert found == {1: ((scales[rank][0],), (scales[rank][1],))}
