@@ -175,6 +175,8 @@ class FeedForward(Module, ABC):
 class TokenMixer(Module, ABC):
     """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
 
+    layer: Any = None  # the mixers' description of this rank's part, if it is attention
+
     def readers(self) -> Sequence[LinearFormat]:
         """As those of `FeedForward`."""
         return ()
@@ -246,7 +248,9 @@ class LayeredModule(Module):
         check_ranks(self, group.count)
         super().cut(group)
         self.group = group
-        self.attention_layers = [layer.of_rank(group.count) for layer in self.attention_layers]
+        held = {part.layer.index: part.layer for part in find_modules([self], Module)
+                if isinstance(part, TokenMixer) and part.layer is not None}  # fmt: skip
+        self.attention_layers = [held.get(layer.index, layer) for layer in self.attention_layers]
 
     def config_name(self, size: CutSize) -> str:
         """The name of a size in the module's config."""

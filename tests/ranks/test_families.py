@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from outrider.cache.kinds import LatentSpec, RecurrentSpec
-from outrider.layers import check_ranks
+from outrider.formats import RankGroup
+from outrider.layers import AttentionMLPLayer, Module, SelfAttention, check_ranks
+from outrider.models.classifier import Classifier
 from outrider.models.registry import build_model
-from tests.models.oracle import HYBRID_FAMILIES, LATENT_FAMILIES, MOE_FAMILIES, tokens_of
-from tests.ranks.families import config_of, make_model, run_family, states_of, weight_bytes
+from tests.models.oracle import HYBRID_FAMILIES, LATENT_FAMILIES, LOGIT_ROWS, MOE_FAMILIES, tokens_of
+from tests.ranks.families import Text, config_of, fill, make_model, run_family, states_of, weight_bytes
 from tests.ranks.pool import RankPool
 
 DENSE = ["llama", "llama_bias", "llama_tied", "llama_yarn", "mistral", "qwen2", "qwen2_sliding", "qwen3", "qwen3_bias",
@@ -108,6 +110,33 @@ ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "i
 def run_odd_sizes(group: Any, prompt: list[int]) -> Any:
     model = make_model("llama", group, **ODD)
     return states_of(model, prompt, 6), weight_bytes(model)
+
+
+class WholeAttention(SelfAttention):
+    """A block from outside that does not say how it is cut."""
+
+    def cut(self, group: RankGroup) -> None:
+        Module.cut(self, group)
+
+
+def run_classifier(group: RankGroup | None) -> Any:
+    """A model with a class head, whose first layer is not cut."""
+    config = config_of("llama") | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    model = build_model(config, dtype=torch.float64, device="cpu")
+    assert isinstance(model, Classifier) and isinstance(model.layers[0], AttentionMLPLayer)
+    model.layers[0].attention.__class__ = WholeAttention
+    if group is not None:
+        model.cut(group)
+    fill(model, "Llama")
+    hidden = Text(model).add([3, 1, 4, 1, 5])
+    return model.class_scores(hidden.final, LOGIT_ROWS), [layer.num_kv_heads for layer in model.attention_layers]
+
+
+def test_a_block_that_is_not_cut_is_whole_on_every_rank(ranks: RankPool) -> None:
+    expected, _ = run_classifier(None)
+    for scores, kv_heads in ranks.run(2, run_classifier):
+        assert (scores - expected).abs().max() <= 1e-12 * expected.abs().max()
+        assert kv_heads == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("family", "changes", "count", "message"), [
