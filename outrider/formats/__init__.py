@@ -5,7 +5,6 @@ A format is one file. It is built empty from a layer's declaration, and only it 
 
 from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.declared import (
-    ALONE,
     ExpertsDeclaration,
     InputCut,
     LinearDeclaration,
@@ -29,7 +28,6 @@ from outrider.formats.summed import build_format
 from outrider.formats.weight_format import WeightFormat
 
 __all__ = [
-    "ALONE",
     "DenseExpansion",
     "DenseExperts",
     "DenseLinear",

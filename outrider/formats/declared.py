@@ -111,11 +111,18 @@ class InputCut:
 
     ranks: Ranks
     reduce: Callable[[torch.Tensor], torch.Tensor]  # a rank's product -> the sum over all ranks
-    adds_bias: bool = True  # False on ranks whose product is summed later, with one of another rank that has the bias
+    pieces: int | None = None  # into which the features are cut; None if each rank gets one, 1 if each holds all
 
     @classmethod
     def from_group(cls, group: RankGroup) -> InputCut:
-        return cls(Ranks.from_group(group), group.sum, not isinstance(group, UnsummedRanks) or group.rank == 0)
+        made = UnsummedCut if isinstance(group, UnsummedRanks) else InputCut
+        return made(Ranks.from_group(group), group.sum)
+
+
+@dataclass(frozen=True)
+class UnsummedCut(InputCut):
+    """As InputCut, but the layer's product is this rank's part of the sum, which the caller adds to others before all
+    are summed. Rank 0 alone adds the bias."""
 
 
 class StoredTensor(NamedTuple):
@@ -173,8 +180,9 @@ class LinearDeclaration:
     @cached_property
     def inputs(self) -> range:
         """The input features that this rank holds."""
-        ranks = self.cut.ranks if isinstance(self.cut, InputCut) else ALONE
-        return ranks.share(self.in_features)
+        if isinstance(self.cut, InputCut):
+            return self.cut.ranks.share(self.in_features, self.cut.pieces)
+        return ALONE.share(self.in_features)
 
     @property
     def num_inputs(self) -> RankSize:

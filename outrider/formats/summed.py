@@ -18,6 +18,7 @@ from outrider.formats.declared import (
     InputCut,
     LinearDeclaration,
     StoredTensor,
+    UnsummedCut,
     VocabularyCut,
 )
 from outrider.formats.experts import ExpertsFormat
@@ -63,7 +64,8 @@ class SummedLinear(AroundLinear):
 
     def __init__(self, declared: LinearDeclaration, cut: InputCut, inner: LinearFormat) -> None:
         super().__init__(declared, inner)
-        self._reduce, self._adds_bias = cut.reduce, cut.adds_bias
+        self._reduce = cut.reduce
+        self._adds_bias = not isinstance(cut, UnsummedCut) or cut.ranks.rank == 0
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self._reduce(self._inner.product(x)))
@@ -147,8 +149,9 @@ def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
     cut = declared.cut
     if isinstance(cut, VocabularyCut):
         return SharedVocabulary(declared, cut, make(declared))
-    if not isinstance(cut, InputCut):
+    is_experts = isinstance(declared, ExpertsDeclaration)
+    if not isinstance(cut, InputCut) or (isinstance(cut, UnsummedCut) and (is_experts or not declared.has_bias)):
         return make(declared)
-    if isinstance(declared, ExpertsDeclaration):
+    if is_experts:
         return SummedExperts(cut, make(declared))
     return SummedLinear(declared, cut, make(declared.without_bias()))

@@ -6,11 +6,11 @@ Declares its tensors, joint or expert by expert; a format owns the experts' weig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from outrider.formats import (
-    ALONE,
     DenseExperts,
     ExpertsDeclaration,
     ExpertsFormat,
@@ -108,14 +108,14 @@ class MoE(FeedForward):
 
     def cut(self, group: RankGroup) -> None:
         """Experts and the shared expert by inner features. What they add is summed over ranks at once: the projection
-        behind experts, which every rank holds whole, is applied to each rank's part of its input."""
+        behind experts is applied to each rank's part of its input, and held whole by every rank."""
         unsummed = UnsummedRanks(group.rank, group.count)
         self._group = group
         self.experts.cut(unsummed)
         if self.shared is not None:
             self.shared.cut(unsummed)
         if self.latent is not None:
-            self.latent[1].declare_cut(InputCut(ALONE, unsummed.sum, adds_bias=group.rank == 0))
+            self.latent[1].declare_cut(replace(InputCut.from_group(unsummed), pieces=1))
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
         """Beside the router, whose product reads numbers."""
