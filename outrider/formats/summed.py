@@ -104,14 +104,15 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
         """The table of all ranks."""
         table = self._inner.dense()
         assert table is not None
-        return self._gathered(table.t()).t().contiguous()
+        return self._gathered(table, 0)
 
-    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """part [.., tokens of this rank] -> [.., vocabulary]."""
+    def _gathered(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """A matrix whose axis `dim` has the tokens of this rank -> with the whole vocabulary."""
         if self._width * self._group.count == self._size:
-            return self._group.gather(part)
-        whole = self._group.gather(F.pad(part, (0, self._width - part.shape[-1])))
-        return whole[..., : self._size].contiguous()
+            return self._group.gather(part, dim)
+        missing = self._width - part.shape[dim]
+        padded = F.pad(part, (0, missing) if dim == -1 else (0, 0, 0, missing))
+        return self._group.gather(padded, dim).narrow(dim, 0, self._size).contiguous()
 
 
 class SummedExperts(ExpertsFormat):

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
+from outrider.drafters.mtp import modules_drafter
 from outrider.formats import RankGroup
 from outrider.models.loader import load_model
+from outrider.models.mtp import build_mtp_modules
 from outrider.models.sources import resolve
+from tests.drafters import hybrid_rig, latent_rig
 from tests.drafters.rig import DraftRig
 from tests.drafters.trained_heads import drafts_of
-from tests.engine.harness import Ask, prompt_of, tokens_of
+from tests.engine.harness import CPU, Ask, prompt_of, random_model, tokens_of
 from tests.ranks.pool import RankPool
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -68,3 +71,36 @@ def test_texts_and_drafts_are_those_of_one_rank(ranks: RankPool, drafter: str, c
         common = drafts.keys() & own_drafts.keys()
         assert len(common) > len(drafts) / 2 and all(drafts[known] == own_drafts[known] for known in common)
         assert own_bytes < num_bytes
+
+
+# Random models of the other families with their MTP modules, several of them in one, whose sizes two ranks can share.
+HYBRIDS = {name: config | ({"linear_num_key_heads": 2} if "linear_num_key_heads" in config else {})
+           for name, config in hybrid_rig.FAMILIES.items()}  # fmt: skip
+RANDOM = HYBRIDS | latent_rig.FAMILIES
+
+
+def run_random(group: RankGroup | None, family: str) -> Any:
+    model = random_model(RANDOM[family], torch.float64, 4, group)
+    modules = build_mtp_modules(model, first_layer=model.num_layers, dtype=model.dtype, device=CPU)
+    for head in modules:
+        if group is not None:
+            head.cut(group)
+        generator = torch.Generator().manual_seed(6)
+        for name, slot in head.weights().items():
+            center = 1.0 if "norm" in name and not head.description.norm_offset else 0.0
+            slot.store(torch.empty(slot.shape, dtype=torch.float64).normal_(center, 0.25, generator=generator))
+        head.finalize()
+    with DraftRig(model, drafter=modules_drafter(modules, K), **SETTINGS) as rig:
+        tokens = [tokens_of(rig.run(asks_of(hybrid_rig.VOCAB), after_step=rig.preempt)) for _ in range(2)]
+        assert rig.scheduler.stats.num_preemptions > 0
+        return tokens, drafts_of(rig)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", RANDOM)
+def test_every_family_with_its_modules(ranks: RankPool, family: str) -> None:
+    tokens, drafts = run_random(None, family)
+    for own_tokens, own_drafts in ranks.run(2, run_random, family):
+        assert own_tokens == tokens
+        common = drafts.keys() & own_drafts.keys()
+        assert len(common) > len(drafts) / 2 and all(drafts[known] == own_drafts[known] for known in common)
