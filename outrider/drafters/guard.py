@@ -19,7 +19,7 @@ from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, w
 from outrider.core.ranks import RankLost
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.combined import CombinedDrafter
-from outrider.formats import RankGroup
+from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
 
@@ -192,7 +192,7 @@ class DrafterGuards:
         num_rows, width = own[0].tokens.shape
         flags = self.is_on.expand(num_rows, -1)
         packed = torch.cat([*(part for tokens, counts in own for part in (tokens, counts[:, None])), flags], 1)
-        *parts, flags = group.gather(packed, 0)[:num_rows].split([1 + width] * len(own) + [len(own)], 1)
+        *parts, flags = integers_of_rank_0(group, packed).split([1 + width] * len(own) + [len(own)], 1)
         self.is_on.copy_(flags[0])
         return [Proposal(part[:, :width], part[:, width].contiguous()) for part in parts]
 

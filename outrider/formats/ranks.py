@@ -28,6 +28,13 @@ class RankGroup(Protocol):
         """The parts of all ranks side by side along `dim`, in the order of ranks."""
 
 
+def integers_of_rank_0(group: RankGroup, own: torch.Tensor) -> torch.Tensor:
+    """Rank 0's int64 tensor on every rank, in place of the rank's own. Groups on GPUs gather floating-point numbers, so
+    the bits travel as such."""
+    bits = own.contiguous().view(-1).view(torch.float32)
+    return group.gather(bits)[: bits.numel()].contiguous().view(torch.int64).view(own.shape)
+
+
 @dataclass(frozen=True)
 class UnsummedRanks:
     """Ranks of layers whose results the caller adds to others before all are summed over ranks at once. Rank 0 alone

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from outrider.core.ranks import RankLost
-from outrider.formats.ranks import RankGroup
+from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.runner.device import pick_device
 from outrider.runner.rank_link import ONE_RANK_LINK, Doing, RankLink, RankStatus
 from outrider.runner.ranks import ProcessRanks
 
+if TYPE_CHECKING:
+    from outrider.runner.device_ranks import DeviceRanks  # with Triton, which a CPU need not have
+
 # The parent watches the ranks and ends them much earlier than a sum gives up; during start-up one rank may read its
 # weights for long while another waits in a sum.
 GROUP_SECONDS = 24 * 3600
+DEVICE_SECONDS = 900.0  # that a sum on a GPU waits for another rank, which may be compiling kernels
+MAX_DEVICE_RANKS = 16  # that sum through each other's memory
 SHARED_DEVICE = "OUTRIDER_RANKS_SHARE_DEVICE"  # tests: set to 1, all ranks use the first CUDA device
 
 
@@ -42,6 +49,7 @@ class WorkerRanks:
     link: RankLink
     group: RankGroup
     num_sharing: int = 1  # ranks that use the memory of this rank's device
+    device_ranks: DeviceRanks | None = None  # those behind `group`, where GPUs read each other's memory
 
     @property
     def rank(self) -> int:
@@ -50,6 +58,17 @@ class WorkerRanks:
     @property
     def count(self) -> int:
         return self.link.count
+
+    def integers_of_rank_0(self, own: torch.Tensor) -> torch.Tensor:
+        """Rank 0's int64 tensor, in place of the rank's own."""
+        return integers_of_rank_0(self.group, own)
+
+    def check(self) -> None:
+        """Raise RankLost if a sum on a GPU waited for a rank in vain: results since then are undefined. Called when the
+        device has run the step whose result is to be read."""
+        late = None if self.device_ranks is None else self.device_ranks.late_rank
+        if late is not None:
+            raise RankLost(f"rank {late} did not come to a sum of rank {self.rank} in {DEVICE_SECONDS:.0f} s")
 
 
 ONE_RANK = WorkerRanks(ONE_RANK_LINK, OneRank())
@@ -106,15 +125,32 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
     if device.type == "cuda":
         torch.cuda.set_device(device)
     is_shared = device.type != "cuda" or _shares_device()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+    uses_memory = link.count <= MAX_DEVICE_RANKS and all(link.gather(_reaches_all(device, link)))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     seconds = timedelta(seconds=GROUP_SECONDS)
     # The system chooses the port, so that no other program can hold it.
     own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if link.rank == 0 else None
     port = link.decide(lambda: own.port if own is not None else 0)
     store = own or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=seconds)
-    dist.init_process_group("gloo" if is_shared else "nccl", store=store, rank=link.rank, world_size=link.count,
+    backend = "gloo" if uses_memory or device.type != "cuda" else "nccl"
+    dist.init_process_group(backend, store=store, rank=link.rank, world_size=link.count,
                             timeout=seconds)
-    return WorkerRanks(link, WatchedRanks(ProcessRanks(), status), link.count if is_shared else 1)
+    num_sharing = link.count if is_shared else 1
+    if not uses_memory:
+        return WorkerRanks(link, WatchedRanks(ProcessRanks(), status), num_sharing)
+    from outrider.runner.device_ranks import DeviceRanks
+
+    device_ranks = DeviceRanks(device, DEVICE_SECONDS)
+    return WorkerRanks(link, WatchedRanks(device_ranks, status), num_sharing, device_ranks)
+
+
+def _reaches_all(device: torch.device, link: RankLink) -> bool:
+    """Whether the rank has a GPU that can read the memory of all others."""
+    if device.type != "cuda":
+        return False
+    others = [other for other in range(link.count) if other != link.rank]
+    return _shares_device() or all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
 def _shares_device() -> bool:

@@ -254,7 +254,7 @@ class DeviceStep:
         if plan.extras.processors is not None and self.ranks.count > 1:
             # The operator's processors may differ from rank to rank, or fail on one alone: rank 0's tokens count.
             packed = torch.stack([tokens, bad.to(tokens.dtype)], 1)
-            tokens, bad = self.ranks.group.gather(packed, 0)[: len(packed)].unbind(1)
+            tokens, bad = self.ranks.integers_of_rank_0(packed).unbind(1)
             bad = bad.bool()
         committed = self.commit(inputs, tokens, bad)
         if plan.needs.any_penalties:

@@ -44,6 +44,7 @@ class PendingStep(Future[StepResult]):
         super().__init__()
         self._batch, self._uncaptured = batch, uncaptured
         self.amend: Callable[[StepResult], StepResult] = _unchanged  # applied by the host to the result that was read
+        self.check: Callable[[], None] = _nothing  # raises if the result is of no use
         logprobs, hidden = result.logprobs, result.hidden
         if logprobs is not None and logprobs.num_top <= KERNEL_MAX_LOGPROBS:  # else too much to pin
             logprobs = logprobs.map(_to_pinned)
@@ -61,12 +62,17 @@ class PendingStep(Future[StepResult]):
             self._done.synchronize()
         except Exception as error:
             raise _explained(error) from error
+        self.check()
         seconds = time.perf_counter() - self._queued
         return self.amend(read_result(self._batch, self._host_result, seconds, self._uncaptured))
 
 
 def _unchanged(result: StepResult) -> StepResult:
     return result
+
+
+def _nothing() -> None:
+    """Nothing is wrong."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +221,7 @@ class CudaRunner:
     def _queue(self, batch: ScheduledBatch) -> Future[StepResult]:
         self.device_step.apply_host_writes(batch)
         pending = self._run(batch)
+        pending.check = self.device_step.ranks.check
         self.device_step.drafting.check_rows()
         if batch.form is StepForm.SPLIT:
             grammars = self.device_step.grammars
