@@ -76,6 +76,7 @@ class EngineConfig:
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
     hf_overrides: dict[str, Any] | None = None  # values of config.json that are replaced or added
     skip_tokenizer_init: bool = False  # token ids in, token ids out
+    kv_events_config: dict[str, Any] | None = None  # tell others' routers what the prefix cache holds
     profiler_dir: Text | None = None  # the folder that stop_profile writes to
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
@@ -89,6 +90,8 @@ class EngineConfig:
         load_processors(self.logits_processors)
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
+        if self.kv_events_config is not None:
+            KVEventsConfig.parse(self.kv_events_config)
 
     def for_streams(self) -> EngineConfig:
         """The config of an engine whose tokens are read as they come: prompts must not hold them up for long."""
@@ -97,6 +100,12 @@ class EngineConfig:
     @property
     def speculative(self) -> SpeculativeConfig | None:
         return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """None where no events are asked for."""
+        config = None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
+        return config if config is not None and config.is_on else None
 
     def steps_in_flight(self, on_cuda: bool) -> int:
         """Two by default. With drafts on the CPU one: there a result costs nothing to wait for, and tells how many
@@ -214,3 +223,33 @@ class SpeculativeConfig:
         if length is not None:  # vLLM's pattern: whole drafts first, then a part of one; 2.5 is 1, 0.5, 0
             return tuple(min(1.0, max(0.0, length - 1 - j)) for j in range(self.num_speculative_tokens))
         return (SYNTHETIC_RATE,) if self.rejection_sample_method == "synthetic" else None
+
+
+@dataclass(frozen=True)
+class KVEventsConfig:
+    """`kv_events_config` with vLLM's keys: where events of the prefix cache are published."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Annotated[str, OneOf(("zmq", "null"))] | None = None  # None: zmq
+    endpoint: Text = "tcp://*:5557"  # bound if it has a * or is ipc://, connected to otherwise
+    replay_endpoint: Text | None = None  # where missed batches can be asked for
+    buffer_steps: Count = 10_000  # batches that are kept for that
+    hwm: Count = 100_000  # batches that wait for a slow subscriber, in ZeroMQ's queue
+    max_queue_size: Count = 100_000  # batches that wait for the publishing thread
+    topic: str = ""
+    data_parallel_rank: Annotated[int, Range(0, 1023)] = 0  # of a replica: added to ports
+
+    @classmethod
+    def parse(cls, given: dict[str, Any]) -> KVEventsConfig:
+        known = list(cls.__dataclass_fields__)
+        for key in given:
+            if key not in known:
+                raise ValueError(f"kv_events_config: {unknown_name('key', str(key), known)}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        check_fields("kv_events_config: ", self)
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"

@@ -37,8 +37,11 @@ class KnownStates:
             self._hold(known)
             self._free(known)
             return
-        for page, key in zip(pages, self._keys(digest, checkpoint, pages), strict=True):
+        keys = self._keys(digest, checkpoint, pages)
+        for page, key in zip(pages, keys, strict=True):
             self.pool.publish(page, key)
+        if self.pool.events is not None:
+            self.pool.events.store_state(digest, keys[0])
         self._pages_of[digest] = (checkpoint, pages)
         if len(self._pages_of) > self.pool.num_pages:
             self._pages_of = {d: entry for d, entry in self._pages_of.items() if self.find(d) is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.cache.checkpoints import Checkpoints
+from outrider.cache.events import PageContent
 from outrider.cache.groups import CacheLayout, Group
 from outrider.cache.known_states import DigestAt
 from outrider.cache.pages import PageKey, PagePool
@@ -47,6 +48,15 @@ class PrefixLookup:
     def digests(self, request_id: int, page_tokens: int, token_ids: Sequence[int], count: int) -> list[bytes]:
         """Digests of at least the first `count` pages of a request."""
         return self._hashes[request_id][page_tokens].upto(token_ids, count)
+
+    def content(self, request_id: int, group: Group, column: int, token_ids: Sequence[int]) -> PageContent | None:
+        """What the record of events tells of a full page; None if there is no record."""
+        if self.pool.events is None:
+            return None
+        size = group.page_tokens
+        hashes = self._hashes[request_id][size]
+        parent = hashes.upto(token_ids, column)[column - 1] if column else None
+        return PageContent(parent, tuple(token_ids[column * size : (column + 1) * size]), () if column else hashes.keys)
 
     def digest_at(self, request_id: int, token_ids: Sequence[int]) -> DigestAt:
         size = self._kind.page_tokens

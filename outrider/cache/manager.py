@@ -199,7 +199,8 @@ class CacheManager:
             digests = self.lookup.digests(request_id, group.page_tokens, token_ids, full)
             columns = pages.columns[group.index]
             for column in range(max(pages.promised // group.page_tokens, pages.first[group.index]), full):
-                self.promises.add_page(step, request_id, (group.index, digests[column]), columns[column])
+                content = self.lookup.content(request_id, group, column, token_ids)
+                self.promises.add_page(step, request_id, (group.index, digests[column]), columns[column], content)
         pages.promised = end
 
     @property
@@ -371,7 +372,8 @@ class CacheManager:
         digests = self.lookup.digests(request_id, group.page_tokens, token_ids, full)
         columns = pages.columns[group.index]
         for column in range(max(done, pages.first[group.index]), full):
-            self.pool.publish(columns[column], (group.index, digests[column]))
+            content = self.lookup.content(request_id, group, column, token_ids)
+            self.pool.publish(columns[column], (group.index, digests[column]), content)
         pages.published[group.index] = full
 
     def _drop(self, pages: RequestPages, group: Group, settled: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from outrider.cache.events import CacheEvents, PageContent
 from outrider.core import NULL_PAGE, PageChanges
 
 NO_GROUP = -1  # in place of a page's last group: no group has had the page yet
@@ -31,6 +32,7 @@ class PagePool:
         self._last_group = [NO_GROUP] * num_pages
         self._changes = PageChanges()  # changes of bytes since the last `take_changes`
         self.num_evicted = 0
+        self.events: CacheEvents | None = None  # record of pages that become findable, and that no longer are
 
     @property
     def num_free(self) -> int:
@@ -65,7 +67,9 @@ class PagePool:
             page = self._take_blank(group)
         else:
             page, _ = self._cached.popitem(last=False)
-            self._forget(page)
+            key = self._forget(page)
+            if self.events is not None:
+                self.events.remove_pages([key], is_empty=False)
             self.num_evicted += 1
         assert self._holders[page] == 0, f"page {page} handed out twice"
         self._holders[page] = 1
@@ -83,10 +87,10 @@ class PagePool:
             else:
                 self._cached[page] = None
 
-    def publish(self, page: int, key: PageKey) -> None:
+    def publish(self, page: int, key: PageKey, content: PageContent | None = None) -> None:
         """Make the page findable by `key`; its content is final. If another page with the same content is held, that
         page stays the one that is found. If it is only cached, the fresh page replaces it: the old page would be
-        evicted earlier than the pages that belong to it."""
+        evicted earlier than the pages that belong to it. `content`: for the record of events, if there is one."""
         assert self._holders[page] > 0, f"page {page} published without a holder"
         if self._key[page] is not None:
             return
@@ -97,15 +101,19 @@ class PagePool:
             del self._cached[known]
             self._forget(known)
             self._add_blank(known)
+        elif self.events is not None:
+            self.events.store_page(key, content)
         self._page_of[key] = page
         self._key[page] = key
 
     def forget_cached(self) -> bool:
         """Make the pages that are cached and not held blank. Returns whether no page can be found any more."""
+        forgotten = [self._forget(page) for page in self._cached]
         for page in self._cached:
-            self._forget(page)
             self._add_blank(page)
         self._cached.clear()
+        if self.events is not None:
+            self.events.remove_pages(forgotten, is_empty=not self._page_of)
         return not self._page_of
 
     def take_changes(self) -> PageChanges:
@@ -155,8 +163,10 @@ class PagePool:
         self._blank.setdefault(self._last_group[page], []).append(page)
         self._num_blank += 1
 
-    def _forget(self, page: int) -> None:
+    def _forget(self, page: int) -> PageKey:
+        """A page with content, which can no longer be found. Returns the key that it had."""
         key = self._key[page]
-        if key is not None:
-            del self._page_of[key]
-            self._key[page] = None
+        assert key is not None, f"page {page} has no content to forget"
+        del self._page_of[key]
+        self._key[page] = None
+        return key

@@ -18,9 +18,10 @@ from outrider.core.spans import NO_SPANS, PromptSpans
 class PageHashes:
     """A request's chain of hashes for one page size, extended as its tokens settle."""
 
-    __slots__ = ("_page_tokens", "_digests", "_root", "_spans")
+    __slots__ = ("keys", "_page_tokens", "_digests", "_root", "_spans")
 
     def __init__(self, page_tokens: int, keys: tuple[str, ...], spans: PromptSpans = NO_SPANS) -> None:
+        self.keys = keys
         self._page_tokens = page_tokens
         self._digests: list[bytes] = []
         self._spans = spans

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from outrider.cache.checkpoints import Checkpoint
+from outrider.cache.events import PageContent
 from outrider.cache.pages import PageKey, PagePool
 
 
@@ -29,6 +30,7 @@ class Promise:
     step: int
     writer: int  # request
     pages: dict[PageKey, int] = field(default_factory=dict)
+    contents: dict[PageKey, PageContent] = field(default_factory=dict)  # if events are recorded
     states: dict[bytes, Checkpoint] = field(default_factory=dict)  # by digest of the tokens before the boundary
     sharers: set[int] = field(default_factory=set)  # requests that began from it and still have their rows
     shared_states: set[int] = field(default_factory=set)  # ids of the checkpoints that requests began from
@@ -47,13 +49,16 @@ class Promises:
 
     # Making a batch
 
-    def add_page(self, step: int, writer: int, key: PageKey, page: int) -> None:
-        """Promise a page. A key that is known or promised already stays with the page that has it."""
+    def add_page(self, step: int, writer: int, key: PageKey, page: int, content: PageContent | None = None) -> None:
+        """Promise a page. A key that is known or promised already stays with the page that has it. `content`: for the
+        record of events, if there is one."""
         if key in self._of_page or self.pool.find(key) is not None:
             return
         promise = self._open(step, writer)
         self.pool.hold(page)
         promise.pages[key] = page
+        if content is not None:
+            promise.contents[key] = content
         self._of_page[key] = promise
 
     def add_state(self, step: int, checkpoint: Checkpoint, digest: bytes) -> None:
@@ -119,7 +124,7 @@ class Promises:
         restarting = self._break(broken) if broken else set()
         for promise in self._by_step.pop(step, {}).values():
             for key, page in promise.pages.items():
-                self.pool.publish(page, key)
+                self.pool.publish(page, key, promise.contents.get(key))
             self._erase(promise)
         return restarting
 

@@ -51,6 +51,7 @@ ENGINE_HELP = {
     "load_format": "dummy: random weights",
     "attention_backend": "which attention to run: auto, torch, native, triton or flex; vLLM's names mean the nearest",
     "hf_overrides": "values of config.json to replace or add, a JSON object",
+    "kv_events_config": "publish what the prefix cache holds, as vLLM does; a JSON object (docs/replicas.md)",
     "profiler_dir": "the folder that profiles are written to",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",

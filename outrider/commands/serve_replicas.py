@@ -36,7 +36,7 @@ log = logging.getLogger("outrider")
 
 def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[str]) -> int:
     tls = tls_options(config)
-    devices_each = int(getattr(engine, "tensor_parallel_size", 1))
+    devices_each = engine.tensor_parallel_size
     visible = [] if engine.device == "cpu" else visible_devices()
     environments = replica_environments(engine.device, config.replicas, devices_each, visible)
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # its own user alone may enter it
@@ -51,7 +51,8 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     def process_of(replica: Replica) -> ReplicaProcess:
         own = replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None,
                       ssl_ca_certs=None)
-        arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(), engine, own, tuple(names))
+        arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(),
+                     numbered(engine, replica.number), own, tuple(names))
         return ReplicaProcess(replica, router, run_replica, arguments, on_failed=give_up,
                               max_restarts=config.max_restarts, hang_seconds=config.stall_timeout)
 
@@ -68,6 +69,12 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
         return codes[0]
     tell("stopped")
     return 0
+
+
+def numbered(engine: EngineConfig, number: int) -> EngineConfig:
+    """The config of one replica: its events of the cache have ports and a rank of their own."""
+    given = engine.kv_events_config
+    return engine if given is None else replace(engine, kv_events_config=given | {"data_parallel_rank": number})
 
 
 def guarded(front: App, config: ServerConfig) -> App:

@@ -181,7 +181,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
                             (None, False), is_switch=True)),
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"),
                     Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}")),
-    **dict.fromkeys(("kv_events_config", "ec_transfer_config", "kv_offloading_backend", "kv_offloading_size"),
+    **dict.fromkeys(("ec_transfer_config", "kv_offloading_backend", "kv_offloading_size"),
                     Refused("one engine keeps its own cache")),
     "language_model_only": Explained(NO_IMAGES, is_switch=True),
     "enable_mm_embeds": Refused(NO_IMAGES, (None, False), is_switch=True),

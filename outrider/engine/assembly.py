@@ -9,6 +9,7 @@ from outrider.core import FaultRecord
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
@@ -18,21 +19,27 @@ from outrider.sched.scheduler import Scheduler
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
-                  grammars: GrammarCompiler | None = None) -> Engine:
+                  grammars: GrammarCompiler | None = None, event_sockets: EventSockets | None = None) -> Engine:
     """An engine for a worker that has started. It belongs to the engine from now on. Without `grammars`, which the
-    worker must have too, structured output is refused."""
+    worker must have too, structured output is refused. `event_sockets`: where events of the cache are published."""
     info, speculative = worker.info, config.speculative
     has_suffixes = speculative is not None and "suffix" in speculative.methods
     host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
+    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets)
+
     def scheduler(generation: int) -> Scheduler:
-        return make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
+        made = make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
                               host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults)
+        if kv_events is not None:
+            kv_events.follow(made.cache.pool)
+        return made
 
     return Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                   max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
                   takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
-                  processors=config.logits_processors, device_name=info.device_name, classes=info.classes)
+                  processors=config.logits_processors, device_name=info.device_name, classes=info.classes,
+                  kv_events=kv_events)
 
 
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,

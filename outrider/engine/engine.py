@@ -25,6 +25,7 @@ from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
 from outrider.engine.collector import unfreeze_heap
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.kv_events import KvEvents
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput
 from outrider.engine.request_checks import RequestChecks
@@ -63,7 +64,7 @@ class Engine:
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
                  grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
                  model_name: str = "this model", processors: Sequence[Any] = (), device_name: str = "CPU",
-                 classes: ClassHead | None = None) -> None:
+                 classes: ClassHead | None = None, kv_events: KvEvents | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
         host drafters. processors: the setting logits_processors."""
@@ -80,6 +81,7 @@ class Engine:
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name,
                                     load_processors(processors), classes)
         self._host_faults = host_faults
+        self.kv_events = kv_events
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -173,11 +175,14 @@ class Engine:
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
         self._end_early(self._held)
+        self._publish_events()
 
     def forget_cached(self) -> bool:
         """Forget cached pages that no request holds. Returns whether no page can be found any more."""
         self.check_running()
-        return self.scheduler.cache.forget_cached()
+        is_empty = self.scheduler.cache.forget_cached()
+        self._publish_events()
+        return is_empty
 
     def command(self, command: Command[Answer]) -> Answer:
         """Have the worker carry out a command, and wait for its answer."""
@@ -196,6 +201,7 @@ class Engine:
         scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
         self._is_step_missing, self.scheduler = False, scheduler
+        self._publish_events()
 
     # One step
 
@@ -214,6 +220,7 @@ class Engine:
         if self._stats_log is not None:
             self._stats_log.tick()
         self._end_early(increments)
+        self._publish_events()
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
@@ -230,7 +237,13 @@ class Engine:
             self._stats_log.close()
             self._stats_log = None
         self.runner.close()
+        self.close_events()
         unfreeze_heap(self)  # what start-up made may be garbage from now on
+
+    def close_events(self) -> None:
+        """Give up the addresses where events of the cache are published: another engine may take them."""
+        if self.kv_events is not None:
+            self.kv_events.close()
 
     # Inside
 
@@ -284,6 +297,10 @@ class Engine:
                 continue
         self._is_step_missing = False
         self.scheduler.recover(f"a step failed: {error!r}")
+
+    def _publish_events(self) -> None:
+        if self.kv_events is not None:
+            self.kv_events.flush()
 
     def check_running(self) -> None:
         if self._error is not None:

@@ -103,6 +103,7 @@ class EngineThread:
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
         except BaseException as cause:
+            self._engine.close_events()
             self._end(f"the engine failed: {type(cause).__name__}: {cause}", cause)
             self._engine.runner.close()
             return

@@ -16,6 +16,7 @@ from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.kv_events import EventSockets
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.text import Tokenizer
@@ -31,7 +32,16 @@ T = TypeVar("T")
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one. Each of several ranks has a
     process in any case."""
-    in_process = in_process or config.tensor_parallel_size > 1
+    sockets = None if config.kv_events is None else EventSockets(config.kv_events)
+    try:
+        return _start_around(config, sockets, in_process or config.tensor_parallel_size > 1)
+    except BaseException:
+        if sockets is not None:
+            sockets.close()
+        raise
+
+
+def _start_around(config: EngineConfig, sockets: EventSockets | None, in_process: bool) -> Engine:
     if not in_process:
         load_torch_libraries_ahead()
         hash_compiler_ahead(config.device)
@@ -50,7 +60,7 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
         grammars = _grammars(tokenizer, source)
         load = partial(Worker.load, config, source, grammars, loading_bar(source.name))
         worker = load() if os.getpid() == PROCESS_ID else _in_thread(load)
-    engine = engine_around(config, worker, tokenizer, grammars)
+    engine = engine_around(config, worker, tokenizer, grammars, sockets)
     freeze_heap(engine)
     return engine
 

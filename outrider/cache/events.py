@@ -1,0 +1,83 @@
+"""CacheEvents: a record of which pages and recurrent states became findable, and which no longer are.
+
+Others' routers keep an index of these (`engine/kv_event_wire.py`). The pool and the known states note what happens, if
+there is a record. Pages of a drafter alone are left out, because a prefix hit does not need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.cache.groups import CacheLayout
+
+DIGEST_BYTES = 16
+STATE_BYTES = DIGEST_BYTES + 8  # first bytes of the keys of a state's pages: digest and checkpoint
+
+
+class PageContent(NamedTuple):
+    """What a page is known by, for those who compute hashes of their own."""
+
+    parent: bytes | None  # digest of the page before; None for the first page
+    token_ids: tuple[int, ...]
+    keys: tuple[str, ...]  # of the first page: what must be equal beside the tokens, as a salt
+
+
+class PageStored(NamedTuple):
+    """A page that requests can find from now on, or a recurrent state, which has no content of its own."""
+
+    group: int
+    digest: bytes
+    content: PageContent | None
+
+
+class PageRemoved(NamedTuple):
+    group: int
+    digest: bytes
+
+
+class AllRemoved(NamedTuple):
+    """Nothing can be found any more."""
+
+
+CacheEvent = PageStored | PageRemoved | AllRemoved
+
+
+class CacheEvents:
+    """One record for the whole life of an engine, whatever caches it has one after another."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self.state_group = len(layout.groups)  # the group that the pool knows states by
+        self._target_groups = frozenset(group.index for group in layout.groups if group.is_target)
+        self._states: set[bytes] = set()  # digest and checkpoint of every state that can be found
+        self._events: list[CacheEvent] = []
+
+    def store_page(self, key: tuple[int, bytes], content: PageContent | None) -> None:
+        if key[0] in self._target_groups:
+            self._events.append(PageStored(*key, content))
+
+    def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
+        """`page_key`: the key of one of the state's pages."""
+        self._states.add(page_key[1][:STATE_BYTES])
+        self._events.append(PageStored(self.state_group, digest, None))
+
+    def remove_pages(self, keys: Sequence[tuple[int, bytes]], *, is_empty: bool) -> None:
+        """Pages are forgotten. A state is lost with the first of its pages. is_empty: no page is left."""
+        if is_empty:
+            self.remove_all()
+            return
+        for group, digest in keys:
+            if group in self._target_groups:
+                self._events.append(PageRemoved(group, digest))
+            elif group == self.state_group and digest[:STATE_BYTES] in self._states:
+                self._states.remove(digest[:STATE_BYTES])
+                self._events.append(PageRemoved(group, digest[:DIGEST_BYTES]))
+
+    def remove_all(self) -> None:
+        self._states.clear()
+        self._events.append(AllRemoved())
+
+    def take(self) -> list[CacheEvent]:
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,88 @@
+"""Events of the prefix cache in the wire form of vLLM (`vllm/distributed/kv_events.py`), as plain values to be packed.
+
+A batch is a list: the time, its events, the number of the replica. An event is a map with its `type`. Block hashes are
+the last 64 bits of a page's digest as an integer, as vLLM sends them by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, assert_never
+
+from outrider.cache.events import AllRemoved, CacheEvent, PageRemoved, PageStored
+from outrider.cache.groups import CacheLayout
+from outrider.cache.kinds import FullSpec, LatentSpec, PagedSpec
+
+Event = dict[str, Any]
+MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, whatever the device
+HASH_BYTES = 8
+STATES = "mamba"  # vLLM's name for groups of recurrent states
+
+
+class EventWriter:
+    """Writes events of one model's cache."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._kinds = {group.index: _kind(group.spec) for group in layout.groups}
+        self._sizes = {group.index: group.page_tokens for group in layout.groups}
+        self._state_size = layout.recurrent.page_tokens
+
+    def write(self, events: Iterable[CacheEvent]) -> list[Event]:
+        """Pages that follow one another in a prompt, or are removed one after another, share an event."""
+        written: list[Event] = []
+        last: tuple[type[CacheEvent], int, bytes] | None = None  # of the event before: its type, group and digest
+        for event in events:
+            match event:
+                case AllRemoved():
+                    written.append({"type": "AllBlocksCleared"})
+                    last = None
+                    continue
+                case PageStored(group, digest, content):
+                    parent = None if content is None else content.parent
+                    if content is not None and parent is not None and last == (PageStored, group, parent):
+                        written[-1]["block_hashes"].append(_hash(digest))
+                        written[-1]["token_ids"] += content.token_ids
+                        if "extra_keys" in written[-1]:
+                            written[-1]["extra_keys"].append(None)
+                    else:
+                        written.append(self._stored(event))
+                case PageRemoved(group, digest):
+                    if last is not None and last[:2] == (PageRemoved, group):
+                        written[-1]["block_hashes"].append(_hash(digest))
+                    else:
+                        written.append({"type": "BlockRemoved", "block_hashes": [_hash(digest)], "medium": MEDIUM,
+                                        "group_idx": group})
+                case _:
+                    assert_never(event)
+            last = type(event), group, digest
+        return written
+
+    def _stored(self, event: PageStored) -> Event:
+        content = event.content
+        kind, window = self._kinds.get(event.group, (STATES, None))
+        written: Event = {
+            "type": "BlockStored", "block_hashes": [_hash(event.digest)],
+            "parent_block_hash": None if content is None or content.parent is None else _hash(content.parent),
+            "token_ids": [] if content is None else list(content.token_ids),
+            "block_size": self._sizes.get(event.group, self._state_size), "lora_id": None, "medium": MEDIUM,
+            "lora_name": None}
+        if content is not None and content.keys:
+            written["extra_keys"] = [list(content.keys)]
+        written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
+        if window is not None:
+            written["kv_cache_spec_sliding_window"] = window
+        return written
+
+
+def _kind(spec: PagedSpec) -> tuple[str, int | None]:
+    """vLLM's name for what a group keeps, and its window."""
+    window = spec.visible_tokens
+    if isinstance(spec, LatentSpec):
+        return ("mla_attention" if window is None else "sliding_window_mla"), window
+    if isinstance(spec, FullSpec):
+        return ("full_attention" if window is None else "sliding_window"), window
+    return "unknown", window
+
+
+def _hash(digest: bytes) -> int:
+    return int.from_bytes(digest[-HASH_BYTES:], "big")

@@ -1,0 +1,163 @@
+"""KvEvents: publishes what the prefix cache holds, so that others' routers (llm-d, Dynamo) can send requests where
+their beginnings are cached. ZeroMQ and msgpack, in the wire form of vLLM.
+
+The engine's thread only hands over a list at the end of a step. A thread of its own packs and sends the lists, and
+answers subscribers who ask for batches that they missed. No step waits for it: if the queue is full, a batch is
+dropped. Its sequence number is then missing, and the next batch begins with AllBlocksCleared: a subscriber that keeps
+the rest would believe in pages that are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from outrider.cache.events import AllRemoved, CacheEvent, CacheEvents
+from outrider.cache.groups import CacheLayout
+from outrider.cache.pages import PagePool
+from outrider.config import KVEventsConfig
+from outrider.engine.kv_event_wire import EventWriter
+
+NEEDS = "kv_events_config needs pyzmq and msgpack: pip install 'outrider[events]' (in a clone: '.[events]')"
+REPLAY_SECONDS = 0.05  # at most so long a subscriber waits for an answer while no events come
+CLOSE_SECONDS = 1.0
+SEQUENCE_BYTES = 8
+END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # in place of a sequence number: the replay is over
+log = logging.getLogger("outrider")
+_Batch = tuple[int, float, list[CacheEvent]]  # sequence number, time, events
+
+
+class EventSockets:
+    """The sockets, made before a model is loaded: an address that cannot be used is told at once."""
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        try:
+            import msgpack
+            import zmq
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
+        self.config = config
+        self.pack = msgpack.Packer().pack
+        self._context = zmq.Context()
+        self.publishing = self._context.socket(zmq.PUB)
+        self.publishing.set_hwm(config.hwm)
+        self.replaying: Any = None
+        try:
+            self._open(self.publishing, config.endpoint, zmq.ZMQError)
+            if config.replay_endpoint is not None:
+                self.replaying = self._context.socket(zmq.ROUTER)
+                self._open(self.replaying, config.replay_endpoint, zmq.ZMQError, is_bound=True)
+        except ValueError:
+            self.close()
+            raise
+
+    def _open(self, socket: Any, endpoint: str, failure: type[Exception], *, is_bound: bool = False) -> None:
+        address = with_rank(endpoint, self.config.data_parallel_rank)
+        is_bound |= "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
+        try:
+            (socket.bind if is_bound else socket.connect)(address)
+        except failure as error:
+            raise ValueError(f"kv_events_config: cannot publish at {address}: {error}") from None
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def with_rank(endpoint: str, rank: int) -> str:
+    """The address for a replica: ports are counted up, other addresses get a name of their own, as with vLLM."""
+    if rank == 0:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdigit():
+        raise ValueError(f"kv_events_config: the address {endpoint!r} needs a port, which replicas count up from")
+    return f"{host}:{int(port) + rank}"
+
+
+class KvEvents:
+    """`record` is what the cache notes its events in; the engine calls `flush` after each step."""
+
+    def __init__(self, layout: CacheLayout, sockets: EventSockets) -> None:
+        self.record = CacheEvents(layout)
+        self.num_dropped = 0  # batches
+        self._writer, self._sockets = EventWriter(layout), sockets
+        self._next_number = 0
+        self._was_dropped = False
+        self._batches: queue.Queue[_Batch | None] = queue.Queue(sockets.config.max_queue_size)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=sockets.config.buffer_steps)
+        self._topic = sockets.config.topic.encode()
+        self._thread = threading.Thread(target=self._run, name="outrider-kv-events", daemon=True)
+        self._thread.start()
+
+    def follow(self, pool: PagePool) -> None:
+        """Publish what happens in a new, empty pool: whatever another one held is gone."""
+        self.record.remove_all()
+        pool.events = self.record
+
+    def flush(self) -> None:
+        """Hand over the events since the last call. Never waits."""
+        events = self.record.take()
+        if not events:
+            return
+        if self._was_dropped:
+            events.insert(0, AllRemoved())
+        number, self._next_number = self._next_number, self._next_number + 1
+        try:
+            self._batches.put_nowait((number, time.time(), events))
+            self._was_dropped = False
+        except queue.Full:
+            if not self._was_dropped:
+                log.warning("events of the prefix cache come faster than they can be published: some are dropped")
+            self._was_dropped = True
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Send what waits, for a second at most."""
+        self.flush()
+        try:
+            self._batches.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            return  # the thread does not get on, and ends with the process
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    batch = self._batches.get(timeout=REPLAY_SECONDS)
+                except queue.Empty:
+                    self._replay()
+                    continue
+                if batch is None:
+                    return
+                self._publish(*batch)
+                self._replay()
+        except Exception:
+            log.exception("events of the prefix cache are no longer published")
+        finally:
+            self._sockets.close()
+
+    def _publish(self, number: int, seconds: float, events: list[CacheEvent]) -> None:
+        sockets = self._sockets
+        payload = sockets.pack([seconds, self._writer.write(events), sockets.config.data_parallel_rank])
+        numbered = number.to_bytes(SEQUENCE_BYTES, "big")
+        sockets.publishing.send_multipart((self._topic, numbered, payload))
+        self._sent.append((numbered, payload))
+
+    def _replay(self) -> None:
+        """Answer the subscribers that have asked for all batches from a number on, as far as these are kept."""
+        socket = self._sockets.replaying
+        while socket is not None and socket.poll(0):
+            client, *rest = socket.recv_multipart()
+            if len(rest) != 2 or len(rest[1]) != SEQUENCE_BYTES:
+                log.warning("a request for missed events is not a number of 8 bytes: it gets no answer")
+                continue
+            for numbered, payload in list(self._sent):
+                if numbered >= rest[1]:
+                    socket.send_multipart((client, b"", self._topic, numbered, payload))
+            socket.send_multipart((client, b"", b"", END, b""))
