@@ -67,7 +67,7 @@ class EventWriter:
             "block_size": self._sizes.get(event.group, self._state_size), "lora_id": None, "medium": MEDIUM,
             "lora_name": None}
         if content is not None and content.keys:
-            written["extra_keys"] = [list(content.keys)]
+            written["extra_keys"] = [[key.removeprefix("salt=") for key in content.keys]]  # a salt as it was given
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
         if window is not None:
             written["kv_cache_spec_sliding_window"] = window

@@ -156,7 +156,7 @@ def test_pages_held_by_requests_survive_a_reset_and_salts_are_told() -> None:
     while not cached_blocks(followed.cache):
         rig.engine.step()
     (event,) = followed.writer.write(followed.record.take())
-    assert event["extra_keys"] == [["salt=pepper"], None] and len(event["block_hashes"]) == 2
+    assert event["extra_keys"] == [["pepper"], None] and len(event["block_hashes"]) == 2
     assert not rig.engine.forget_cached() and followed.record.take() == []
 
 
