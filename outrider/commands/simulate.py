@@ -60,8 +60,9 @@ def _table(args: argparse.Namespace) -> CostTable:
     table = CostTable.read(Path(args.costs))
     if args.acceptance is not None:
         table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1.0)))
-    if args.link_gb_s <= 0 or args.link_us < 0:
-        raise UsageError("--link-gb-s must be above 0, and --link-us must not be negative")
+    if args.link_gb_s <= 0 or args.link_us < 0 or args.front_ms < 0:
+        raise UsageError("--link-gb-s must be above 0; --link-us and --front-ms must not be negative")
+    table = replace(table, host=replace(table.host, start=table.host.start + args.front_ms * 1e-3))
     return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
 
 

@@ -32,6 +32,9 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
                         help="gigabytes per second between ranks, in each direction (default: %(default)s)")
     parser.add_argument("--link-us", type=float, default=8.0, metavar="X",
                         help="microseconds of the smallest sum over ranks (default: %(default)s)")
+    parser.add_argument("--front-ms", type=float, default=0.0, metavar="X",
+                        help="milliseconds that a server's front adds to a request before the engine sees it "
+                             "(default: %(default)s)")
     parser.add_argument("--acceptance", metavar="P,P",
                         help="chance that a draft is accepted if those before it were, by position (default: that of "
                              "the file)")

@@ -41,6 +41,7 @@ class HostCosts:
     step: float  # for one step, whatever its requests
     request: float  # for each request of a step
     start: float = 0.0  # from a request's arrival until the engine can schedule it
+    latency: float = 0.0  # between the device and the engine's thread, there and back: hidden while steps are queued
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class SimulatedReplica:
     def _time_of_next(self, now: float) -> float | None:
         if self._in_flight:
             batch, end = self._in_flight[0]
-            return max(now, end) + self._table.host_seconds(batch.num_requests)
+            return max(now, end + self._table.host.latency) + self._table.host_seconds(batch.num_requests)
         return max(now, self._inbox[0].seconds) if self._inbox else None
 
     def _take_result(self, now: float) -> list[TracedRequest]:
@@ -185,7 +185,7 @@ class SimulatedReplica:
         assert self.next_turn is not None
         table, batch = self._table, self._in_flight[-1].batch
         num_requests, bounds = batch.num_requests, batch.bounds
-        decode, host = table.decode(num_requests, 0), table.host_seconds(num_requests)
+        decode, host, latency = table.decode(num_requests, 0), table.host_seconds(num_requests), table.host.latency
         reading = [(cost.seconds, cost.window, visible(bounds, cost.window)) for cost in table.reading]
         times, all_seconds, ends = [], [], [step.end for step in self._in_flight]
         time, free = self.next_turn, self._device_free
@@ -203,7 +203,7 @@ class SimulatedReplica:
             free = max(time, free) + seconds
             all_seconds.append(seconds)
             ends.append(free)
-            time = max(time, ends[index + 1]) + host
+            time = max(time, ends[index + 1] + latency) + host
         self._planned = PlannedTurns(times, all_seconds, ends)
         self.next_turn = time
 

@@ -89,7 +89,7 @@ TABLES = {
     "one step in flight": lambda: made_table(depth=1, submits_early=True),
     "no overlap": lambda: made_table(depth=1), "bounded steps": lambda: made_table(bounds_steps=True),
     "few pages": lambda: made_table(num_pages=60, max_requests=6),
-    "slow host": lambda: made_table(host=HostCosts(5e-3, 1e-4)),
+    "slow host": lambda: made_table(host=HostCosts(5e-3, 1e-4, latency=1e-3)),
     "windows read": lambda: made_table((FULL, WINDOW), reading=(ReadCost(None, 1e-7), ReadCost(48, 1e-6))),
     "drafts": lambda: made_table(max_drafts=2), "states": lambda: made_table((FULL, STATE)),
 }  # fmt: skip

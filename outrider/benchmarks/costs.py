@@ -1,0 +1,191 @@
+"""`outrider bench costs`: measures how long steps of an engine take on this machine, for `outrider simulate`.
+
+The engine runs as a server's does: its worker has a process of its own, and steps with prompts are bounded. Steps are
+timed where the engine sees them, so that everything between two results is part of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from outrider.benchmarks.model_facts import MeasureFacts
+from outrider.benchmarks.result_file import check_result_file
+from outrider.benchmarks.step_times import Pace, TimedEngine
+from outrider.cache.groups import CacheLayout
+from outrider.commands.parser import engine_config
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.core.costs import ReadCost
+from outrider.engine.engine import Engine
+from outrider.engine.start import start_engine
+from outrider.simulation.cost_table import CostTable, DecodeSteps, HostCosts, PromptSteps
+
+CUDA_REQUESTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CPU_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CUDA_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CPU_TOKENS = (8, 16, 32, 64, 128, 256, 512)
+SHORT_CONTEXT = 32  # tokens behind which steps decode
+LONG_CONTEXTS = {"cuda": (32, 4096), "cpu": (4, 768)}  # requests and tokens behind which they decode, for reading
+SHORT_PROMPT = 128  # prompts of steps with prompts: their attention takes little time
+REPEATS = 3
+NO_HOST = HostCosts(0.0, 0.0)
+
+
+class CostBench:
+    """Measures one worker."""
+
+    def __init__(self, engine: Engine, config: EngineConfig, say: Callable[[str], None]) -> None:
+        self._worker, self._config, self._say = engine.runner, config, say
+        self._info = engine.runner.info  # type: ignore[attr-defined]
+        self._is_cuda = not self._info.device_name.upper().startswith("CPU")
+        self._num_steps = 24 if self._is_cuda else 8
+
+    @property
+    def _limits(self) -> Limits:
+        return self._info.limits
+
+    def measure(self, name: str) -> CostTable:
+        facts = self._worker.command(MeasureFacts(name)).result()
+        decoding, prompts = [], []
+        host = NO_HOST
+        reading: tuple[ReadCost, ...] = ()
+        attending: tuple[ReadCost, ...] = ()
+        counts = range(self._limits.max_drafts + 1)
+        for drafts in counts:
+            timed = TimedEngine(self._config, self._worker, drafts)  # type: ignore[arg-type]
+            try:
+                paces = self._decoding(timed, drafts)
+                if drafts == 0:
+                    reading, attending = self._reading(timed, paces), self._attending(timed)
+                if drafts in (0, counts[-1]):
+                    prompts.append(self._prompts(timed, drafts, attending))
+                if drafts == 0:
+                    host = self._host(timed, paces, prompts[0])
+                seconds = (self._device(pace, host) for pace in paces.values())
+                decoding.append(DecodeSteps(drafts, tuple(paces), tuple(seconds)))
+            finally:
+                timed.close()
+        speculative = self._config.speculative
+        rates = () if speculative is None else speculative.synthetic_rates or ()
+        return CostTable(facts, self._info, host, tuple(decoding), tuple(prompts), reading, attending, rates,
+                         submits_early=self._config.overlap is not False,
+                         enable_prefix_caching=self._config.enable_prefix_caching)
+
+    def _decoding(self, timed: TimedEngine, drafts: int) -> dict[int, Pace]:
+        """Paces by the number of requests, ascending."""
+        most = self._limits.max_requests
+        counts = sorted({*(n for n in (CUDA_REQUESTS if self._is_cuda else CPU_REQUESTS) if n < most), most})
+        prompts = [timed.prompt(SHORT_CONTEXT) for _ in range(most)]
+        paces: dict[int, Pace] = {}
+        for count in reversed(counts):  # the largest first: later prompts are found in the cache
+            paces[count] = timed.decode_pace(prompts[:count], self._num_steps)
+            self._say(f"{count} requests decode with {drafts} drafts: {paces[count].interval * 1e3:.2f} ms, "
+                      f"of these {paces[count].host * 1e3:.2f} ms of the host")
+        return dict(sorted(paces.items()))
+
+    def _device(self, pace: Pace, host: HostCosts = NO_HOST) -> float:
+        """Seconds of the device. With one step in flight, the host's seconds follow those of the device. With two, the
+        device waits for the host only if two steps are done sooner than the host has answered the first."""
+        if self._limits.steps_in_flight == 1:
+            return max(0.0, pace.interval - pace.host)
+        answer = host.latency + pace.host
+        return pace.interval if pace.interval >= answer else max(0.0, 2 * pace.interval - answer)
+
+    def _host(self, timed: TimedEngine, paces: dict[int, Pace], prompts: PromptSteps) -> HostCosts:
+        """Seconds of a step and of each of its requests, from the smallest and the largest step; from a request's
+        arrival to its first step; and by which a step that runs alone takes longer than among others."""
+        few, many = min(paces), max(paces)
+        each = max(0.0, (paces[many].host - paces[few].host) / max(1, many - few))
+        start = median(timed.start_seconds() for _ in range(REPEATS))
+        latency, length = 0.0, prompts.tokens[0]
+        if self._limits.steps_in_flight > 1:
+            latency = max(0.0, median(timed.lone_seconds(length) for _ in range(REPEATS)) - prompts.seconds[0])
+        return HostCosts(max(0.0, paces[few].host - few * each), each, start, latency)
+
+    def _reading(self, timed: TimedEngine, paces: dict[int, Pace]) -> tuple[ReadCost, ...]:
+        """Seconds for each token of context, by the bytes that layers keep of it."""
+        count, context = LONG_CONTEXTS["cuda" if self._is_cuda else "cpu"]
+        count = max(n for n in paces if n <= count)
+        context = min(context, self._limits.max_len - 128, (self._info.num_pages - 1) // 2 * 16 // count)
+        pace = timed.decode_pace([timed.prompt(context) for _ in range(count)], self._num_steps)
+        more = self._device(pace) - self._device(paces[count])
+        by_window = _bytes_by_window(self._info.layout)
+        moved = count * sum(size * (min(context, window or context) - min(SHORT_CONTEXT, window or context))
+                            for window, size in by_window.items())
+        each = max(0.0, more / moved)
+        self._say(f"{count} requests behind {context} tokens: {more * 1e3:.2f} ms more than behind few")
+        return tuple(ReadCost(window, size * each) for window, size in by_window.items())
+
+    def _attending(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
+        """Seconds for each pair of a prompt's token and a key: a long prompt against short ones of as many tokens."""
+        most = CUDA_TOKENS[-1] if self._is_cuda else CPU_TOKENS[-1]
+        tokens = min(most, self._limits.max_batched_tokens, self._limits.max_len - 1)
+        short = self._short(tokens)
+        long_seconds, short_seconds = (self._prompt_seconds(timed, length, tokens) for length in (tokens, short))
+        sizes = _bytes_by_window(self._info.layout)
+        shares = {window: size / sum(sizes.values()) for window, size in sizes.items()}
+        pairs = tokens / 2 * sum(share * (min(tokens, window or tokens) - min(short, window or short))
+                                 for window, share in shares.items())
+        each = max(0.0, (long_seconds - short_seconds) / pairs) if pairs else 0.0
+        self._say(f"a prompt of {tokens} tokens: {long_seconds * 1e3:.1f} ms; short ones: {short_seconds * 1e3:.1f} ms")
+        return tuple(ReadCost(window, share * each) for window, share in shares.items())
+
+    def _prompts(self, timed: TimedEngine, drafts: int, attending: tuple[ReadCost, ...]) -> PromptSteps:
+        most = min(self._limits.max_batched_tokens, (self._limits.max_len - 1) * self._limits.max_requests)
+        sizes = [size for size in (CUDA_TOKENS if self._is_cuda else CPU_TOKENS) if size <= most]
+        seconds: list[float] = []
+        for size in sizes:
+            length = self._short(size)
+            attention = size / 2 * sum(cost.seconds * min(length, cost.window or length) for cost in attending)
+            least = seconds[-1] if seconds else 0.0  # more tokens never take less time; a dip is noise
+            seconds.append(max(least, self._prompt_seconds(timed, length, size) - attention))
+            self._say(f"{size} tokens of prompts, {drafts} drafts proposed: {seconds[-1] * 1e3:.2f} ms")
+        return PromptSteps(drafts, tuple(sizes), tuple(seconds))
+
+    def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int) -> float:
+        """Seconds of a step of so many tokens: those of a request that decodes, and new prompts of a length. The first
+        run only prepares."""
+        if self._limits.max_requests == 1:
+            return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
+        lengths = [length] * (tokens // length)
+        lengths[-1] = max(1, lengths[-1] - 1 - timed.num_drafts)
+        return median([self._device(timed.prompt_seconds(lengths)) for _ in range(1 + REPEATS)][1:])
+
+    def _short(self, tokens: int) -> int:
+        """The length of short prompts that have so many tokens together: longer where few requests may run."""
+        fewest = -(-tokens // max(1, self._limits.max_requests - 1))
+        return min(max(SHORT_PROMPT, fewest), tokens, self._limits.max_len - 1)
+
+
+def _bytes_by_window(layout: CacheLayout) -> dict[int | None, int]:
+    """Bytes of a token that attention reads, by how many tokens it sees."""
+    found: dict[int | None, int] = {}
+    for group in layout.groups:
+        window = group.spec.visible_tokens
+        found[window] = found.get(window, 0) + len(group.layers) * group.spec.token_bytes
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    check_result_file(args.output, "--output")
+    config = engine_config(args).for_streams()
+    start = time.perf_counter()
+    engine = start_engine(config, in_process=True)
+    print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)
+    try:
+        table = CostBench(engine, config, lambda line: print(line, flush=True)).measure(config.model)
+    finally:
+        engine.close()
+    table.save(Path(args.output))
+    facts = table.model
+    print(f"weights {facts.weight_bytes / 2**20:.0f} MiB, memory {facts.bandwidth / 1e9:.0f} GB/s, products "
+          f"{facts.operations / 1e12:.3g} TFLOP/s; host {table.host.step * 1e3:.2f} ms a step and "
+          f"{table.host.request * 1e6:.1f} us for each request")
+    if config.speculative is not None and not table.acceptance:
+        print("how often drafts are accepted depends on the text: give it to `outrider simulate` by --acceptance")
+    print(f"wrote {args.output}")
+    return 0

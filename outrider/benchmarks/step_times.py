@@ -1,0 +1,164 @@
+"""TimedEngine: a real engine that is driven through chosen batches, and notes when steps are submitted and when their
+results are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+from outrider.config import EngineConfig
+from outrider.core import SamplingParams, ScheduledBatch, StepResult
+from outrider.core.checked_request import CheckedRequest
+from outrider.engine.assembly import engine_around
+from outrider.engine.engine import Engine
+from outrider.runner.commands import Answer, Command
+from outrider.runner.interface import FixedDrafting, NoDrafting, RunningWorker, UnboundedSteps
+
+LOWEST_ID, HIGHEST_ID = 100, 30000
+PROMPT_BACKGROUND = 32  # answer tokens of the request that decodes while prompts are measured
+
+
+@dataclass
+class ObservedStep:
+    """One step: what it computed, and when, in seconds of one clock."""
+
+    batch: ScheduledBatch
+    submitted: float  # the call of `submit` began
+    waited_from: float = 0.0  # the engine began to wait for the result
+    done: float = 0.0  # the result was there
+
+    @property
+    def only_decodes(self) -> bool:
+        return all(self.batch.samples) and max(self.batch.num_known) == 1 and not self.batch.admissions
+
+
+class _TimedResult(Future[StepResult]):
+    def __init__(self, step: ObservedStep, future: Future[StepResult]) -> None:
+        super().__init__()
+        self._step, self._future = step, future
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self._step.waited_from = time.perf_counter()
+        result = self._future.result(timeout)
+        self._step.done = time.perf_counter()
+        return result
+
+
+class TimedRunner:
+    """A worker whose steps are timed. Steps have as many drafts as are given, instead of those that pay, and as many
+    tokens of prompts as fit."""
+
+    def __init__(self, worker: RunningWorker, num_drafts: int) -> None:
+        self._worker = worker
+        drafting = FixedDrafting(num_drafts) if worker.info.limits.max_drafts else NoDrafting()
+        self.info = replace(worker.info, drafting=drafting, prompt_steps=UnboundedSteps())
+        self.steps: list[ObservedStep] = []
+
+    def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
+        step = ObservedStep(batch, time.perf_counter())
+        self.steps.append(step)
+        return _TimedResult(step, self._worker.submit(batch))
+
+    def command(self, command: Command[Answer]) -> Future[Answer]:
+        return self._worker.command(command)
+
+    def idle(self, quiet_seconds: float) -> float | None:
+        return self._worker.idle(quiet_seconds)
+
+    def close(self) -> None:
+        """The worker is not closed: other engines are made around it."""
+
+
+class Pace(NamedTuple):
+    """Medians over steps that follow each other."""
+
+    interval: float  # seconds between two results
+    host: float  # seconds of an interval in which the engine's thread did not wait for the device
+
+    @classmethod
+    def from_steps(cls, steps: list[ObservedStep]) -> Pace:
+        pairs = list(zip(steps, steps[1:], strict=False))
+        return cls(median(now.done - before.done for before, now in pairs),
+                   median(now.waited_from - before.done for before, now in pairs))
+
+
+class TimedEngine:
+    """An engine around a worker that serves nothing else meanwhile."""
+
+    def __init__(self, config: EngineConfig, worker: RunningWorker, num_drafts: int, seed: int = 0) -> None:
+        self._runner = TimedRunner(worker, num_drafts)
+        self.engine: Engine = engine_around(config, self._runner)
+        self.num_drafts = num_drafts
+        self.engine.scheduler.cache.mark_all_unclean()  # an engine before this one may have written any page
+        self.limits = worker.info.limits
+        self._source = Random(f"{seed} {num_drafts}")
+        self._num_added = 0
+
+    def prompt(self, length: int) -> list[int]:
+        highest = min(HIGHEST_ID, self.limits.vocab_size - 1)
+        return self._source.choices(range(min(LOWEST_ID, highest // 2), highest + 1), k=length)
+
+    def decode_pace(self, prompts: list[list[int]], num_steps: int) -> Pace:
+        """The pace of steps in which all of the prompts decode, so many one after the other."""
+        self._runner.steps.clear()
+        free = max(1, self.limits.max_batched_tokens - len(prompts) * (1 + self.limits.max_drafts))
+        num_prompt_steps = -(-sum(map(len, prompts)) // free)  # the first may decode while the last are computed
+        self._add(prompts, (num_steps + num_prompt_steps + 8) * (1 + self.limits.max_drafts))
+        while len(self._decoding(len(prompts))) < num_steps + 2:
+            assert self.engine.has_work, "the answers were too short"
+            self.engine.step()
+        steps = self._decoding(len(prompts))[2:]  # the first ones may still wait for the prompts before them
+        self.engine.abort_all()
+        while self.engine.has_work:
+            self.engine.step()
+        return Pace.from_steps(steps)
+
+    def _add(self, prompts: Sequence[list[int]], output_len: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=0)
+        self.engine.add({f"costs-{self._num_added + index}": CheckedRequest(tuple(prompt), params)
+                         for index, prompt in enumerate(prompts)})
+        self._num_added += len(prompts)
+
+    def prompt_seconds(self, lengths: Sequence[int]) -> Pace:
+        """The pace of the step that computes new prompts of these lengths, beside one request that decodes: so that the
+        device has no pause before it."""
+        self._runner.steps.clear()
+        self._add([self.prompt(1)], PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
+        while len(self._decoding(1)) < 2:
+            self.engine.step()
+        num_before = len(self._runner.steps)
+        self._add([self.prompt(length) for length in lengths], 1)
+        while not any(step.done for step in self._runner.steps[num_before:]):
+            self.engine.step()
+        pace = Pace.from_steps([step for step in self._runner.steps[: num_before + 1] if step.done][-2:])
+        self.engine.abort_all()
+        while self.engine.has_work:
+            self.engine.step()
+        return pace
+
+    def lone_seconds(self, length: int) -> float:
+        """Seconds from the submission of a step with one new prompt, while nothing else runs, to its result."""
+        self._runner.steps.clear()
+        self._add([self.prompt(length)], 1)
+        while self.engine.has_work:
+            self.engine.step()
+        step = self._runner.steps[0]
+        return step.done - step.submitted
+
+    def start_seconds(self) -> float:
+        """Seconds from the arrival of a request, while nothing else runs, to its first step."""
+        arrived = time.perf_counter()
+        self.lone_seconds(PROMPT_BACKGROUND)
+        return self._runner.steps[0].submitted - arrived
+
+    def _decoding(self, num_requests: int) -> list[ObservedStep]:
+        return [step for step in self._runner.steps
+                if step.done and step.batch.num_requests == num_requests and step.only_decodes]
+
+    def close(self) -> None:
+        self.engine.close()

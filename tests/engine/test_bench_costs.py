@@ -1,0 +1,76 @@
+"""`outrider bench costs`: the table of a tiny engine has every field that a simulation needs, and simulates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.benchmarks import costs, prompt_work, roofline
+from outrider.benchmarks.costs import CostBench
+from outrider.benchmarks.step_times import ObservedStep, Pace, TimedEngine
+from outrider.config import EngineConfig
+from outrider.core import ScheduledBatch
+from outrider.runner.worker import Worker
+from outrider.simulation.cluster import Cluster
+from outrider.simulation.cost_table import CostTable, HostCosts
+from outrider.simulation.router import RoundRobin
+from outrider.simulation.trace import ClosedLoad, FixedLength, Shapes
+from tests.engine.harness import Rig, tiny_model
+
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "num_pages": 128, "poison": False}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+          "synthetic_rates": [0.9, 0.5]}
+
+
+def small_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "CPU_REQUESTS", (1, 2))
+    monkeypatch.setattr(costs, "CPU_TOKENS", (8, 32))
+    monkeypatch.setitem(costs.LONG_CONTEXTS, "cpu", (2, 64))
+    monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 20)
+    monkeypatch.setattr(prompt_work, "CPU_SIZE", 64)
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFTS], ids=["plain", "drafts"])
+def test_a_measured_table_simulates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                    speculative: dict[str, Any] | None) -> None:
+    small_bench(monkeypatch)
+    with Rig(tiny_model("gemma3", torch.float32), speculative_config=speculative, **SETTINGS) as rig:
+        config = EngineConfig("tiny", speculative_config=speculative)
+        said: list[str] = []
+        table = CostBench(rig.engine, config, said.append).measure("tiny")
+        assert isinstance(rig.engine.runner, Worker) and table.info == rig.engine.runner.info
+    most = 0 if speculative is None else 2
+    assert [(own.num_drafts, own.requests) for own in table.decoding] == [(k, (1, 2, 4)) for k in range(most + 1)]
+    assert [own.tokens for own in table.prompts] == [(8, 32)] * len({0, most})
+    assert table.acceptance == (() if speculative is None else (0.9, 0.5))
+    assert table.model.num_layers == 3 and table.model.weight_bytes > 0 < table.model.token_operations
+    assert {cost.window is None for cost in table.reading} == {True, False}
+    table.save(tmp_path / "costs.json")
+    again = CostTable.read(tmp_path / "costs.json")
+    assert again == table and said
+    load = ClosedLoad(Shapes(FixedLength(20), FixedLength(10), None, 0, 90), 8, 3)
+    outcome = Cluster(again, 2, RoundRobin()).run(load)
+    assert outcome.summary()["completed"] == 8
+
+
+def test_steps_are_timed_as_the_engine_sees_them() -> None:
+    batch = ScheduledBatch(0, [1], [0], [1], [1], [0], [True], [5])
+    times = [(0.0, 1.0, 2.0), (1.0, 2.5, 4.0), (3.0, 4.5, 6.0)]
+    assert Pace.from_steps([ObservedStep(batch, *own) for own in times]) == (2.0, 0.5)
+
+
+def test_a_host_that_cannot_keep_up_is_not_taken_for_the_device() -> None:
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig:
+        bench = CostBench(rig.engine, EngineConfig("tiny"), print)
+        assert bench._device(Pace(5e-3, 1e-3), HostCosts(0.0, 0.0, latency=1e-3)) == 5e-3
+        assert bench._device(Pace(5e-3, 5e-3), HostCosts(0.0, 0.0, latency=1e-3)) == pytest.approx(4e-3)
+
+
+def test_few_requests_have_longer_prompts() -> None:
+    with Rig(tiny_model("llama", torch.float32), **(SETTINGS | {"max_num_seqs": 1})) as rig:
+        bench = CostBench(rig.engine, EngineConfig("tiny"), print)
+        timed = TimedEngine(EngineConfig("tiny"), rig.engine.runner, 0)  # type: ignore[arg-type]
+        assert bench._short(64) == 64 and bench._prompt_seconds(timed, 64, 64) > 0
