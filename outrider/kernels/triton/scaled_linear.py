@@ -19,7 +19,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.scaled import CODES, FP8, INT4, Scaled
+from outrider.kernels.scaled import BLOCK, CODES, FP8, INT4, Scaled
 from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -251,9 +251,9 @@ def scaled_linear(
     is_own = is_exact or tile is not None  # many token rows too are multiplied here, not by the library
     is_library = num_rows > LIBRARY_ROWS and not is_own
     is_few = not is_own and coded_rows.takes(x, weight, rounding)
-    by_group = rounding < k and (is_few or (is_library and weight.blocks is not None))
-    values, x_scales = rounded_rows(x, rounding, by_group) if rounding else (x, x)
     takes_codes = _library_takes(weight, rounding, out_dtype, device)
+    by_group = rounding < k and (is_few or (is_library and takes_codes))
+    values, x_scales = rounded_rows(x, rounding, by_group) if rounding else (x, x)
     if is_library and takes_codes:
         # With blocks there may be more token rows than x has.
         scales = weight.scales if weight.blocks is None else weight.blocks
@@ -311,11 +311,14 @@ def _launch(
 
 def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch has the product: rows of both with one scale each, sizes that are multiples of 16; or 128 columns
-    of token rows, and 128 of as many outputs."""
+    of token rows, and 128 of as many outputs. In the latter the library reads rows of scales whose lengths it takes for
+    multiples of 4, and torch does not refuse others."""
     n, k = weight.shape
     if device.type != "cuda" or out_dtype != torch.bfloat16 or weight.code != FP8 or not rounding:
         return False
-    return weight.blocks is not None or (rounding == k and n % 16 == 0 and k % 16 == 0)
+    if weight.blocks is not None:
+        return k % (4 * BLOCK) == 0
+    return rounding == k and n % 16 == 0 and k % 16 == 0
 
 
 def _product_of_numbers(
