@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.commands.parser import UsageError
+from outrider.commands.simulated_routing import ROUTERS
 from outrider.simulation.cluster import Cluster
 from outrider.simulation.cost_table import CostTable
 from outrider.simulation.plot import plot_capacity
 from outrider.simulation.ranks import Link, over_ranks
-from outrider.simulation.router import ROUTERS
 from outrider.simulation.trace import (
     ClosedLoad,
     Load,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from outrider.commands.parser import count_flag, counts_flag
-from outrider.simulation.router import ROUTERS
+from outrider.commands.simulated_routing import ROUTERS
 
 SIMULATE_EXAMPLES = """examples:
   outrider bench costs smollm2 -o costs.json

@@ -1,12 +1,9 @@
-"""Routers: which replica a request goes to, by the replicas' loads and the beginning of its prompt."""
+"""RoutingPolicy: which replica of a simulation gets a request, and the policies that look at loads alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-
-SLACK = 1.25  # a replica that knows the beginning may have this many times the mean load
-SPARE = 4  # and so many requests more
 
 
 class RoutingPolicy(Protocol):
@@ -38,25 +35,3 @@ class LeastLoad:
             return loads.index(least, start)
         except ValueError:
             return loads.index(least)
-
-
-class PrefixAffinity:
-    """The replica that had the beginning last, unless it has far more requests than the others have in the mean: then
-    the replica with the fewest, which has the beginning from then on."""
-
-    def __init__(self) -> None:
-        self._least = LeastLoad()
-        self._home: dict[object, int] = {}
-
-    def choose(self, loads: Sequence[int], beginning: object) -> int:
-        home = None if beginning is None else self._home.get(beginning)
-        if home is not None and loads[home] <= SLACK * sum(loads) / len(loads) + SPARE:
-            return home
-        chosen = self._least.choose(loads, beginning)
-        if beginning is not None:
-            self._home[beginning] = chosen
-        return chosen
-
-
-ROUTERS: dict[str, Callable[[], RoutingPolicy]] = {"round-robin": RoundRobin, "least-load": LeastLoad,
-                                            "prefix": PrefixAffinity}
