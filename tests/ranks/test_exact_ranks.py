@@ -12,6 +12,7 @@ from outrider.kernels import native
 from tests.engine.harness import Rig, random_model
 from tests.engine.test_exact_mode import ASKS, FAMILIES, SETTINGS, bits_of
 from tests.ranks.pool import RankPool
+from tests.ranks.threads import run_threads
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")
 # Sizes that two ranks can share.
@@ -24,7 +25,6 @@ BAMBA = FAMILIES["llama"] | {
 }  # fmt: skip
 CONFIGS = {name: config | {key: value for key, value in CHANGES.items() if key in config}
            for name, config in (FAMILIES | {"bamba": BAMBA}).items()}  # fmt: skip
-QUICK = ("bamba",)
 
 
 def run_exact(group: RankGroup, family: str) -> Any:
@@ -38,8 +38,13 @@ def run_exact(group: RankGroup, family: str) -> Any:
     return alone
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long)
-                                    for name in CONFIGS])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("family", CONFIGS)
 def test_bits_do_not_depend_on_the_batch(ranks: RankPool, family: str) -> None:
     first, second = ranks.run(2, run_exact, family)
     assert first == second
+
+
+def test_bits_are_those_of_both_parts_summed_in_one_process(ranks: RankPool) -> None:
+    """In the order of ranks, whatever carries the parts."""
+    assert run_threads(2, run_exact, "bamba") == ranks.run(2, run_exact, "bamba")
