@@ -17,6 +17,7 @@ from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
+from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM
@@ -62,8 +63,35 @@ class Loaded:
         return self.tokenizer
 
 
+@dataclass(frozen=True)
+class OnRanks:
+    """A model that processes of its own load, one for each rank, when an LLM is made."""
+
+    tokenizer: Tokenizer
+
+    def need_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def llm(self, config: EngineConfig) -> LLM:
+        return LLM.around(start_engine(config))
+
+
+def load_for_text(config: EngineConfig) -> Loaded | OnRanks:
+    """The model of a config, for a command that makes one LLM of it."""
+    if config.tensor_parallel_size == 1:
+        return load(config)
+    source = find_model(config)
+    tokenizer = load_tokenizer(config, source)
+    if tokenizer is None:
+        raise ValueError(NO_TOKENIZER.format(source.name))
+    return OnRanks(tokenizer)
+
+
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
+    if config.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: this command loads the model into its "
+                         "own process; generate, chat, run-batch and serve take ranks")
     load_torch_libraries_ahead()
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)

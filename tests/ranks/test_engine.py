@@ -1,6 +1,6 @@
 """An engine whose worker has two ranks: the tokens of one rank, the same rows on both, and an end that names a rank.
 
-The tests share one engine, since ranks take seconds to start; the last one ends it.
+The quick tests share one engine, since ranks take seconds to start; the last of them ends it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.ranks.commands import BreakStep, Refuse, RowDigests
 
 pytest.importorskip("llguidance")
 
+ASSETS = Path(__file__).parents[1] / "assets"
 END = 257
 SETTINGS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 24,
@@ -30,8 +31,8 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 PROMPTS = [prompt_of(1, 60), prompt_of(2, 6) * 8, [*prompt_of(1, 60)[:48], 7, 8], prompt_of(3, 9)]
 FORM = StructuredOutputsParams(regex=r"[a-f]{3,6}-\d{2}")
-PARAMS = [greedy(30), SamplingParams(seed=3, max_tokens=30, logprobs=2), greedy(30, stop_token_ids=[9]),
-          SamplingParams(seed=4, temperature=0.7, top_k=40, presence_penalty=0.5, max_tokens=30),
+PARAMS = [greedy(20), SamplingParams(seed=3, max_tokens=20, logprobs=2), greedy(20, stop_token_ids=[9]),
+          SamplingParams(seed=4, temperature=0.7, top_k=40, presence_penalty=0.5, max_tokens=20),
           SamplingParams(temperature=0.9, seed=1, max_tokens=12, structured_outputs=FORM)]
 
 
@@ -123,3 +124,24 @@ def test_a_rank_that_is_killed_in_a_step_ends_requests_by_name(two: LLM) -> None
     with pytest.raises(WorkerDied, match="rank 1"):
         texts_of(two)
     wait_for_end(pids)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("target", "speculative", "num_ranks"), [
+    ("target", {"method": "eagle3", "model": str(ASSETS / "eagle3")}, 2),
+    ("target", {"method": ["suffix", "draft_model"], "model": str(ASSETS / "target")}, 4),
+    ("nemotronh", {"method": "mtp"}, 2),
+    ("deepseek_v32", {"method": "mtp"}, 4),
+])  # fmt: skip
+def test_trained_models_with_their_drafters(target: str, speculative: dict[str, Any], num_ranks: int) -> None:
+    found = []
+    for count in (1, num_ranks):
+        settings = {"num_pages": 64, "speculative_config": speculative | {"num_speculative_tokens": 3, "auto": False}}
+        with started(str(ASSETS / target), count, **settings) as llm:
+            prompts = [prompt_of(number, length, 24) for number, length in ((1, 40), (2, 19), (1, 40), (3, 7))]
+            params = [SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=20, ignore_eos=True)
+                      for number in range(4)]
+            found.append([tokens_of(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)])
+            assert llm.engine.stats.num_accepted_tokens > 0 and llm.engine.stats.num_hit_tokens > 0
+            assert len(set(llm.engine.command(RowDigests()))) == 1
+    assert found[0] == found[1]
