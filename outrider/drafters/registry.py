@@ -19,9 +19,12 @@ from outrider.drafters.files import drafter_source, with_method
 from outrider.drafters.gemma_assistant import assistant_drafter
 from outrider.drafters.mtp import mtp_drafter
 from outrider.drafters.ngram import NgramDrafter
+from outrider.formats import RankGroup
+from outrider.layers import check_ranks
 from outrider.models.base import Model
 from outrider.models.loader import load_model
-from outrider.models.sources.base import WeightError
+from outrider.models.registry import build_model
+from outrider.models.sources.base import ModelSource, WeightError
 
 log = logging.getLogger("outrider")
 __all__ = ["DraftBuild", "make_drafter"]
@@ -71,11 +74,26 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
 def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
     source = drafter_source(config, build)
     model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed,
-                       keep_quantized=build.keep_quantized, group=build.target.group)
+                       keep_quantized=build.keep_quantized, group=_shared_by(source, build))
     if model.max_positions < build.max_len:
         log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",
                     config.model, model.max_positions, build.max_len)
     return model
+
+
+def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
+    """The ranks that hold a draft model together: those of the target. If they cannot share its sizes, each rank holds
+    all of it."""
+    group = build.target.group
+    if group is None:
+        return None
+    try:
+        check_ranks(build_model(source.config, dtype=build.dtype, device="meta", source=str(source.config_file)),
+                    group.count)
+    except ValueError as error:
+        log.warning("every rank holds the whole draft model: %s", error)
+        return None
+    return group
 
 
 def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
