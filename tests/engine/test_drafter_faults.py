@@ -45,7 +45,7 @@ def expected() -> list[list[list[int]]]:
 
 
 def drafts_nothing(scheduler: Scheduler) -> bool:
-    return isinstance(scheduler._drafts, FixedDrafts) and scheduler._drafts._k == 0
+    return isinstance(scheduler._drafts, FixedDrafts) and scheduler._drafts.num_drafts == 0
 
 
 def written(step: Step, tensor: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
