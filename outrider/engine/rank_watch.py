@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from outrider.runner.interface import WorkerDied
-from outrider.runner.rank_link import Doing, RankStatus
+from outrider.runner.rank_link import RankStatus
 
 LOOK_SECONDS = 0.5  # between two looks at the ranks
 SILENT_SECONDS = 60.0  # without a sign of life, until a rank is given up
@@ -70,7 +70,7 @@ class RankWatch:
 
     def blamed(self) -> str:
         """The ranks that others may wait for, in words."""
-        busy = [own for own in self._ranks if own.status.doing is not Doing.WAITING]
+        busy = [own for own in self._ranks if not own.status.is_waiting]
         return ", ".join(own.words for own in busy or self._ranks)
 
 

@@ -35,7 +35,6 @@ from outrider.runner.rank_link import Doing, RankLink, RankStatus
 
 BEAT_SECONDS = 0.25  # between two signs of life of a rank
 IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
-THREADS = "OMP_NUM_THREADS"
 log = logging.getLogger("outrider")
 
 
@@ -85,13 +84,12 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
 
 def _load(config: EngineConfig, source: ModelSource, grammars: Grammars, place: RankPlace,
           status: RankStatus) -> RunningWorker:
-    if not place.is_alone and config.device in ("auto", "cpu"):  # ranks share the processors
-        os.environ.setdefault(THREADS, str(max(1, (os.cpu_count() or 1) // place.link.count)))
     from outrider.runner.rank_group import device_of_rank, join_ranks
     from outrider.runner.worker import Worker
 
-    config = replace(config, device=device_of_rank(config.device, place.link))
-    return Worker.load(config, source, grammars, ranks=join_ranks(place.link, status, config.device))
+    link = replace(place.link, status=status)
+    config = replace(config, device=device_of_rank(config.device, link))
+    return Worker.load(config, source, grammars, ranks=join_ranks(link, status, config.device))
 
 
 def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars: Any, place: RankPlace,
@@ -177,7 +175,7 @@ class Flight:
         self._last_answer = time.perf_counter()
         self.num_answered += 1
         if self.num_answered == self.num_queued:
-            self._status.begin(Doing.IDLE)
+            self._status.begin(Doing.NOTHING)
 
     def idle(self, worker: RunningWorker, quiet_seconds: float) -> float | None:
         """See `Runner.idle`. The reader of the pipe calls this, with the seconds that no message came."""

@@ -37,6 +37,7 @@ from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
 
 AT_EXIT = 0  # when this process ends: before multiprocessing asks its children to end by SIGTERM, and waits for them
 CLOSE_SECONDS = 30.0  # until children that were asked to end are ended
+KILL_SECONDS = 5.0  # until nobody waits any longer for a child that was killed
 CAUSE_SECONDS = 2.0  # that a start which failed waits for the cause: other ranks may fail with it, or because of it
 log = logging.getLogger("outrider")
 Given = TypeVar("Given")
@@ -253,10 +254,11 @@ def _start(config: EngineConfig, source: ModelSource,
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:
+    """End the processes, and wait for them a while: a device that hangs may hold one for long."""
     for own in ranks:
         own.process.kill()
     for own in ranks:
-        own.process.join()
+        own.process.join(KILL_SECONDS)
 
 
 def _read_answer(pickled: bytes) -> Any:

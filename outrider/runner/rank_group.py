@@ -16,7 +16,7 @@ import torch.distributed as dist
 from outrider.core.ranks import RankLost
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.runner.device import pick_device
-from outrider.runner.rank_link import ONE_RANK_LINK, Doing, RankLink, RankStatus
+from outrider.runner.rank_link import ONE_RANK_LINK, RankLink, RankStatus
 from outrider.runner.ranks import ProcessRanks
 
 if TYPE_CHECKING:
@@ -91,13 +91,11 @@ class WatchedRanks:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        before = self._status.doing
-        self._status.begin(Doing.WAITING)
         try:
-            yield
+            with self._status.waiting():
+                yield
         except Exception as error:
             raise RankLost(f"rank {self.rank} lost the other ranks in a sum: {error}") from error
-        self._status.begin(before)
 
 
 def device_of_rank(name: str, link: RankLink) -> str:
@@ -124,6 +122,8 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // link.count))  # ranks share the processors
     is_shared = device.type != "cuda" or _shares_device()
     uses_memory = link.count <= MAX_DEVICE_RANKS and all(link.gather(_reaches_all(device, link)))
     if sys.platform == "linux":

@@ -7,8 +7,9 @@ a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableSequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar, cast
 
@@ -26,6 +27,66 @@ class _Decided(Generic[Value]):
     error: str | None = None
 
 
+class Doing(enum.IntEnum):
+    """What a rank was last told to do."""
+
+    START = 0
+    NOTHING = 1
+    STEP = 2
+    COMMAND = 3
+
+
+_WORDS = {Doing.START: "was starting", Doing.NOTHING: "was idle", Doing.STEP: "ran step {}",
+          Doing.COMMAND: "carried out command {}"}
+_BEATS, _PROGRESS, _DOING, _NUMBER, _WAITS = range(5)
+STATUS_FIELDS = 5  # numbers that a rank shows of itself
+
+
+class RankStatus:
+    """What one rank shows of itself in memory that it shares with its parent. One process writes, the other reads."""
+
+    def __init__(self, numbers: MutableSequence[int]) -> None:
+        """numbers: STATUS_FIELDS shared 64-bit integers, zero at first."""
+        self._numbers = numbers
+
+    def beat(self) -> None:
+        """Show that the process runs."""
+        self._numbers[_BEATS] += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Show that the rank waits for the others, in a sum or to agree with them. Another thread may take the next
+        step from the parent meanwhile."""
+        self._numbers[_WAITS] = 1
+        yield
+        self._numbers[_WAITS] = 0
+        self._numbers[_PROGRESS] += 1
+
+    def begin(self, doing: Doing, number: int | None = None) -> None:
+        self._numbers[_DOING] = doing
+        if number is not None:
+            self._numbers[_NUMBER] = number
+        self._numbers[_PROGRESS] += 1
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._numbers[_WAITS])
+
+    @property
+    def beats(self) -> int:
+        return self._numbers[_BEATS]
+
+    @property
+    def progress(self) -> int:
+        """Rises whenever the rank begins something, or need not wait any longer."""
+        return self._numbers[_PROGRESS]
+
+    @property
+    def words(self) -> str:
+        did = _WORDS[Doing(self._numbers[_DOING])].format(self._numbers[_NUMBER])
+        return f"{did} and waited for other ranks" if self.is_waiting else did
+
+
 @dataclass(frozen=True)
 class RankLink:
     """Pipes between the hosts of the ranks. Every rank calls the same methods in the same order, from one thread at a
@@ -34,6 +95,7 @@ class RankLink:
     rank: int = 0
     count: int = 1
     pipes: tuple[Connection, ...] = ()  # on rank 0 one to every other rank, in their order; elsewhere the one to rank 0
+    status: RankStatus = field(default_factory=lambda: RankStatus([0] * STATUS_FIELDS))  # a parent may look at it
 
     def decide(self, make: Callable[[], Value]) -> Value:
         """The value that rank 0 makes, on every rank. If `make` raises there, this raises on every rank."""
@@ -71,7 +133,8 @@ class RankLink:
 
     def _receive(self, index: int) -> object:
         try:
-            return self.pipes[index].recv()
+            with self.status.waiting():
+                return self.pipes[index].recv()
         except (EOFError, OSError) as error:
             raise self._lost(index) from error
 
@@ -80,54 +143,3 @@ class RankLink:
 
 
 ONE_RANK_LINK = RankLink()
-
-
-class Doing(enum.IntEnum):
-    """What a rank does."""
-
-    STARTING = 0
-    IDLE = 1
-    STEP = 2
-    COMMAND = 3
-    WAITING = 4  # in a sum or a gather
-
-
-_WORDS = {Doing.STARTING: "was starting", Doing.IDLE: "was idle", Doing.STEP: "ran step {}",
-          Doing.COMMAND: "carried out command {}", Doing.WAITING: "waited for the other ranks in a sum"}
-_BEATS, _PROGRESS, _DOING, _NUMBER = range(4)
-STATUS_FIELDS = 4  # numbers that a rank shows of itself
-
-
-class RankStatus:
-    """What one rank shows of itself in memory that it shares with its parent. One process writes, the other reads."""
-
-    def __init__(self, numbers: MutableSequence[int]) -> None:
-        """numbers: STATUS_FIELDS shared 64-bit integers, zero at first."""
-        self._numbers = numbers
-
-    def beat(self) -> None:
-        """Show that the process runs."""
-        self._numbers[_BEATS] += 1
-
-    def begin(self, doing: Doing, number: int | None = None) -> None:
-        self._numbers[_DOING] = doing
-        if number is not None:
-            self._numbers[_NUMBER] = number
-        self._numbers[_PROGRESS] += 1
-
-    @property
-    def doing(self) -> Doing:
-        return Doing(self._numbers[_DOING])
-
-    @property
-    def beats(self) -> int:
-        return self._numbers[_BEATS]
-
-    @property
-    def progress(self) -> int:
-        """Rises whenever the rank begins something."""
-        return self._numbers[_PROGRESS]
-
-    @property
-    def words(self) -> str:
-        return _WORDS[self.doing].format(self._numbers[_NUMBER])

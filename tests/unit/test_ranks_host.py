@@ -104,12 +104,12 @@ def test_a_rank_that_shows_no_life_is_named() -> None:
 
 def test_a_rank_that_others_wait_for_is_named() -> None:
     ranks = Watched()
-    ranks.statuses[0].begin(Doing.WAITING)
-    ranks.statuses[1].begin(Doing.STEP, 12)
-    assert ranks.looks(STUCK_SECONDS - 1) is None
-    ranks.statuses[1].begin(Doing.STEP, 13)
-    assert ranks.looks(STUCK_SECONDS - 1) is None, "there was progress"
-    error = str(ranks.looks(3))
+    with ranks.statuses[0].waiting():
+        ranks.statuses[0].begin(Doing.STEP, 12)  # taken from the parent while the step before waits
+        assert ranks.looks(STUCK_SECONDS - 1) is None
+        ranks.statuses[1].begin(Doing.STEP, 13)
+        assert ranks.looks(STUCK_SECONDS - 1) is None, "there was progress"
+        error = str(ranks.looks(3))
     assert "rank 1 (process 11) ran step 13" in error and "rank 0" not in error
 
 
