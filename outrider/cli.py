@@ -170,6 +170,8 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "serve", "serve a model over HTTP, as OpenAI's API does", SERVE_EXAMPLES)
     add_model(parser, default=None)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of flags; those of the command line win")
+    parser.add_argument("--ray", dest="module", action="store_const", const="ray.command", default=parser.get_default(
+        "module"), help="run the replicas on a Ray cluster: the one of RAY_ADDRESS, or one that is started here")
     add_server_flags(parser)
     add_engine_flags(parser, skip=("data_parallel_size",))  # a setting of the server
 

@@ -12,6 +12,7 @@ from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import translate
+from outrider.config import EngineConfig
 from outrider.core.fields import did_you_mean
 from outrider.server.settings import ServerConfig
 
@@ -29,13 +30,18 @@ def run(args: argparse.Namespace) -> int:
         from outrider.commands.serve_replicas import serve_replicas
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
+    engine, config, names = settings_of(args)
+    check_files(engine, config, chat_template(config))
+    return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
+
+
+def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, tuple[str, ...]]:
+    """Settings of the engine and the server, and the names of the model."""
     if args.config is not None:
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
-    names = config.served_model_name or (model_name(engine.model),)
-    check_files(engine, config, chat_template(config))
-    return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
+    return engine, config, config.served_model_name or (model_name(engine.model),)
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

@@ -42,14 +42,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])
 
-    def start() -> AsyncLLM:
-        started = start_engine(engine, in_process=True)
-        if tracing is not None and config.trace_steps_per_second:
-            started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
-        return AsyncLLM.around(started)
-
-    host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
-                      end_stalled=kill_worker, has_worker=has_worker, on_serving=lambda: tell("ready"))
+    host = make_host(engine, config, tracing, lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
     service = Service(host, config, names, chat_template(config), tracing)
     server = WebServer(uvicorn.Config(build_app(service), **web_options(config, tls)), tell)
@@ -67,6 +60,20 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
     tell("stopped")
     end_process(0)
     return 0
+
+
+def make_host(engine: EngineConfig, config: ServerConfig, tracing: Tracing | None,
+              on_serving: Callable[[], None]) -> EngineHost:
+    """The life of an engine whose worker has a process of its own."""
+
+    def start() -> AsyncLLM:
+        started = start_engine(engine, in_process=True)
+        if tracing is not None and config.trace_steps_per_second:
+            started.trace = StepTrace(tracing.record_step, config.trace_steps_per_second)
+        return AsyncLLM.around(started)
+
+    return EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts,
+                      end_stalled=kill_worker, has_worker=has_worker, on_serving=on_serving)
 
 
 def serve_until_stopped(server: WebServer, config: ServerConfig, title: str, tell: Callable[[str], None]) -> None:

@@ -41,14 +41,19 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
 
 async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
                   body: bytes) -> tuple[int, Headers, bytes]:
-    """Ask every replica, and join the answers: true if all say true, sums of counts, and the longest time. The first
-    refusal is the answer of all. Raises ApiError if a replica does not answer."""
+    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer."""
     answers = await asyncio.gather(*(ask_whole(each, method, target, headers, body, None) for each in replicas))
     found: list[tuple[int, bytes]] = []
     for replica, answer in zip(replicas, answers, strict=True):
         if answer is None:
             raise ApiError(503, f"replica {replica.name} did not answer; the others were asked too", retry_after=5)
         found.append(answer)
+    return joined_answer(found)
+
+
+def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, bytes]:
+    """One answer for those of all replicas, statuses and bodies: true if all say true, sums of counts, and the longest
+    time. The first refusal is the answer of all."""
     refusal = next((answer for answer in found if answer[0] != 200), None)
     if refusal is not None:
         return refusal[0], JSON_HEADERS, refusal[1]

@@ -11,7 +11,8 @@ WITHOUT_LABELS = re.compile(r"^(\w+) ")
 
 
 def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str:
-    """`pages`: the page of each replica that answered. `restarts`: of every replica, how often it was started again."""
+    """`pages`: the page of each replica that answered. `restarts`: of every replica, how often it was started again;
+    empty where others count that."""
     families: dict[str, list[str]] = {}  # lines by the line that begins their family
     for number, page in pages.items():
         own: list[str] = []
@@ -23,8 +24,9 @@ def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str
             else:
                 own.append(_with_engine(line, number))
     lines = [text for head, rest in families.items() for text in (head, *rest)]
-    lines += _family("replica_up", "gauge", "1 for a replica that answers.", {i: int(i in pages) for i in restarts})
-    lines += _family("replica_restarts_total", "counter", "Times a replica was started again.", restarts)
+    if restarts:
+        lines += _family("replica_up", "gauge", "1 for a replica that answers.", {i: int(i in pages) for i in restarts})
+        lines += _family("replica_restarts_total", "counter", "Times a replica was started again.", restarts)
     return "\n".join(lines) + "\n"
 
 

@@ -30,8 +30,8 @@ COLUMNS = [
     {"runner"},
     {"engine", "sched"},
     {"simulation"},
-    {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "replicas", "commands", "benchmarks",
-     "cli", "__main__"},
+    {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "replicas", "commands",
+     "benchmarks", "ray", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "cache", "sched", "engine", "simulation", "compat", "front", "llm",

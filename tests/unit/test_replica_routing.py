@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
+from outrider.cli import main
+from outrider.config import EngineConfig
+from outrider.ray import app
+from outrider.ray.preflight import NodeNotReady, check_node, versions_here
 from outrider.replicas.joined_metrics import joined_metrics
 from outrider.replicas.placement import replica_environments
 from outrider.replicas.policy import MOST_BEHIND, PrefixRouter
 from outrider.replicas.prompt_blocks import BLOCK_CHARACTERS, MOST_BLOCKS, body_blocks, prompt_blocks
+from outrider.server.settings import ServerConfig
 
 
 def blocks_of(text: str, **more: object) -> list[int]:
@@ -119,3 +126,21 @@ def test_each_replica_has_devices_or_threads_of_its_own() -> None:
     assert int(replica_environments("auto", 1000, 1, [], {})[0]["OMP_NUM_THREADS"]) == 1
     with pytest.raises(ValueError, match="4 replicas with 2 GPU each need 8 GPUs, and there are 2"):
         replica_environments("cuda", 4, 2, ["0", "1"], {})
+
+
+def test_what_is_wrong_with_a_node_is_told_all_at_once(tmp_path: Path) -> None:
+    wanted = versions_here() | {"torch": "1.0", "outrider": "9"}
+    with pytest.raises(NodeNotReady) as told:
+        check_node(EngineConfig(str(tmp_path / "nowhere")), ServerConfig(), wanted, 0, {})
+    for words in ("torch is", "and 1.0 where the application was built", "outrider is", "1 GPUs are needed", "nowhere"):
+        assert words in str(told.value)
+
+
+def test_without_ray_the_application_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "outrider.ray.application", raising=False)
+    with pytest.raises(ValueError, match=r"pip install 'outrider\[ray\]'"):
+        app({"model": "smollm2"})
+    assert main(["serve", "smollm2", "--ray"]) == 2

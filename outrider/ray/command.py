@@ -1,0 +1,55 @@
+"""`outrider serve --ray`: the application `outrider.ray:app` on a Ray cluster, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+
+from outrider.commands.serve import settings_of
+from outrider.commands.serve_engine import tell
+from outrider.commands.serve_files import chat_template, check_files
+from outrider.ray import NEEDS
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import ray
+        from ray import serve
+
+        from outrider.ray.application import RayConfig, application
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "ray":
+            raise
+        raise ValueError(NEEDS) from None
+    engine, config, names = settings_of(args)
+    for name in ("uds", "ssl_certfile", "root_path"):
+        if getattr(config, name):
+            raise ValueError(f"--ray: Ray's proxies listen, and know no --{name.replace('_', '-')}")
+    check_files(engine, config, chat_template(config))
+    ray.init(address=os.environ.get("RAY_ADDRESS"), ignore_reinit_error=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)  # in place of Ray's own handlers, which abort the process within seconds
+    try:
+        serve.start(http_options={"host": config.host, "port": config.port})
+        serve.run(application(engine, config, names, RayConfig()), name=names[0], route_prefix="/")
+        tell(f"{names[0]}, {config.replicas} replicas on Ray, at http://{config.host}:{config.port}")
+        threading.Event().wait()
+    except _Stopped:
+        pass
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # replicas are ending
+        serve.delete(names[0])
+        ray.shutdown()
+    tell("stopped")
+    return 0
+
+
+class _Stopped(BaseException):
+    """A signal came, also while replicas start."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped

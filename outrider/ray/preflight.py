@@ -1,0 +1,46 @@
+"""Checks of a node before a replica loads weights there: all problems at once, each by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from outrider import __version__
+from outrider.commands.serve_files import chat_template, check_files
+from outrider.config import EngineConfig
+from outrider.replicas.placement import VISIBLE
+from outrider.server.settings import ServerConfig
+
+PACKAGES = ("torch", "ray", "safetensors", "tokenizers")
+
+
+class NodeNotReady(RuntimeError):
+    """A replica cannot start on its node. The message lists everything that is wrong."""
+
+
+def versions_here() -> dict[str, str]:
+    found = {"outrider": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def check_node(engine: EngineConfig, config: ServerConfig, wanted: Mapping[str, str], num_gpus: int | None,
+               environment: Mapping[str, str] = os.environ) -> None:
+    """`wanted`: versions where the application was built. `num_gpus`: that Ray gave to the replica; None on a CPU."""
+    found = versions_here()
+    problems = [f"{name} is {found.get(name, 'none')} here and {number} where the application was built"
+                for name, number in wanted.items() if found.get(name, "none") != number]
+    if num_gpus is not None and num_gpus < engine.tensor_parallel_size:
+        problems.append(f"{engine.tensor_parallel_size} GPUs are needed for its ranks, and Ray gave it {num_gpus} "
+                        f"({VISIBLE}={environment.get(VISIBLE, '')!r})")
+    try:
+        check_files(engine, config, chat_template(config))
+    except (ValueError, OSError) as error:
+        problems.append(" ".join(str(error).split()))
+    if problems:
+        raise NodeNotReady(f"the node {os.uname().nodename} cannot run a replica: " + "; ".join(problems))
