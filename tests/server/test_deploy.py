@@ -24,7 +24,8 @@ def test_the_container_copies_what_is_there() -> None:
     text = (DEPLOY / "Containerfile").read_text()
     sources = [name for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for name in line.split()[:-1]]
     assert sources and all((DEPLOY.parent / name).exists() for name in sources)
-    assert "'.[server]'" in text and re.search(r"^USER outrider$", text, re.MULTILINE)
+    assert "ARG EXTRAS=server\n" in text and '".[$EXTRAS]"' in text
+    assert re.search(r"^USER outrider$", text, re.MULTILINE)
 
 
 def test_the_unit_waits_longer_than_the_server_drains() -> None:
