@@ -27,6 +27,7 @@ from outrider.replicas.replica import Replica, ReplicaState
 
 AT_EXIT = 0  # before multiprocessing waits for its children
 WATCH_SECONDS = 0.25  # between two looks at a replica
+START_SECONDS = 600.0  # until a process listens, which it does before it loads the model
 RETRY_SECONDS = 1.0  # until a replica that has died is started again
 RESTART_WINDOW = 600.0  # seconds over which restarts are counted
 CLOSE_SECONDS = 15.0  # beyond the time that running requests get, until a replica that was told to end is killed
@@ -81,24 +82,28 @@ class ReplicaProcess:
         return process
 
     async def _watch(self, process: SpawnProcess) -> None:
-        """Returns when the process has ended. Asks the replica how it is meanwhile."""
-        answered = time.monotonic()
+        """Returns when the process has ended. Asks the replica how it is meanwhile, and kills one that hangs."""
+        answered, most_seconds = time.monotonic(), START_SECONDS
         while process.is_alive():
             answer = await ask_whole(self.replica, "GET", b"/health", [], seconds=self._hang_seconds)
             now = time.monotonic()
             if answer is not None:
-                answered = now
-                is_healthy = answer[0] == 200
-                self._has_served |= is_healthy
-                self.replica.state = (ReplicaState.SERVING if is_healthy else ReplicaState.NOT_HEALTHY
-                                      if self._has_served else ReplicaState.STARTING)
+                answered, most_seconds = now, self._hang_seconds
+                self._note(is_healthy=answer[0] == 200)
             elif self.replica.state is not ReplicaState.STARTING:
                 self.replica.state = ReplicaState.NOT_HEALTHY
-                if now - answered > self._hang_seconds:
-                    log.error("replica %s has not answered for %.0f s and is killed", self.replica.name,
-                              self._hang_seconds)
-                    process.kill()
+            if answer is None and now - answered > most_seconds:
+                log.error("replica %s has not answered for %.0f s and is killed", self.replica.name, most_seconds)
+                process.kill()
             await asyncio.to_thread(process.join, WATCH_SECONDS)
+
+    def _note(self, *, is_healthy: bool) -> None:
+        """A replica has answered. One that has never served still loads its model."""
+        self._has_served |= is_healthy
+        if is_healthy:
+            self.replica.state = ReplicaState.SERVING
+        elif self.replica.state is not ReplicaState.STARTING:
+            self.replica.state = ReplicaState.NOT_HEALTHY
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

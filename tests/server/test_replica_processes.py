@@ -91,9 +91,17 @@ def test_a_killed_replica_harms_only_streams_that_had_begun_there(folder: Path) 
         process.kill()
 
 
-def test_nothing_outlives_a_front_that_is_killed(folder: Path) -> None:
-    process, url = started(folder, "--replicas", "2")
+def test_a_replica_that_hangs_is_replaced_and_nothing_outlives_a_front_that_is_killed(folder: Path) -> None:
+    process, url = started(folder, "--replicas", "2", "--stall-timeout", "10")
     try:
+        wait_until_all_serve(process, url)
+        replicas_of(process)[0].suspend()
+        for i in range(4):  # those that reach it wait until it is killed, and go to the other
+            body = {"prompt": f"{i} " * 20, "max_tokens": 4}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY, timeout=PATIENCE)
+            assert answer.status_code == 200, answer.text
+        while sum(metric(url, "replica_restarts_total").values()) != 1:
+            time.sleep(0.1)
         wait_until_all_serve(process, url)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
