@@ -162,8 +162,13 @@ class LinearDeclaration:
     cut: OutputCut | InputCut | None = None
 
     def __post_init__(self) -> None:
-        if self.in_features * sum(self.stored.values()) * self.dtype.itemsize > MAX_BYTES:
+        if self.num_numbers * self.dtype.itemsize > MAX_BYTES:
             raise OverflowError("a weight of more bytes than there are addresses")
+
+    @property
+    def num_numbers(self) -> ModelSize:
+        """The numbers of the weight, on all ranks together."""
+        return ModelSize(self.in_features * sum(self.stored.values()))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:

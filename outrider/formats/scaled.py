@@ -25,6 +25,9 @@ from outrider.kernels.scaled import FP8, INT4, Scaled
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
+# Linear layers with fewer numbers have short groups with offsets in int4: their bytes count little, and models that
+# consist of them are sensitive.
+FEWEST_NUMBERS_IN_LONG_GROUPS, SHORT_GROUP = 1 << 24, 32
 DUMMY_SCALE = DUMMY_RANGE / 8
 LEAST_OUTPUTS = 16  # of layers that are coded at load: gates of one output are sensitive and small
 
@@ -48,10 +51,12 @@ class ScaledFormat(StoredFormat):
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
         """The stored form of a weight [.., outputs, inputs] of numbers."""
-        make = scaled.to_fp8_rows if self.kind == FP8 else partial(scaled.to_int4_groups, group=self.group)
-        made, outputs = scaled.by_outputs(make, weight.flatten(0, -2)), weight.shape[:-1]
+        to_int4 = partial(scaled.to_int4_groups, group=self.group, has_offsets=self.has_offsets)
+        made = scaled.by_outputs(scaled.to_fp8_rows if self.kind == FP8 else to_int4, weight.flatten(0, -2))
+        outputs, offsets = weight.shape[:-1], made.offsets
         return ScaledWeight(replace(made, codes=made.codes.unflatten(0, outputs),
-                                    scales=made.scales.unflatten(0, outputs)))
+                                    scales=made.scales.unflatten(0, outputs),
+                                    offsets=None if offsets is None else offsets.unflatten(0, outputs)))
 
     def empty(self, *outputs: int, inputs: int, device: torch.device) -> Scaled:
         """Allocate codes and scales for a weight [.., outputs, inputs], without content."""
@@ -299,4 +304,9 @@ def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat
     if quantization == FP8:
         return ScaledFormat(FP8, rounds=True, is_made=True)
     group = next((group for group in INT4_GROUPS if all(each.num_inputs % group == 0 for each in declared)), None)
-    return None if group is None else ScaledFormat(INT4, group, torch.bfloat16, is_made=True)
+    if group is None:
+        return None
+    is_small = len(declared) == 1 and declared[0].num_numbers < FEWEST_NUMBERS_IN_LONG_GROUPS  # experts are many
+    if is_small and declared[0].num_inputs > SHORT_GROUP:
+        return ScaledFormat(INT4, SHORT_GROUP, torch.bfloat16, is_made=True, has_offsets=True)
+    return ScaledFormat(INT4, group, torch.bfloat16, is_made=True)

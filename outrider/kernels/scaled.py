@@ -262,19 +262,53 @@ def to_fp8_rows(weight: Tensor) -> Scaled:
     return Scaled(FP8, weight.shape[1], codes, scales)
 
 
-def to_int4_groups(weight: Tensor, group: int) -> Scaled:
-    """A weight [outputs, inputs] in int4 with a bfloat16 scale for every group. Of several scales, which clip the
-    group's extremes more and more, each group has the one with the smallest squared error."""
-    groups = weight.float().unflatten(1, (-1, group))
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
-    for clipped in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
-        scale = (extreme * (clipped / -8)).bfloat16().float()
-        error = (_int4(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
-        best = torch.where(error < least, scale, best)
-        least = torch.minimum(least, error)
-    codes = pack_nibbles((_int4(groups, best) + 8).flatten(1), group)
-    return Scaled(INT4, group, codes, best.squeeze(-1).bfloat16())
+def to_int4_groups(weight: Tensor, group: int, has_offsets: bool = False) -> Scaled:
+    """A weight [outputs, inputs] in int4 with a bfloat16 scale for every group, and perhaps an offset.
+
+    Several ranges are tried, which leave out more and more of a group's extremes. The codes of each get the scale and
+    offset of least squared error, and the group takes the range whose error is smallest. The error of a number counts
+    in proportion to its size plus the group's root mean square, so that few large numbers are not given up for many
+    small ones. Groups with numbers that are not finite get a scale of NaN."""
+    numbers = weight.float().unflatten(1, (-1, group))
+    low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
+    # 16 codes reach from -8 to 7 steps: around the middle of the group, or with -8 at its extreme.
+    middle = (low + high) / 2 if has_offsets else torch.zeros_like(low)
+    widest = (high - low) / 15 if has_offsets else torch.where(high > -low, high, low) / -8
+    numbers = numbers - middle
+    importance = numbers.abs() + numbers.square().mean(-1, keepdim=True).sqrt()
+    scale, offset, least = torch.zeros_like(low), middle, torch.full_like(low, torch.inf)
+    for kept in (1.0, 0.9, 0.8, 0.7):
+        step = widest * kept
+        codes = _int4(numbers - step / 2 if has_offsets else numbers, step)
+        fit, shift, error = _fit_codes(codes, numbers, importance, middle, has_offsets)
+        is_worse = error >= least
+        scale, offset = torch.where(is_worse, scale, fit), torch.where(is_worse, offset, shift)
+        least = torch.where(is_worse, least, error)
+    codes = pack_nibbles((_int4(numbers - (offset - middle), scale) + 8).flatten(1), group)
+    return Scaled(INT4, group, codes, scale.squeeze(-1).bfloat16(),
+                  offsets=offset.squeeze(-1).bfloat16() if has_offsets else None)
+
+
+def _fit_codes(
+    codes: Tensor, numbers: Tensor, importance: Tensor, middle: Tensor, has_offsets: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(scale, offset, error) of each group: scale and offset of least squared error with the codes, as bfloat16 holds
+    them, and that error less the sum of the numbers' squares. The offset includes the middle, which `numbers` lack."""
+
+    def total(values: Tensor) -> Tensor:
+        return values.sum(-1, keepdim=True)
+
+    least = torch.finfo(torch.float32).tiny  # groups whose numbers are all equal get a scale of 0
+    weighted = importance * codes
+    qq, qx = total(weighted * codes), total(weighted * numbers)
+    if not has_offsets:
+        scale = (qx / qq.clamp_min(least)).bfloat16().float()
+        return scale, middle, scale * (scale * qq - 2 * qx)
+    one, q, x = total(importance), total(weighted), total(importance * numbers)
+    scale = (one * qx - q * x) / (one * qq - q * q).clamp_min(least)
+    offset = (middle + (x - scale * q) / one.clamp_min(least)).bfloat16().float()
+    scale, shift = scale.bfloat16().float(), offset - middle
+    return scale, offset, scale * (scale * qq - 2 * qx) + shift * (shift * one + 2 * (scale * q - x))
 
 
 def _int4(groups: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from outrider.kernels.gguf_kinds import GROUP, Unpacked
 from outrider.kernels.quantized import PACKED_AT_ONCE, empty_rows, kept_bits_are_fast
 from outrider.kernels.scaled import E2M1, FP4, FP8, INT4, INT8, Scaled
 
-# By code and whether there are zero points: the GGUF kind whose packed form holds such codes.
+# By code and whether there are zero points or offsets: the GGUF kind whose packed form holds such codes.
 PACKED_KINDS = {(INT8, False): "Q8_0", (INT4, False): "Q4_0", (INT4, True): "Q4_1", (FP4, False): "MXFP4"}
 
 
@@ -49,8 +49,8 @@ def packed_rows(weight: Scaled) -> native.PackedRows | None:
     """A weight of integers or 4-bit floats, whose groups are whole blocks of 32 inputs, in a form of native/packed.c;
     None for all others."""
     outputs, inputs = weight.shape
-    kind = PACKED_KINDS.get((weight.code, weight.zeros is not None))
-    if kind is None or weight.offsets is not None or not native.available() or weight.group % GROUP or inputs % GROUP:
+    kind = PACKED_KINDS.get((weight.code, weight.shifts is not None))
+    if kind is None or not native.available() or weight.group % GROUP or inputs % GROUP:
         return None
     packed, lanes = empty_rows(kind, outputs, inputs, torch.device("cpu")), native.packed_lanes()
     step = max(1, PACKED_AT_ONCE // (lanes * inputs))
@@ -64,7 +64,11 @@ def _unpacked(weight: Scaled) -> Unpacked:
     """Some weight rows in parts, with a scale for every 32 inputs."""
     codes = weight.codes.view(torch.uint8) if weight.code == INT8 else weight.nibbles()
     scales = weight.scales.float() if weight.factors is None else weight.scales.float() * weight.factors
-    least = None if weight.zeros is None else -(weight.zeros.float() + 8) * scales
+    least = None  # the number of code 0, of integers that are stored plus 8
+    if weight.zeros is not None:
+        least = -(weight.zeros.float() + 8) * scales
+    elif weight.offsets is not None:
+        least = weight.offsets.float() - 8 * scales
     blocks = weight.shape[-1] // GROUP
 
     def of_blocks(numbers: Tensor) -> Tensor:

@@ -247,7 +247,7 @@ def test_joint_experts_of_4_bits_have_gate_and_up_rows_in_turn() -> None:
 # Quantised at load
 
 
-@pytest.mark.parametrize(("quantization", "bits", "error"), [("fp8", 8.4, 0.04), ("int4", 4.3, 0.2)])
+@pytest.mark.parametrize(("quantization", "bits", "error"), [("fp8", 8.4, 0.04), ("int4", 5.1, 0.1)])
 def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, bits: float, error: float,
                                                        tmp_path: Path) -> None:
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
@@ -400,11 +400,18 @@ def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing:
     assert outcome(model) == outcome(model, exact=True)
 
 
-@pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (96, 32), (80, None)])
-def test_int4_takes_the_largest_group_that_divides_the_inputs(inputs: int, group: int | None) -> None:
-    declared = Linear(inputs, 64, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
+@pytest.mark.parametrize(("inputs", "outputs", "group", "has_offsets"), [
+    (4096, 4096, 128, False), (192, 1 << 17, 64, False), (96, 1 << 18, 32, False), (80, 1 << 18, None, False),
+    (4096, 4064, 32, True), (256, 64, 32, True), (80, 64, None, False), (32, 64, 32, False)])  # fmt: skip
+def test_int4_takes_the_largest_group_that_divides_the_inputs_of_a_large_matrix(
+    inputs: int, outputs: int, group: int | None, has_offsets: bool
+) -> None:
+    declared = Linear(inputs, outputs, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
     made = choose_made("int4", declared)
     assert (None if made is None else made.group) == group
+    assert made is None or made.has_offsets == has_offsets
+    experts = choose_made("int4", declared, declared)
+    assert experts is None or not experts.has_offsets, "matrices of experts are small, but many"
 
 
 @pytest.mark.parametrize("rounds", [False, True])
