@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
 
 Made = TypeVar("Made")
+WithoutSums: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class WrongForm(ValueError):
@@ -44,8 +46,9 @@ class DrafterReport(NamedTuple):
 class DrafterGuard:
     """One drafter, its faults, and the tensors of the engine that it must not write to."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, group: RankGroup | None, without_sums: WithoutSums) -> None:
         self.drafter = drafter
+        self._group, self._without_sums = group, without_sums
         self.record = FaultRecord.for_drafter(drafter)
         # Drafters of this package are held to the rules by tests; others are watched while the engine runs.
         self.is_foreign = type(drafter).__module__.partition(".")[0] != "outrider"
@@ -74,12 +77,16 @@ class DrafterGuard:
         return self._call("propose()", lambda: _checked(self.drafter.propose(step), step))
 
     def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
-        """Call a method of the drafter. Returns None, with the fault noted, if that fails."""
+        """Call a method of the drafter. Returns None, with the fault noted, if that fails.
+
+        On several ranks a drafter of this package runs sums: if it fails on one rank, the others wait in a sum, and the
+        step fails. A user's drafter may fail on one rank alone, because it is given no way to sum."""
         if self.record.is_off:
             return None
         before = self._num_writes()
         try:
-            made = method()
+            with self._without_sums() if self.is_foreign else nullcontext():
+                made = method()
         except (torch.OutOfMemoryError, RankLost):  # the device's lack, or a rank's, which the runner answers
             raise
         except WrongForm as error:
@@ -87,6 +94,8 @@ class DrafterGuard:
             return None
         except Exception as error:
             self._note(FaultKind.RAISED, f"{name} raised {words_of(error)}", "".join(traceback.format_exception(error)))
+            if self._group is not None and not self.is_foreign:
+                raise
             return None
         finally:
             has_written = self._num_writes() != before
@@ -128,11 +137,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class DrafterGuards:
     """All drafters of an engine: those of a combination, one, or none."""
 
-    def __init__(self, drafter: Drafter | None, group: RankGroup | None = None) -> None:
-        """group: the ranks that run the drafters, each a copy of them or a part."""
+    def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
+                 without_sums: WithoutSums = nullcontext) -> None:
+        """group: the ranks that run the drafters, each a copy of them or a part. without_sums: makes a context in which
+        the group refuses to sum."""
         self._group = group
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
-        self._guards = tuple(DrafterGuard(part) for part in parts)
+        self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
         # Read once: these decide what a captured step contains.
         self.taps = () if drafter is None else tuple(drafter.taps)
         self.reads_hidden = HiddenReads.NOTHING if drafter is None else drafter.reads_hidden

@@ -122,7 +122,7 @@ def _alone_of(number: int, failures: dict[int, Failure]) -> WorkerDied:
 
 
 def _alone(rank: int, number: int, failure: Failure) -> WorkerDied:
-    error = WorkerDied(f"rank {rank} failed in step or command {number}, and other ranks did not: "
+    error = WorkerDied(f"rank {rank} failed in step or command {number}, and ranks cannot go on from there: "
                        f"{failure.kind.__name__}: {failure.message}")
     error.add_note(f"In the process of rank {rank}:\n{failure.trace}")
     return error

@@ -41,7 +41,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
     rates = None if speculative is None else speculative.synthetic_rates
-    return StepParts(model, drafter, DrafterGuards(drafter, model.group), rates, limits, layout, backend,
+    guards = DrafterGuards(drafter, model.group, ranks.without_sums)
+    return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
                      make_processors(config, limits, model.device), ranks)

@@ -59,6 +59,18 @@ class WorkerRanks:
     def count(self) -> int:
         return self.link.count
 
+    @contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """Within, sums raise an error: code of users may fail on one rank alone, and the others would wait for it."""
+        if not isinstance(self.group, WatchedRanks):
+            yield
+            return
+        self.group.is_open = False
+        try:
+            yield
+        finally:
+            self.group.is_open = True
+
     def integers_of_rank_0(self, own: torch.Tensor) -> torch.Tensor:
         """Rank 0's int64 tensor, in place of the rank's own."""
         return integers_of_rank_0(self.group, own)
@@ -79,6 +91,7 @@ class WatchedRanks:
 
     def __init__(self, group: RankGroup, status: RankStatus) -> None:
         self._group, self._status = group, status
+        self.is_open = True
         self.rank, self.count = group.rank, group.count
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -91,6 +104,9 @@ class WatchedRanks:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
+        if not self.is_open:
+            raise RuntimeError("a drafter of your own cannot run layers of the target where tensor_parallel_size is "
+                               "above 1: their sums need all ranks")
         try:
             with self._status.waiting():
                 yield

@@ -41,8 +41,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     ("stop", 1, r"rank 1 \(process \d+\) .* has shown no life"),
     ("stop", 0, r"rank 0 \(process \d+\) .* has shown no life"),
     ("hang", 1, r"nothing has moved for \d+ s: rank 1 \(process \d+\) ran step \d+$"),
-    ("raise", 1, r"rank 1 failed in step or command \d+, and other ranks did not: ValueError: a fault of this test"),
-    ("raise", 0, r"rank 0 failed in step or command \d+, and other ranks did not: ValueError: a fault of this test"),
+    ("raise", 1, r"rank 1 failed in step or command \d+, .*: ValueError: a fault of this test"),
+    ("raise", 0, r"rank 0 failed in step or command \d+, .*: ValueError: a fault of this test"),
     ("die", 0, r"rank 0 died when it .* .signal SIGKILL."),
 ])  # fmt: skip
 def test_a_rank_that_breaks_a_step_is_named(model: str, monkeypatch: pytest.MonkeyPatch, how: str, rank: int,

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from outrider.core import Limits, ScheduledBatch, StepForm, StepResult, Uncaptured
+from outrider.core.ranks import RankLost
 from outrider.kernels import compiling
 from outrider.kernels.buffers import fill, to_device
 from outrider.mixers.cached import can_capture
@@ -201,11 +202,16 @@ class CudaRunner:
                 return self._queue(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # the step's memory may lie in pieces too small for anybody
-            return _failed(StepOutOfMemory(error))
+            return _failed(self._on_ranks(StepOutOfMemory(error)))
         except StepCancelled as error:
             return _failed(error)
         except Exception as error:
-            return _failed(_explained(error))
+            return _failed(self._on_ranks(_explained(error)))
+
+    def _on_ranks(self, error: Exception) -> Exception:
+        """The error that a step fails with which was not queued whole. Of several ranks some may have queued more of
+        its sums than others, which wait on their devices and would pair with the sums of later steps."""
+        return error if self._link.count == 1 else RankLost(f"a step was not queued whole: {error}")
 
     def in_order(self, work: Callable[[], Made]) -> Future[Made]:
         """Run `work` now. What it queues on the device comes after the steps submitted before it; work that looks at
