@@ -8,13 +8,14 @@ READY := .venv/.ready
 # Tests and mutants start dozens of processes that import the package: without its bytecode each compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-long test-browser lint types mutants demo bench clean
+.PHONY: help setup test test-long test-ray test-browser lint types mutants demo bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       answer a few prompts with a small model (fetched once, 93 MB)"
 	@echo "make test       quick tests          make test-long  all tests"
 	@echo "make test-browser  the server's page in a headless Chromium"
+	@echo "make test-ray   replicas on a Ray cluster of this machine"
 	@echo "make lint       ruff                 make types      mypy"
 	@echo "make mutants    break each rule on purpose and see its tests fail"
 	@echo "make bench      throughput and latency of the small model"
@@ -36,6 +37,10 @@ test: $(READY)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=long tests
+
+test-ray: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,ray]'
+	$(BIN)/python -m pytest -n 0 tests/ray
 
 test-browser: $(READY)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
