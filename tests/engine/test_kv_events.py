@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import socket
 import time
 from collections.abc import Callable
 from random import Random
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider import LLM
 from outrider.cache.events import AllRemoved, CacheEvents, PageContent, PageStored
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
@@ -19,10 +21,12 @@ from outrider.cache.manager import CacheManager
 from outrider.cache.prefix import PageHashes
 from outrider.config import EngineConfig, KVEventsConfig
 from outrider.engine import kv_events
+from outrider.engine.assembly import engine_around
 from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.kv_events import EventSockets, KvEvents, with_rank
 from outrider.engine.maintenance import Maintenance
 from outrider.models.base import Model
+from outrider.runner.worker import Worker
 from tests.engine.harness import Ask, Rig, add_request, greedy, prompt_of, tiny_model
 from tests.engine.recurrent_rig import hybrid
 
@@ -223,8 +227,7 @@ class Wire:
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"kv")
         self.asking = self.context.socket(zmq.DEALER)
         self.asking.connect(replay)
-        for socket in (self.subscriber, self.asking):
-            socket.RCVTIMEO = 30_000
+        self.subscriber.RCVTIMEO = self.asking.RCVTIMEO = 30_000
 
     def publish(self, i: int) -> None:
         self.events.record.store_page((0, bytes([i]) * 16), PageContent(None, (i,) * 16, ()))
@@ -288,3 +291,30 @@ def test_a_full_queue_drops_batches_and_tells_it(tmp_path: Any, monkeypatch: pyt
     number, _, events = waiting.get()
     assert number == 4 and isinstance(events[0], AllRemoved) and len(events) == 2
     wire.context.destroy(linger=0)
+
+
+def test_an_engine_publishes_its_cache_and_gives_its_address_up(tmp_path: Any) -> None:
+    zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    config = EngineConfig("tiny", device="cpu", dtype="float32", max_model_len=96, num_pages=64, kv_events_config=given)
+    assert config.kv_events is not None
+    for _ in range(2):  # the second takes the address that the first had
+        worker = Worker(config, tiny_model("llama", torch.float32))
+        with LLM.around(engine_around(config, worker, event_sockets=EventSockets(config.kv_events))) as llm:
+            llm.generate([prompt_of(1, 50), prompt_of(2, 70)], greedy(20, ignore_eos=True), use_tqdm=False)
+            with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+                asking.RCVTIMEO = 30_000
+                asking.connect(f"ipc://{tmp_path}/r")
+                subscriber, numbered = Subscriber(), b""
+                wanted = cached_blocks(llm.engine.scheduler.cache)
+                end = time.monotonic() + 60
+                while subscriber.blocks != wanted:  # the publishing thread may still be at it
+                    assert time.monotonic() < end, "the events do not tell what the cache holds"
+                    asking.send_multipart((b"", (0).to_bytes(8, "big")))
+                    subscriber = Subscriber()
+                    while (message := asking.recv_multipart())[2] != b"\xff" * 8:
+                        numbered, payload = message[2:]
+                        subscriber.read(msgpack.unpackb(payload)[1])
+            assert subscriber.num_cleared == 1 and int.from_bytes(numbered, "big") > 1
