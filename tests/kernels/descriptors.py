@@ -145,5 +145,6 @@ def _shift(name: str, low: int, bits: int, high: int) -> int | None:
 _OPERATIONS: dict[str, Any] = {
     "UMOV": lambda name, number: number,
     "ULEA": lambda name, number, base, bits, *_: ((number << bits) + base) & LOW if name == "ULEA" else None,
+    "USEL": lambda name, a, b: a if a == b else None,
     "USHF": _shift, "USGXT": lambda name, number, bits: number & ((1 << bits) - 1), "ULOP3": _logic,
 }  # fmt: skip

@@ -211,22 +211,23 @@ def test_latents_are_rounded_when_they_are_written(device: torch.device, dtype: 
         assert rounded.float().nan_to_num(0).abs().max() == 448 and rounded[0].float().isnan().all()
 
 
-@pytest.mark.parametrize(("q_tile", "splits"), [(1, 1), (4, 2)])
-def test_latent_attention_equals_the_reference(q_tile: int, splits: int, device: torch.device,
+@pytest.mark.parametrize(("size", "q_tile", "splits"), [(8, 1, 1), (28, 4, 2)])
+def test_latent_attention_equals_the_reference(size: int, q_tile: int, splits: int, device: torch.device,
                                                dtype: torch.dtype) -> None:
+    """The smaller latents are too small for products with halves."""
     contexts, positions = make_choice(device, torch.int32)
-    entries = make_cache(contexts, 16, dtype).contiguous().to(FP8)
-    q = spread(len(contexts.first), 5, 16, device=device, dtype=dtype)
+    entries = make_cache(contexts, size + 4, dtype).contiguous().to(FP8)
+    q = spread(len(contexts.first), 5, size + 4, device=device, dtype=dtype)
     config = LatentConfig(16, q_tile, 16, 4, 1)
     wide = entries.double()
-    every = latent.dense_latent_attention(q.double(), wide, contexts, 32, 0.3, 12)
-    chosen = latent.latent_attention(q.double(), wide, contexts, positions.long(), 0.3, 12)
+    every = latent.dense_latent_attention(q.double(), wide, contexts, 32, 0.3, size)
+    chosen = latent.latent_attention(q.double(), wide, contexts, positions.long(), 0.3, size)
     given = {"config": config, "num_splits": splits, "pdl": False}
-    assert_close(latent_attention.dense_latent_attention(q, entries, contexts, 32, 0.3, 12, **given), every)
-    assert_close(latent_attention.latent_attention(q, entries, contexts, positions, 0.3, 12, **given), chosen)
-    assert_close(exact_dense_latent_attention(q, entries, contexts, 32, 0.3, 12, split=16, pdl=False), every)
-    assert_close(exact_latent_attention(q, entries, contexts, positions, 0.3, 12, split=16, pdl=False), chosen)
-    assert_close(latent.dense_latent_attention(q, entries, contexts, 32, 0.3, 12), every)
+    assert_close(latent_attention.dense_latent_attention(q, entries, contexts, 32, 0.3, size, **given), every)
+    assert_close(latent_attention.latent_attention(q, entries, contexts, positions, 0.3, size, **given), chosen)
+    assert_close(exact_dense_latent_attention(q, entries, contexts, 32, 0.3, size, split=16, pdl=False), every)
+    assert_close(exact_latent_attention(q, entries, contexts, positions, 0.3, size, split=16, pdl=False), chosen)
+    assert_close(latent.dense_latent_attention(q, entries, contexts, 32, 0.3, size), every)
 
 
 def test_exact_latent_attention_has_the_same_bits_alone(device: torch.device, dtype: torch.dtype) -> None:

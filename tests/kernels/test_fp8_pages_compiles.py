@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the other tes
 
 def test_prompts_over_heads_of_64_read_only_their_own_memory() -> None:
     """The assembler took the address of the values' halves from a register that nothing had written."""
-    assert found_without_interpreter(__file__, "prompts", "64") == ["_count_tiles_kernel", "_prefill_kernel"]
+    assert found_without_interpreter(__file__, "prompts", "64") == ["_prefill_kernel"]
 
 
 @pytest.mark.long
@@ -36,19 +36,19 @@ def test_the_compiler_takes_every_head_size(dim: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("heads", [16, 128])
-def test_the_compiler_takes_latents(heads: int) -> None:
-    assert set(found_without_interpreter(__file__, "latents", str(heads))) == {
+@pytest.mark.parametrize(("heads", "latent", "rope"), [(16, 512, 64), (128, 512, 64), (20, 256, 32), (2, 8, 4)])
+def test_the_compiler_takes_latents(heads: int, latent: int, rope: int) -> None:
+    assert set(found_without_interpreter(__file__, "latents", *map(str, (heads, latent, rope)))) == {
         "_write_latents_kernel", "_latent_attention_kernel", "_merge_kernel", "_merge_in_order_kernel",
     }  # fmt: skip
 
 
 def prompts(dim: int) -> list[str]:
-    from outrider.kernels.triton.prefill import device_query_tiles, prefill_attention
+    from outrider.kernels.triton.prefill import prefill_attention, query_tiles
 
     args, scales = make_batch(dim)
     with compiling() as found:
-        tiles = device_query_tiles(args[4], COUNT, 0, 8, 2, dim)
+        tiles = query_tiles([1] * COUNT, 8, 2, dim, args[0].device)
         prefill_attention(*args, tiles, scales=scales, **OPTIONS)
     return found
 
@@ -58,11 +58,12 @@ def heads(dim: int) -> list[str]:
     from outrider.kernels.triton.attention_sharing import find_shared
     from outrider.kernels.triton.attention_splits import list_splits
     from outrider.kernels.triton.cache_write import cache_write
-    from outrider.kernels.triton.exact_attention import exact_attention
+    from outrider.kernels.triton.exact_attention import exact_attention, exact_tiles_config
+    from outrider.kernels.triton.prefill import device_query_tiles, prefill_attention
     from outrider.kernels.triton.rope_cache import rope_cache_write
 
     args, scales = make_batch(dim)
-    _, *caches, table, _, lengths, live = args
+    _, *caches, table, starts, lengths, live = args
     slots, rows = torch.arange(COUNT), torch.zeros(COUNT, 2, dim, dtype=torch.bfloat16)
     with compiling() as found:
         rope_cache_write(torch.zeros(COUNT, 12 * dim, dtype=torch.bfloat16), slots, torch.zeros(64, dim // 2 // 2 * 2),
@@ -75,11 +76,14 @@ def heads(dim: int) -> list[str]:
         for window in (None, 100):  # few requests with the greatest tiles
             decode_attention(*make_batch(dim, requests=4)[0], scales=scales, window=window, max_query=16,
                              max_length=1024, **OPTIONS)
-        exact_attention(*args, scales=scales, **BOUNDS, **OPTIONS)
-    return prompts(dim) + found
+            exact_attention(*args, scales=scales, window=window, **BOUNDS, **OPTIONS)
+        prefill_attention(*args, device_query_tiles(starts, COUNT, 0, 8, 2, dim), scales=scales, **OPTIONS)
+        tiles = device_query_tiles(starts, COUNT, 0, 8, 2, dim, config=exact_tiles_config(8, caches[0]))
+        exact_attention(*args, scales=scales, tiles=tiles, **OPTIONS)
+    return found
 
 
-def latents(num_heads: int) -> list[str]:
+def latents(num_heads: int, size: int, rope: int) -> list[str]:
     from outrider.kernels.fp8_cache import FP8
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
@@ -87,19 +91,19 @@ def latents(num_heads: int) -> list[str]:
     from outrider.kernels.triton.latent_attention import dense_latent_attention, latent_attention
     from outrider.kernels.triton.latent_inputs import write_latents
 
-    half, cache = torch.bfloat16, torch.zeros(4, 16, 576).to(FP8)
+    half, cache = torch.bfloat16, torch.zeros(4, 16, size + rope).to(FP8)
     with compiling() as found:
         for count in (4, 64, 300):  # token rows
             slots, chosen = torch.arange(count), torch.zeros(count, 256, dtype=torch.int32)
-            queries = torch.zeros(count, num_heads, 576, dtype=half)
+            queries = torch.zeros(count, num_heads, size + rope, dtype=half)
             contexts = TokenContexts(torch.zeros(count, 64, dtype=torch.int32), *[slots] * 3)
             for splits in (1, 2):
-                dense_latent_attention(queries, cache, contexts, 1024, 1.0, 512, num_splits=splits, pdl=True)
-                latent_attention(queries, cache, contexts, chosen, 1.0, 512, num_splits=splits, pdl=True)
-        exact_dense_latent_attention(queries, cache, contexts, 1024, 1.0, 512, pdl=True)
-        exact_latent_attention(queries, cache, contexts, chosen, 1.0, 512, pdl=True)
-        write_latents(torch.zeros(count, 576, dtype=half), None, torch.zeros(512, dtype=half), 1e-6,
-                      RopeRows(slots, torch.zeros(512, 64)), slots, cache, None, pdl=True)
+                dense_latent_attention(queries, cache, contexts, 1024, 1.0, size, num_splits=splits, pdl=True)
+                latent_attention(queries, cache, contexts, chosen, 1.0, size, num_splits=splits, pdl=True)
+        exact_dense_latent_attention(queries, cache, contexts, 1024, 1.0, size, pdl=True)
+        exact_latent_attention(queries, cache, contexts, chosen, 1.0, size, pdl=True)
+        write_latents(torch.zeros(count, size + rope, dtype=half), None, torch.zeros(size, dtype=half), 1e-6,
+                      RopeRows(slots, torch.zeros(512, rope)), slots, cache, None, pdl=True)
     return found
 
 
@@ -117,5 +121,5 @@ def make_batch(dim: int, requests: int = COUNT) -> tuple[tuple[torch.Tensor, ...
 
 
 if __name__ == "__main__":
-    kinds = {"prompts": prompts, "heads": heads, "latents": latents}
-    print(json.dumps(kinds[sys.argv[1]](int(sys.argv[2]))))
+    kinds: dict[str, Any] = {"prompts": prompts, "heads": heads, "latents": latents}
+    print(json.dumps(kinds[sys.argv[1]](*map(int, sys.argv[2:]))))

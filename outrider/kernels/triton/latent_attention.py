@@ -38,6 +38,7 @@ MAX_ROWS = 32  # rows of a program's products; with 64, some tiles of Triton 3.6
 MOST_SPLITS = 64  # of one token row
 HOPPER_SPLIT = 64  # least positions of a split there; of long contexts, splits have at least twice as many
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
+LEAST_INNER = tl.constexpr(16)  # columns that a product sums over: matrix instructions take no fewer
 _INTS = ["page_table", "request_of", "first", "stop", "positions"]
 _VARYING = ["num_tokens", "max_count", "num_splits", "min_split"]
 
@@ -90,7 +91,8 @@ def _attend_entries(
     """Folds entries [begin, end) of a request into (acc, peak, total) of its rows, as `attend_keys` does keys. Entry i
     lies at position lowest + i, or if `is_long` at position chosen[i]."""
     latent, rope = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
-    PAIRED: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv and q_rope.dtype == tl.float16 and L % 2 == 0
+    IN_FP8: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv and q_rope.dtype == tl.float16
+    PAIRED: tl.constexpr = IN_FP8 and L % 2 == 0 and L_PAD // 2 >= LEAST_INNER  # halves are summed over by products
     if PAIRED:
         q_even, q_odd = tl.split(q_latent.reshape(acc.shape[0], L_PAD // 2, 2))
         even, odd = tl.split(acc.reshape(acc.shape[0], L_PAD // 2, 2))
