@@ -16,7 +16,7 @@ from outrider.drafters.base import Drafter
 from outrider.formats import ModelSize, RankGroup, Ranks
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.kernels.ops.operation import FP8_CAPABILITY
-from outrider.mixers import AttentionLayer
+from outrider.mixers import AttentionLayer, LatentLayer
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.paged.codecs import FP8_NAMES, find_cache_type
 from outrider.mixers.paged.registry import make_backend
@@ -24,9 +24,10 @@ from outrider.models.base import Model
 from outrider.models.sources.base import ModelSource
 
 log = logging.getLogger("outrider")
-# Sizes of heads for which the kernels over fp8 were compared with the reference on a card. With 64 a kernel read
-# outside its memory there; 80, 512 and latents were not reached.
-FP8_HEAD_DIMS = 128, 256
+# Sizes for which kernels over fp8 run on a GPU. Heads of 64, 80, 96, 112, 128, 192, 256 and 512 and latents of 256 and
+# 512 were compared with the reference on an H200; sizes between them use the same tiles with other masks.
+FP8_HEAD_DIMS = range(64, 512 + 1, 16)
+FP8_LATENT_DIMS = range(256, 512 + 1, 64)
 
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,
@@ -58,22 +59,24 @@ def check_cache_types(config: EngineConfig, outline: Model, device: torch.device
         if entry not in (SLIDING, *numbers):
             raise ValueError(f"kv_cache_dtype_skip_layers: {entry!r} is neither {SLIDING!r} nor the number of a layer "
                              f"that has a cache: {', '.join(sorted(numbers, key=int))}")
-    store_claims(config, outline.dtype, claims)
+    stored = store_claims(config, outline.dtype, claims)
     if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda":
-        _check_fp8_on_gpu(config.kv_cache_dtype, outline, device)
+        in_fp8 = {claim.layer for claim, own in zip(stored, claims, strict=True) if claim != own}
+        layers = [layer for layer in outline.attention_layers if layer.index in in_fp8]
+        _check_fp8_on_gpu(config.kv_cache_dtype, layers, device)
 
 
-def _check_fp8_on_gpu(name: str, outline: Model, device: torch.device) -> None:
+def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ValueError(f"kv_cache_dtype={name!r}: {torch.cuda.get_device_name(device)} does not convert to fp8: use "
                          "kv_cache_dtype='auto'")
-    for layer in outline.attention_layers:
-        size = layer.head_dim if isinstance(layer, AttentionLayer) else 0
-        if size not in FP8_HEAD_DIMS:
-            what = f"has heads of {size}" if size else "is latent attention"
-            raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} {what}, and on a GPU the kernels over fp8 "
-                             f"were compared with the reference for heads of {FP8_HEAD_DIMS[0]} and {FP8_HEAD_DIMS[1]} "
-                             "alone: use kv_cache_dtype='auto'")
+    for layer in layers:
+        what, size, sizes = (("heads", layer.head_dim, FP8_HEAD_DIMS) if isinstance(layer, AttentionLayer) else
+                             ("latents", layer.latent_dim, FP8_LATENT_DIMS))  # fmt: skip
+        if size not in sizes:
+            raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} has {what} of {size}, and on a GPU the "
+                             f"kernels over fp8 serve multiples of {sizes.step} from {sizes[0]} to {sizes[-1]}: name "
+                             "the layer in kv_cache_dtype_skip_layers, or use kv_cache_dtype='auto'")
 
 
 def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -> dict[int, ScaleNumbers]:

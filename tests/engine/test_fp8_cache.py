@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,10 +312,18 @@ def test_another_fp8_is_refused_by_name() -> None:
         EngineConfig("m", kv_cache_dtype="fp8_e5m2")
 
 
-@pytest.mark.parametrize(("family", "said"), [("llama", "layer 0 has heads of 8,"),
-                                               ("deepseek_v3", "layer 0 is latent attention")])
-def test_a_gpu_serves_what_was_compared_there(monkeypatch: pytest.MonkeyPatch, family: str, said: str) -> None:
+@pytest.mark.parametrize(("family", "said", "served"), [
+    ("llama", "layer 0 has heads of 8, .* multiples of 16 from 64 to 512", {"head_dim": 64}),
+    ("deepseek_v3", "layer 0 has latents of 8, .* multiples of 64 from 256 to 512", {"latent_dim": 512}),
+])  # fmt: skip
+def test_a_gpu_serves_sizes_that_were_compared_there(monkeypatch: pytest.MonkeyPatch, family: str, said: str,
+                                                     served: dict[str, int]) -> None:
+    """Layers that are left out keep the model's dtype, in which every size is served."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = EngineConfig("m", kv_cache_dtype="fp8")
-    with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8': {said}.* 128 and 256 alone: use"):
-        check_cache_types(config, model_of(family), torch.device("cuda"))
+    config, model = EngineConfig("m", kv_cache_dtype="fp8"), model_of(family)
+    with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8': {said}: name the layer"):
+        check_cache_types(config, model, torch.device("cuda"))
+    skipped = tuple(str(layer.index) for layer in model.attention_layers)
+    check_cache_types(replace(config, kv_cache_dtype_skip_layers=skipped), model, torch.device("cuda"))
+    monkeypatch.setattr(model, "attention_layers", [replace(layer, **served) for layer in model.attention_layers])
+    check_cache_types(config, model, torch.device("cuda"))
