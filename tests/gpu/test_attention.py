@@ -14,7 +14,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference  # noqa: E402
+from outrider.kernels.triton import exact_attention, exact_tiles_config, query_tiles  # noqa: E402
 from tests.gpu.conftest import HAS_CARD  # noqa: E402
+from tests.kernels.test_fp8_pages import in_fp8  # noqa: E402
 from tests.kernels.test_triton_attention import Batch, assert_close, decode, make_batch, prefill  # noqa: E402
 
 # (heads, kv heads, head dim, page): llama, qwen3, gemma 3 and 4 (both kinds of layer), nemotron-h.
@@ -93,6 +95,24 @@ def test_batch_mates_and_padding_change_no_bit(device: torch.device, dtype: torc
                      live=pad(batch.live, (0, 2)))
     result = decode(padded, **options)
     assert torch.equal(result[:4], together) and not result[4:].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pages_in_fp8(device: torch.device, name: str) -> None:
+    """Decoding and prompts, by the kernels that the ordinary and the exact backend take."""
+    heads, kv_heads, dim, _ = GEOMETRIES[name]
+    for requests in (DECODING, PROMPTS):
+        stored, scales, wide = in_fp8(batch_of(name, requests, device, torch.bfloat16))
+        lens, options = stored.query_starts.diff().tolist(), {"scale": dim**-0.5, "scales": scales}
+        tiles = query_tiles(lens, heads, kv_heads, dim, device, config=exact_tiles_config(heads, stored.k_cache))
+        results = [prefill(stored, None, **options), exact_attention(*stored.args, tiles=tiles, **options)]
+        if requests is DECODING:
+            results += [decode(stored, config=None, **options),
+                        exact_attention(*stored.args, max_query=4, max_length=200, **options)]  # fmt: skip
+            assert torch.equal(results[1], results[3])
+        expected = reference.paged_attention(*wide.args, dim**-0.5, 0, 0.0)
+        for result in results:
+            assert_close(result, expected)
 
 
 @pytest.mark.gpu

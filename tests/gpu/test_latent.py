@@ -10,7 +10,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, ops  # noqa: E402
+from outrider.kernels.fp8_cache import to_fp8  # noqa: E402
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
+from outrider.kernels.triton.exact_latent import exact_dense_latent_attention  # noqa: E402
 
 TOP_K, PAGE = 2048, 16
 pytestmark = [pytest.mark.gpu, pytest.mark.together("latent")]
@@ -61,6 +63,19 @@ def test_attention(device: torch.device, name: str, heads: int) -> None:
     wanted = latent.dense_latent_attention(q.float(), cache.float(), contexts, longest, 0.07, 512)
     torch.testing.assert_close(ops.dense_latent_attention(q, cache, contexts, longest, 0.07, 512).float(), wanted,
                                atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("name", ["decoding", "prompts"])
+def test_attention_over_fp8(device: torch.device, name: str, heads: int) -> None:
+    contexts, cache = make(device, BATCHES[name], 576)
+    stored, longest = to_fp8(cache), int(contexts.stop.max())
+    generator = torch.Generator(device=device).manual_seed(1)
+    q = torch.randn(len(contexts.first), heads, 576, device=device, generator=generator).bfloat16()
+    wanted = latent.dense_latent_attention(q.float(), stored.float(), contexts, longest, 0.07, 512)
+    for attend in (ops.dense_latent_attention, exact_dense_latent_attention):
+        out = attend(q, stored, contexts, longest, 0.07, 512)
+        torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("name", BATCHES)
