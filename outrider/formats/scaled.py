@@ -28,6 +28,9 @@ INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
 # Linear layers with fewer numbers have short groups with offsets in int4: their bytes count little, and models that
 # consist of them are sensitive.
 FEWEST_NUMBERS_IN_LONG_GROUPS, SHORT_GROUP = 1 << 24, 32
+# Linear layers with fewer numbers leave token rows as they are: rounding them to fp8 costs as much quality as rounding
+# the weights, and an additional launch, which reading so few bytes does not pay back.
+FEWEST_NUMBERS_TO_ROUND = 1 << 22
 DUMMY_SCALE = DUMMY_RANGE / 8
 LEAST_OUTPUTS = 16  # of layers that are coded at load: gates of one output are sensitive and small
 
@@ -48,6 +51,13 @@ class ScaledFormat(StoredFormat):
     def width(self, inputs: int) -> int:
         """The number of inputs that share a scale, in a matrix with `inputs` of them."""
         return self.group or inputs
+
+    def rounding(self, declared: LinearDeclaration) -> int:
+        """The number of inputs that share a scale in token rows, which are rounded to fp8; 0 if rows stay as they are:
+        on a CPU too, where products are made in float32 and rounding would only add an error."""
+        is_large = declared.num_numbers >= FEWEST_NUMBERS_TO_ROUND
+        rounds = self.rounds and is_large and declared.device.type == "cuda"
+        return min(self.width(declared.num_inputs), declared.num_inputs) if rounds else 0
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
         """The stored form of a weight [.., outputs, inputs] of numbers."""
@@ -150,11 +160,8 @@ class ScaledLinear(EmbeddingFormat):
     def __init__(self, declared: LinearDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
         self._stored = stored[0]
-        inputs, device = declared.num_inputs, declared.device
-        self._weight = self._stored.empty(declared.num_outputs, inputs=inputs, device=device)
-        # On the CPU rounded token rows would only add an error: products are made in float32.
-        rounds = self._stored.rounds and device.type == "cuda"
-        self._rounding = min(self._stored.width(inputs), inputs) if rounds else 0
+        self._weight = self._stored.empty(declared.num_outputs, inputs=declared.num_inputs, device=declared.device)
+        self._rounding = self._stored.rounding(declared)
         self._packed: native.Matrix | None = None  # the weight for the native product
         self._activation_bits = 24
         self.set_exact(False)

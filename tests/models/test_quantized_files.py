@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,17 @@ def test_int4_takes_the_largest_group_that_divides_the_inputs_of_a_large_matrix(
     assert made is None or made.has_offsets == has_offsets
     experts = choose_made("int4", declared, declared)
     assert experts is None or not experts.has_offsets, "matrices of experts are small, but many"
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "device", "rounding"), [
+    (2048, 2048, "cuda", (2048, 128)), (64, 1 << 16, "cuda", (64, 64)), (2048, 2032, "cuda", (0, 0)),
+    (2048, 2048, "cpu", (0, 0))])  # fmt: skip
+def test_token_rows_are_rounded_for_large_matrices_on_a_gpu(inputs: int, outputs: int, device: str,
+                                                            rounding: tuple[int, int]) -> None:
+    declared = Linear(inputs, outputs, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
+    declared = replace(declared, device=torch.device(device))
+    assert tuple(ScaledFormat("fp8", group, rounds=True).rounding(declared) for group in (0, 128)) == rounding
+    assert ScaledFormat("fp8").rounding(declared) == 0
 
 
 @pytest.mark.parametrize("rounds", [False, True])
