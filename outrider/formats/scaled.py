@@ -7,7 +7,7 @@ scales are allocated. Token rows may be rounded to fp8 on a GPU, where the file 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,13 +21,13 @@ from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import kept_bits_are_fast, rounding_error
-from outrider.kernels.scaled import FP8, INT4, Scaled
+from outrider.kernels.scaled import FP8, INT4, INT8, Scaled
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first
-# Linear layers with fewer numbers have short groups with offsets in int4: their bytes count little, and models that
-# consist of them are sensitive.
-FEWEST_NUMBERS_IN_LONG_GROUPS, SHORT_GROUP = 1 << 24, 32
+# Linear layers with fewer numbers have short groups with offsets in int4, and with fewer still they are coded in int8:
+# their bytes count little, and models that consist of them are sensitive.
+FEWEST_NUMBERS_IN_LONG_GROUPS, FEWEST_NUMBERS_IN_INT4, SHORT_GROUP = 1 << 24, 1 << 20, 32
 # Linear layers with fewer numbers leave token rows as they are: rounding them to fp8 costs as much quality as rounding
 # the weights, and an additional launch, which reading so few bytes does not pay back.
 FEWEST_NUMBERS_TO_ROUND = 1 << 22
@@ -61,8 +61,10 @@ class ScaledFormat(StoredFormat):
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
         """The stored form of a weight [.., outputs, inputs] of numbers."""
-        to_int4 = partial(scaled.to_int4_groups, group=self.group, has_offsets=self.has_offsets)
-        made = scaled.by_outputs(scaled.to_fp8_rows if self.kind == FP8 else to_int4, weight.flatten(0, -2))
+        makers: dict[str, Callable[[torch.Tensor], Scaled]] = {
+            FP8: scaled.to_fp8_rows, INT8: partial(scaled.to_int8_groups, group=self.group),
+            INT4: partial(scaled.to_int4_groups, group=self.group, has_offsets=self.has_offsets)}
+        made = scaled.by_outputs(makers[self.kind], weight.flatten(0, -2))
         outputs, offsets = weight.shape[:-1], made.offsets
         return ScaledWeight(replace(made, codes=made.codes.unflatten(0, outputs),
                                     scales=made.scales.unflatten(0, outputs),
@@ -313,7 +315,9 @@ def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat
     group = next((group for group in INT4_GROUPS if all(each.num_inputs % group == 0 for each in declared)), None)
     if group is None:
         return None
-    is_small = len(declared) == 1 and declared[0].num_numbers < FEWEST_NUMBERS_IN_LONG_GROUPS  # experts are many
-    if is_small and declared[0].num_inputs > SHORT_GROUP:
+    num_numbers = declared[0].num_numbers if len(declared) == 1 else sys.maxsize  # experts are many
+    if num_numbers < FEWEST_NUMBERS_IN_INT4:
+        return ScaledFormat(INT8, SHORT_GROUP, torch.bfloat16, is_made=True)
+    if num_numbers < FEWEST_NUMBERS_IN_LONG_GROUPS and declared[0].num_inputs > SHORT_GROUP:
         return ScaledFormat(INT4, SHORT_GROUP, torch.bfloat16, is_made=True, has_offsets=True)
     return ScaledFormat(INT4, group, torch.bfloat16, is_made=True)

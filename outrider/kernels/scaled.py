@@ -262,6 +262,14 @@ def to_fp8_rows(weight: Tensor) -> Scaled:
     return Scaled(FP8, weight.shape[1], codes, scales)
 
 
+def to_int8_groups(weight: Tensor, group: int) -> Scaled:
+    """A weight [outputs, inputs] in int8 with a bfloat16 scale for every group, whose extreme becomes 127 or -127."""
+    numbers = weight.float().unflatten(1, (-1, group))
+    scales = (numbers.abs().amax(-1, keepdim=True) / 127).bfloat16()
+    codes = (numbers / scales.float()).nan_to_num_(0, 0, 0).round_().clamp_(-127, 127).to(torch.int8)
+    return Scaled(INT8, group, codes.flatten(1), scales.squeeze(-1))
+
+
 def to_int4_groups(weight: Tensor, group: int, has_offsets: bool = False) -> Scaled:
     """A weight [outputs, inputs] in int4 with a bfloat16 scale for every group, and perhaps an offset.
 

@@ -1,11 +1,11 @@
-"""Weights that are coded in int4 at load: what the search for scales and offsets promises."""
+"""Weights that are coded in int4 or int8 at load: what the search for scales and offsets promises."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from outrider.kernels.scaled import INT4, Scaled, pack_nibbles, to_int4_groups
+from outrider.kernels.scaled import INT4, Scaled, pack_nibbles, to_int4_groups, to_int8_groups
 
 FORMS = pytest.mark.parametrize(("group", "has_offsets"), [(128, False), (32, False), (32, True)])
 
@@ -61,3 +61,15 @@ def test_groups_of_equal_numbers_and_of_numbers_that_are_not_finite(has_offsets:
     made = to_int4_groups(weight, 32, has_offsets)
     assert torch.equal(made.numbers()[:2], weight[:2])
     assert made.scales.isfinite().tolist() == [[True, True], [True, True], [False, True], [True, False]]
+
+
+def test_a_number_in_int8_is_wrong_by_half_a_step_at_most() -> None:
+    weight = draw(16, 128)
+    weight[0], weight[1, 3] = 0, torch.nan
+    made = to_int8_groups(weight, 32)
+    steps = made.scales.float().repeat_interleave(32, 1)
+    finite = weight.unflatten(1, (-1, 32)).isfinite().all(-1)
+    assert torch.equal(made.scales.isfinite(), finite)
+    # The scale is rounded to 8 bits, so that the extreme may lie a quarter of a step beyond code 127.
+    inside = ((made.numbers() - weight).abs() <= 0.501 * steps).unflatten(1, (-1, 32))
+    assert inside[finite].all() and torch.equal(made.numbers()[0], weight[0])

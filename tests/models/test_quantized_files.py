@@ -248,9 +248,14 @@ def test_joint_experts_of_4_bits_have_gate_and_up_rows_in_turn() -> None:
 # Quantised at load
 
 
-@pytest.mark.parametrize(("quantization", "bits", "error"), [("fp8", 8.4, 0.04), ("int4", 5.1, 0.1)])
-def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, bits: float, error: float,
-                                                       tmp_path: Path) -> None:
+FEWEST = "outrider.formats.scaled.FEWEST_NUMBERS_IN_INT4"  # int4 codes smaller matrices in int8
+
+
+@pytest.mark.parametrize(("quantization", "fewest", "bits", "error"), [
+    ("fp8", 0, 8.4, 0.04), ("int4", 0, 5.1, 0.1), ("int4", 1 << 20, 8.6, 0.01)])  # fmt: skip
+def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, fewest: int, bits: float, error: float,
+                                                       tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FEWEST, fewest)
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
     dense = load(folder)
     dense_bytes = sum(slot.nbytes for slot in dense.weights().values())
@@ -347,8 +352,10 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"outrider.{module}.kept_bits_are_fast", lambda: True)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
-def test_a_cpu_multiplies_with_codes_by_native_code(quantization: str, packing: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "fewest"), [("int4", 0), ("int4", 1 << 20), ("fp8", 0)])
+def test_a_cpu_multiplies_with_codes_by_native_code(quantization: str, fewest: int, packing: None, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FEWEST, fewest)
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
     model = load(folder, dtype="float32", quantization=quantization)
     for linear in find_modules([model], Linear):
@@ -401,18 +408,23 @@ def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing:
     assert outcome(model) == outcome(model, exact=True)
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "group", "has_offsets"), [
-    (4096, 4096, 128, False), (192, 1 << 17, 64, False), (96, 1 << 18, 32, False), (80, 1 << 18, None, False),
-    (4096, 4064, 32, True), (256, 64, 32, True), (80, 64, None, False), (32, 64, 32, False)])  # fmt: skip
+@pytest.mark.parametrize(("inputs", "outputs", "kind", "group", "has_offsets"), [
+    (4096, 4096, "int4", 128, False), (192, 1 << 17, "int4", 64, False), (96, 1 << 18, "int4", 32, False),
+    (4096, 4064, "int4", 32, True), (1024, 1024, "int4", 32, True), (32, 1 << 15, "int4", 32, False),
+    (1024, 1008, "int8", 32, False)])  # fmt: skip
 def test_int4_takes_the_largest_group_that_divides_the_inputs_of_a_large_matrix(
-    inputs: int, outputs: int, group: int | None, has_offsets: bool
+    inputs: int, outputs: int, kind: str, group: int, has_offsets: bool
 ) -> None:
     declared = Linear(inputs, outputs, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
-    made = choose_made("int4", declared)
-    assert (None if made is None else made.group) == group
-    assert made is None or made.has_offsets == has_offsets
-    experts = choose_made("int4", declared, declared)
-    assert experts is None or not experts.has_offsets, "matrices of experts are small, but many"
+    made, experts = choose_made("int4", declared), choose_made("int4", declared, declared)
+    assert made is not None and (made.kind, made.group, made.has_offsets) == (kind, group, has_offsets)
+    assert experts is not None and experts.kind == "int4" and not experts.has_offsets, "small matrices, but many"
+
+
+@pytest.mark.parametrize("outputs", [64, 1 << 18])
+def test_int4_leaves_matrices_whose_inputs_no_group_divides(outputs: int) -> None:
+    layer = Linear(80, outputs, bias=False, dtype=torch.float32, device=torch.device("meta"))
+    assert choose_made("int4", layer.declared) is None
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "device", "rounding"), [
@@ -497,8 +509,10 @@ def test_start_up_says_in_one_line_what_is_kept_and_what_is_expanded(
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.35), ("int4", 0.25)])
-def test_the_floor_of_a_benchmark_counts_the_bytes_that_are_kept(quantization: str, share: float,
-                                                                 tmp_path: Path) -> None:
+def test_the_floor_of_a_benchmark_counts_the_bytes_that_are_kept(
+    quantization: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FEWEST, 0)
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
     plain, coded = (Traffic(load(folder, dtype="float32", **settings)).weights.dense
                     for settings in ({}, {"quantization": quantization}))
