@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from outrider.config import EngineConfig
 from outrider.core import SamplingParams, ScheduledBatch, StepResult
-from outrider.core.checked_request import CheckedRequest
 from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
 from outrider.runner.commands import Answer, Command
@@ -120,8 +119,9 @@ class TimedEngine:
 
     def _add(self, prompts: Sequence[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=0)
-        self.engine.add({f"costs-{self._num_added + index}": CheckedRequest(tuple(prompt), params)
-                         for index, prompt in enumerate(prompts)})
+        checked = self.engine.checks.check_all([{"prompt_token_ids": prompt} for prompt in prompts],
+                                               [params] * len(prompts), [0] * len(prompts))
+        self.engine.add({f"costs-{self._num_added + index}": one for index, one in enumerate(checked)})
         self._num_added += len(prompts)
 
     def prompt_seconds(self, lengths: Sequence[int]) -> Pace:

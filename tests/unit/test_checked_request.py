@@ -37,8 +37,9 @@ def calls_of(name: str) -> set[str]:
 
 
 def test_checked_requests_are_made_by_the_checks_alone() -> None:
-    """Beside the placeholder of the null row."""
-    assert calls_of("CheckedRequest") == {"engine/request_checks.py", "core/checked_request.py"}
+    """Beside the placeholder of the null row, and simulated requests, which come from no user."""
+    assert calls_of("CheckedRequest") == {"engine/request_checks.py", "core/checked_request.py",
+                                          "simulation/replica.py"}
 
 
 @pytest.fixture
