@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -44,6 +45,7 @@ class RankPlace:
 
     link: RankLink
     numbers: Any  # shared memory of its RankStatus
+    process_ids: Any  # shared memory of all ranks: their processes
 
     @property
     def is_alone(self) -> bool:
@@ -62,7 +64,8 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
     for number in (signal.SIGINT, signal.SIGTERM):  # a handler, because what is ignored stays so in programs run here
         signal.signal(number, _leave_to_parent)
     status = RankStatus(place.numbers)
-    threading.Thread(target=_end_with_parent, name="outrider-parent-watch", daemon=True).start()
+    place.process_ids[place.link.rank] = os.getpid()
+    threading.Thread(target=_end_with_parent, args=(place,), name="outrider-parent-watch", daemon=True).start()
     threading.Thread(target=_show_life, args=(status,), name="outrider-life", daemon=True).start()
     to_parent = _ToParent(pipe, place.link)
     log.setLevel(level if place.link.rank == 0 else max(level, logging.WARNING))  # every rank would say the same
@@ -128,11 +131,16 @@ def _leave_to_parent(*_: object) -> None:
     """Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of processes."""
 
 
-def _end_with_parent() -> None:
-    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
+def _end_with_parent(place: RankPlace) -> None:
+    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then. The other
+    ranks are ended too, since one of them may be stopped."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    for other in place.process_ids:
+        if other not in (0, os.getpid()):  # 0: it has not begun
+            with suppress(OSError):  # it has ended
+                os.kill(other, signal.SIGKILL)
     os._exit(1)
 
 

@@ -235,12 +235,12 @@ def _start(config: EngineConfig, source: ModelSource,
     """Start a process for each rank. Returns them with their pipes, in the order of ranks."""
     context = multiprocessing.get_context("spawn")
     links = [context.Pipe() for _ in range(num_ranks - 1)]  # between rank 0 and each other rank
-    ranks, pipes = [], []
+    ranks, pipes, process_ids = [], [], context.RawArray("q", num_ranks)
     for rank in range(num_ranks):
         own, theirs = context.Pipe()
         ends = tuple(first for first, _ in links) if rank == 0 else (links[rank - 1][1],)
         numbers = context.RawArray("q", STATUS_FIELDS)
-        place = RankPlace(RankLink(rank, num_ranks, ends), numbers)
+        place = RankPlace(RankLink(rank, num_ranks, ends), numbers, process_ids)
         process = context.Process(target=serve, args=(theirs, config, source, log.getEffectiveLevel(), place),
                                   name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
         process.start()

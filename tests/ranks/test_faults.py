@@ -92,6 +92,7 @@ def test_ranks_end_with_their_parent(model: str, tmp_path: Path) -> None:
         assert parent.stdout is not None
         pids = list(map(int, parent.stdout.readline().split()))
         time.sleep(1)
+        os.kill(pids[1], signal.SIGSTOP)  # it cannot see the end of its parent
         parent.kill()
     assert len(pids) == 2
     wait_for_end(pids)
