@@ -34,8 +34,9 @@ from outrider.kernels.triton.hopper.latent_decode import launch_splits as launch
 from outrider.kernels.triton.latent_checks import check_latents
 from outrider.kernels.triton.launch import kernel
 
-# Rows of a program's products. With 64, some tiles of Triton 3.6 read memory that is not theirs on a card. Descriptors
-# of 64 rows are right in all tiles that were compiled to see (`tests/kernels/descriptors.py`): the cause is not known.
+# Rows of a program's products. With 64, some tiles of Triton 3.6 read memory that is not theirs on a card. The cause is
+# not known: `tests/kernels/descriptors.py` finds no wrong descriptor in tiles of 64 rows, but cannot follow addresses
+# that are chosen while the kernel runs.
 MAX_ROWS = 32
 MOST_SPLITS = 64  # of one token row
 HOPPER_SPLIT = 64  # least positions of a split there; of long contexts, splits have at least twice as many
