@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,20 @@ def test_the_driver_has_the_memory_back(tmp_path: Path) -> None:
             generated(llm)
 
 
-@pytest.mark.skipif(not HAS_CARD, reason="asks the driver")
+@pytest.mark.skipif(not HAS_CARD, reason="only memory of a GPU is given back")
 @pytest.mark.together("sleep memory")
 def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(tmp_path: Path) -> None:
-    """Other processes may take memory of the device meanwhile, but not between all of these engines."""
+    """What this process holds of the device's memory: other processes may take some at the same time."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
-    free = []
-    for _ in range(4):
+    held = []
+    for _ in range(2):
         with LLM(str(tmp_path), device=str(DEVICE), dtype="bfloat16", load_format="dummy", max_model_len=256,
                  kv_cache_memory_bytes=256 << 20) as llm:
             generated(llm)
-        free.append(torch.cuda.mem_get_info(DEVICE)[0])
-    assert llm.engine.has_ended
-    assert min(before - after for before, after in pairwise(free)) < 64 << 20
+            opened = torch.cuda.memory_reserved(DEVICE)
+        held.append(torch.cuda.memory_reserved(DEVICE))
+        assert opened - held[-1] > 512 << 20
+    assert llm.engine.has_ended and held[1] - held[0] < 64 << 20
 
 
 @pytest.mark.parametrize(("family", "drafter"), [
