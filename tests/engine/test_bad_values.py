@@ -58,7 +58,7 @@ BY_NAME = {
     "download_dir": {"text", "number as text"}, "ignore_config_keys": {"empty list", "list of text"},
     "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
     "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
-    "extra_args": {"empty dict", "dict"},
+    "extra_args": {"empty dict", "dict"}, "kv_events_config": {"empty dict"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -156,6 +156,7 @@ FLAG_ACCEPTS = {
     "seed": {"-1"}, "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "presence_penalty": {"-1"},
     "max_logprobs": {"-1"}, "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)},
     "speculative": {"true"}, "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "extra_args": {"{}"},
+    "kv_events_config": {"{}"},
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
                      "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),

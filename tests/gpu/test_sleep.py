@@ -62,7 +62,7 @@ def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(tmp_path: 
             generated(llm)
             opened = torch.cuda.memory_reserved(DEVICE)
         held.append(torch.cuda.memory_reserved(DEVICE))
-        assert opened - held[-1] > 512 << 20
+        assert opened - held[-1] > 400 << 20  # weights and pages alone
     assert llm.engine.has_ended and held[1] - held[0] < 64 << 20
 
 
