@@ -58,7 +58,7 @@ BY_NAME = {
     "download_dir": {"text", "number as text"}, "ignore_config_keys": {"empty list", "list of text"},
     "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
     "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
-    "extra_args": {"empty dict", "dict"}, "kv_events_config": {"empty dict"},
+    "extra_args": {"empty dict", "dict"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }  # fmt: skip
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -92,17 +92,22 @@ def test_sampling_parameters(name: str) -> None:
     check(lambda value: SamplingParams(**{name: value}), name, SAMPLING[name])
 
 
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(EngineConfig) if f.name != "speculative_config"])
+SECTIONS = {"speculative_config": {"none"}, "kv_events_config": {"none", "empty dict"}}  # with keys of their own
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(EngineConfig) if f.name not in SECTIONS])
 def test_settings(name: str) -> None:
     check(lambda value: EngineConfig(**{"model": "x", name: value}), name, SETTINGS[name])
 
 
-def test_a_speculative_config_that_is_none() -> None:
-    assert EngineConfig("x", speculative_config=None).speculative is None
+@pytest.mark.parametrize("name", SECTIONS)
+def test_sections(name: str) -> None:
     for case, value in BAD.items():
-        if case != "none":
-            with pytest.raises(ValueError, match="speculative_config"):
-                EngineConfig("x", speculative_config=value)
+        if case in SECTIONS[name]:
+            EngineConfig(**{"model": "x", name: value})
+        else:
+            with pytest.raises(ValueError, match=name):
+                EngineConfig(**{"model": "x", name: value})
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
