@@ -41,8 +41,9 @@ class DecodeRun:
     def num_turns(self) -> int:
         """Turns that would only decode: each takes a token for each running request and schedules the next one, and no
         request ends, starts or lacks a page."""
-        scheduler = self._scheduler
-        running, is_pure = scheduler._running, self._is_possible and not scheduler.cache.has_folds
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        # The last token of a prompt, alone in its step, looks like a decoded one, and may promise a page.
+        running, is_pure = scheduler._running, self._is_possible and not (cache.has_folds or cache.promises)
         if not (is_pure and running) or scheduler._waiting or scheduler._suspects:
             return 0
         num = min([request.end_len - len(request.token_ids) - request.in_flight_samples for request in running])
