@@ -199,7 +199,7 @@ REFUSED = {
     "a profile of some steps": ("LLM(model, profiler_config={'torch_profiler_dir': 'x', 'max_iterations': 3})",
                                 "profiler_config: max_iterations=3 is not supported: start_profile and stop_profile"),
     "groups of devices": ("from outrider.distributed import init_distributed_environment",
-                          "outrider.distributed.init_distributed_environment is not supported: one engine"),
+                          "outrider.distributed.init_distributed_environment is not supported: a model is cut"),
     "a setting that the groups lack": ("llm.llm_engine.model_config.code_revision",
                                        "ModelConfig has no 'code_revision' here; it has model, "),
     "a field that asks for something": ("SamplingParams(best_of=2)", "best_of is not supported: use n"),
