@@ -189,11 +189,11 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "quantization_config": Refused(OWN_FORMAT),
 }
 
+DRAFTER_RANKS = "draft_tensor_parallel_size"  # a drafter runs on the ranks of its target
 DRAFTING_KEYS: dict[str, Meaning] = {
     "disable_by_batch_size": Explained("the number of drafts is chosen every step, down to none"),
     "disable_logprobs": Explained("log-probabilities are those of the model"),
     "disable_padded_drafter_batch": Explained("batches have one form with drafts and without"),
-    "draft_tensor_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "enforce_eager": Refused("give enforce_eager of the engine", (None, False)),
     "max_model_len": Refused("a drafter serves the length of the model"),
     "quantization": Refused(OWN_FORMAT),
@@ -243,16 +243,19 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
                 raise ValueError(f"{front}: {unknown_name('setting', name, known, table)}")
             case None if value is None and (name in NONE_IS_DEFAULT or name in settings):
                 pass
+            case None if name == "speculative_config" and isinstance(value, dict):
+                settings[name] = translate_drafting(value, given.get("tensor_parallel_size", 1))
             case None:
                 settings[name] = _value(name, value)
     return settings
 
 
-def translate_drafting(given: dict[str, Any]) -> dict[str, Any]:
-    """A speculative_config as vLLM takes it, by the names here."""
+def translate_drafting(given: dict[str, Any], num_ranks: int = 1) -> dict[str, Any]:
+    """A speculative_config as vLLM takes it, by the names here. num_ranks: those of the target."""
     own: dict[str, Any] = {}
     for key, value in given.items():
-        match DRAFTING_KEYS.get(key):
+        meaning = Refused(ONE_DEVICE, (None, num_ranks)) if key == DRAFTER_RANKS else DRAFTING_KEYS.get(key)
+        match meaning:
             case Explained(words):
                 if value is not None:
                     log.warning("speculative_config: %s=%s makes no difference: %s", key, shown(value), words)
@@ -280,6 +283,4 @@ def _value(setting: str, value: Any) -> Any:
         return None
     if setting == "profiler_config":
         return profiler_dir(value)
-    if setting == "speculative_config" and isinstance(value, dict):
-        return translate_drafting(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

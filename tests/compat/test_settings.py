@@ -101,6 +101,16 @@ def test_a_speculative_config_may_leave_its_method_to_the_model(given: dict[str,
     assert config.speculative is not None and config.speculative.method == (own.get("method") or "auto")
 
 
+def test_a_drafter_runs_on_as_many_ranks_as_its_target() -> None:
+    def config(num_ranks: int) -> EngineConfig:
+        drafting = {"method": "mtp", "num_speculative_tokens": 3, "draft_tensor_parallel_size": num_ranks}
+        return config_for("LLM", "m", {"speculative_config": drafting, "tensor_parallel_size": 2})
+
+    assert config(2).speculative_config == {"method": "mtp", "num_speculative_tokens": 3}
+    with pytest.raises(ValueError, match="speculative_config: draft_tensor_parallel_size=1 is not supported"):
+        config(1)
+
+
 def test_a_key_of_drafting_that_changes_nothing_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
     with caplog.at_level(logging.INFO, logger="outrider"):
