@@ -39,6 +39,8 @@ AT_EXIT = 0  # when this process ends: before multiprocessing asks its children 
 CLOSE_SECONDS = 30.0  # until children that were asked to end are ended
 KILL_SECONDS = 5.0  # until nobody waits any longer for a child that was killed
 CAUSE_SECONDS = 2.0  # that a start which failed waits for the cause: other ranks may fail with it, or because of it
+CUT_OFF = ("an interrupt (KeyboardInterrupt) cut off a message on its way to the worker process, which was ended "
+           "because it could not read on: start the engine again")
 log = logging.getLogger("outrider")
 Given = TypeVar("Given")
 
@@ -134,7 +136,7 @@ class WorkerProcess:
         pickled = [ForkingPickler.dumps(message) for message in messages]
         with self._sending:
             if self._is_sending:  # a child cannot make sense of what follows a part of a message
-                _kill(self._ranks)
+                self._end(WorkerDied(CUT_OFF))
             self._is_sending = True
             for pipe in self._pipes:
                 for one in pickled:

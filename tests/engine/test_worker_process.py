@@ -254,5 +254,5 @@ def test_an_interrupt_on_any_line_of_a_submit_leaves_no_answer_to_a_wrong_step(t
                 break
             assert generate() == expected, line
         assert num_landed >= 5 and sending
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDied, match="an interrupt .KeyboardInterrupt. cut off a message"):
             generate()
