@@ -54,7 +54,8 @@ class RankWatch:
                 continue
             before, silent = self._beats[index]
             beats = own.status.beats
-            silent = silent + seconds if beats == before else 0.0
+            # Before its first sign of life a rank imports the caller's script, which may take long.
+            silent = silent + seconds if beats == before and beats > 0 else 0.0
             self._beats[index] = beats, silent
             if silent > SILENT_SECONDS:
                 return WorkerDied(f"{own.words} and has shown no life for {silent:.0f} s: it may be stopped, or the "

@@ -97,6 +97,8 @@ class Watched:
 
 def test_a_rank_that_shows_no_life_is_named() -> None:
     ranks = Watched()
+    assert ranks.looks(2 * SILENT_SECONDS, living=(0,)) is None, "rank 1 has not begun: it imports the caller's script"
+    assert ranks.looks(1) is None
     ranks.statuses[1].begin(Doing.STEP, 12)
     assert ranks.looks(SILENT_SECONDS - 1, living=(0,)) is None
     assert "rank 1 (process 11) ran step 12 and has shown no life" in str(ranks.looks(3, living=(0,)))
