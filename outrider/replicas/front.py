@@ -21,7 +21,7 @@ from outrider.replicas.replica import Replica, ReplicaState
 from outrider.replicas.upstream import Answer, Headers, ReplicaLost, ask
 from outrider.server.admin import PATHS as ADMIN_PATHS
 from outrider.server.errors import ApiError
-from outrider.server.guard import REQUEST_ID_HEADER, Message, Receive, Scope, Send, send_error
+from outrider.server.guard import BODILESS_METHODS, REQUEST_ID_HEADER, Message, Receive, Scope, Send, send_error
 from outrider.server.work import DONE, LAST_SECONDS, event
 
 RETRIED = (429, 503)  # answers that another replica may better: its queue is full, or it has no engine just then
@@ -47,7 +47,8 @@ class ReplicaFront:
         if scope["type"] != "http":
             raise NotImplementedError(f"the front does not serve {scope['type']}")
         exchange = _Exchange(scope, send)
-        work = asyncio.ensure_future(self._serve(exchange, await _body(receive)))
+        body = b"" if exchange.method in BODILESS_METHODS else await _body(receive)
+        work = asyncio.ensure_future(self._serve(exchange, body))
         gone = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,6 +29,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Served without a key: what load balancers ask, and pages that hold no data: the one at / asks for a key itself.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/docs"})
+BODILESS_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")  # their bodies are not read: no route uses them
 BODY_SECONDS = 60.0  # for a client to send its body
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -75,7 +76,7 @@ class Guard:
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
         """Reads the whole body before the route sees it, within the limits, and plays it back."""
-        if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
+        if scope["method"] in BODILESS_METHODS:
             return receive
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._max_body_bytes:

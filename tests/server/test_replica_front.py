@@ -216,6 +216,16 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     run(test)
 
 
+def test_the_body_of_a_get_is_not_kept() -> None:
+    """The guard does not bound such a body, and some routes need no key: it could fill the front's memory."""
+    async def test() -> None:
+        async with fronted(echo) as (client, (script,)):
+            assert (await client.request("GET", "/v1/models", content=b"x")).status_code == 200
+            assert [body for _, body in script.asked] == [b""]
+
+    run(test)
+
+
 def test_what_concerns_all_replicas_is_asked_of_all() -> None:
     async def answer(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         number = script.replica.number
