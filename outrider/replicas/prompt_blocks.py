@@ -22,9 +22,9 @@ def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
     prefix caches of different keys are separate."""
     try:
         given = json.loads(body)
-    except (ValueError, RecursionError):
+        return prompt_blocks(given, tenant) if isinstance(given, dict) else []
+    except (ValueError, RecursionError):  # a body may nest as deeply as can be read, and be too deep to be written
         return []
-    return prompt_blocks(given, tenant) if isinstance(given, dict) else []
 
 
 def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:

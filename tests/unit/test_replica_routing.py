@@ -102,6 +102,11 @@ def test_what_is_no_prompt_has_no_blocks(body: bytes) -> None:
     assert body_blocks(body) == []
 
 
+def test_a_prompt_that_can_be_read_but_is_too_deep_to_be_written_has_no_blocks() -> None:
+    for depth in range(800, 1000):  # the limit is that of the interpreter, less the calls under way
+        body_blocks(b'{"prompt": ' + b'{"x": ' * depth + b"1" + b"}" * depth + b"}")
+
+
 def test_metrics_of_replicas_are_on_one_page_with_the_number_of_each() -> None:
     page = ('# HELP process_start_time_seconds Begun.\n# TYPE process_start_time_seconds gauge\n'
             'process_start_time_seconds 5\n# HELP vllm:n N.\n# TYPE vllm:n counter\n'
