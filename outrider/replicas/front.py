@@ -71,14 +71,14 @@ class ReplicaFront:
 
     async def _serve(self, exchange: _Exchange, body: bytes) -> None:
         try:
-            match exchange.path:
-                case "/health" | "/ping":
+            match exchange.method, exchange.path:
+                case ("GET" | "HEAD", "/health" | "/ping") | ("POST", "/ping"):
                     await exchange.answer_json(self._health())
-                case "/metrics":
+                case "GET", "/metrics":
                     await exchange.answer_text(await joined_page(self.replicas, exchange.headers))
-                case "/load":
+                case "GET", "/load":
                     await exchange.answer_json({"server_load": sum(each.num_live for each in self.replicas)})
-                case path if path in ADMIN_PATHS:
+                case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
                                                                exchange.headers, body))
                 case _:

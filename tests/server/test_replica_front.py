@@ -216,6 +216,19 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     run(test)
 
 
+def test_a_method_that_a_route_of_the_front_does_not_have_is_left_to_a_replica() -> None:
+    async def other_method(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        await reply(writer, {"error": {"message": "this route has another method"}}, 405)
+
+    async def test() -> None:
+        async with fronted(other_method) as (client, _):
+            for method, path in (("DELETE", "/health"), ("POST", "/metrics"), ("POST", "/load")):
+                assert (await client.request(method, path)).status_code == 405
+            assert (await client.head("/health")).status_code == (await client.post("/ping")).status_code == 200
+
+    run(test)
+
+
 def test_the_body_of_a_get_is_not_kept() -> None:
     """The guard does not bound such a body, and some routes need no key: it could fill the front's memory."""
     async def test() -> None:
