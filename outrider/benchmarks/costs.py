@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from outrider.benchmarks.model_facts import MeasureFacts
-from outrider.benchmarks.result_file import check_result_file
 from outrider.benchmarks.step_times import Pace, TimedEngine
 from outrider.cache.groups import CacheLayout
+from outrider.commands.output_files import check_result_file
 from outrider.commands.parser import engine_config
 from outrider.config import EngineConfig
 from outrider.core import Limits

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.benchmarks.result_file import check_result_file
 from outrider.commands.http_stream import Address, HttpError, model_names, stream_events
+from outrider.commands.output_files import check_result_file
 from outrider.commands.parser import UsageError
 
 PERCENTILES = (50, 90, 99)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from outrider.benchmarks.prompt_sets import PromptSet, read_sets
 from outrider.commands.loading import load
+from outrider.commands.output_files import check_plot
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.run_prompts import Ask, PromptResults, run_prompts
 from outrider.core import SamplingParams
@@ -40,8 +41,7 @@ class Cell:
 def run(args: argparse.Namespace) -> int:
     sizes: tuple[int, ...] = args.batch_sizes
     sets = read_sets(args.prompts)
-    if args.plot:
-        _need_matplotlib()
+    check_plot(args.plot)
     config = engine_config(args, speculative_config=DEFAULT, enable_prefix_caching=False, max_num_seqs=max(sizes))
     if config.speculative_config is None:
         raise UsageError("--speculative-config null leaves nothing to compare")
@@ -105,11 +105,3 @@ def _line(cell: Cell) -> str:
     rates = " ".join(f"{rate:.2f}" for rate in cell.acceptance_per_position)
     return (f"{cell.prompts:<14} {cell.batch:>5} {cell.plain_tok_s:>11.1f} {cell.spec_tok_s:>11.1f} {cell.ratio:>6.2f} "
             f"{cell.mean_run:>8.2f} {cell.mean_drafts:>6.2f} {f'{cell.equal_requests}/{cell.batch}':>7}  {rates}")
-
-
-def _need_matplotlib() -> None:
-    """Refuse --plot without matplotlib, before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error

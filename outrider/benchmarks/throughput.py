@@ -25,11 +25,11 @@ import torch
 
 from outrider import __version__
 from outrider.benchmarks.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
-from outrider.benchmarks.result_file import check_result_file
 from outrider.benchmarks.roofline import Decoding, Traffic, measure_bandwidth
 from outrider.benchmarks.server_load import percentile
 from outrider.commands.env import cpu_name, version_of
 from outrider.commands.loading import Loaded, load
+from outrider.commands.output_files import check_result_file
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, run_prompts
 from outrider.config import EngineConfig

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outrider.commands.output_files import check_plot, check_result_file
 from outrider.commands.parser import UsageError
 from outrider.commands.simulated_routing import ROUTERS
 from outrider.simulation.cluster import Cluster
@@ -32,6 +33,8 @@ SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisa
 
 
 def run(args: argparse.Namespace) -> int:
+    check_result_file(args.save_result)
+    check_plot(args.plot)
     table = _table(args)
     rows: list[dict[str, Any]] = []
     print("  ".join(f"{name:>18}" for name in SHOWN))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,17 @@ def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
     assert all(row["completed"] == 20 for row in result["rows"])
     assert main(words[:2]) == 2 and "--concurrency" in capsys.readouterr().err
     assert main([*words, "--input-len", "9999"]) == 2 and "is no length" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_simulated(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made_table().save(tmp_path / "costs.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    words = ["simulate", str(tmp_path / "costs.json"), "--rate", "5", "--num-requests", "5", "--input-len", "9"]
+    for flag, message in (("--plot", "needs matplotlib"), ("--save-result", "there is no folder")):
+        assert main([*words, flag, str(tmp_path / "none" / "name")]) == 2
+        shown = capsys.readouterr()
+        assert message in shown.err and not shown.out
 
 
 def test_a_request_keeps_its_tokens_apart_from_others() -> None:

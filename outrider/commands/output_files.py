@@ -1,0 +1,28 @@
+"""Checks of what a command will write at its end, made before it measures or simulates anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.commands.parser import UsageError
+
+
+def check_result_file(name: str | None, flag: str = "--save-result") -> None:
+    """Refuse a file that cannot be written."""
+    if name is None:
+        return
+    folder = Path(name).resolve().parent
+    if not folder.is_dir():
+        raise UsageError(f"{flag}: there is no folder {folder}")
+    if Path(name).is_dir():
+        raise UsageError(f"{flag}: {name} is a folder")
+
+
+def check_plot(name: str | None) -> None:
+    """Refuse --plot without matplotlib."""
+    if name is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error
