@@ -21,7 +21,7 @@ from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
 from outrider.core import SamplingParams
-from outrider.core.fields import Count, NotEmpty, check_value, did_you_mean
+from outrider.core.fields import Count, NotEmpty, Range, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -285,6 +285,10 @@ def count_flag(text: str) -> int:
 
 def counts_flag(text: str) -> tuple[int, ...]:
     return _checked(Annotated[tuple[Count, ...], NotEmpty], number_list(text))
+
+
+def number_flag(low: float, high: float) -> Callable[[str], float]:
+    return lambda text: _checked(Annotated[float, Range(low, high)], _real(text))
 
 
 def _checked(declared: Any, value: Any) -> Any:

@@ -28,6 +28,7 @@ from outrider.simulation.trace import (
     parse_lengths,
 )
 
+LEAST = 1e-9  # a smaller rate or chance counts as 0
 SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisation", "mean_page_use",
          "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")  # fmt: skip
 
@@ -62,9 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _table(args: argparse.Namespace) -> CostTable:
     table = CostTable.read(Path(args.costs))
     if args.acceptance is not None:
-        table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1.0)))
-    if args.link_gb_s <= 0 or args.link_us < 0 or args.front_ms < 0:
-        raise UsageError("--link-gb-s must be above 0; --link-us and --front-ms must not be negative")
+        table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1)))
     table = replace(table, host=replace(table.host, start=table.host.start + args.front_ms * 1e-3))
     return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
 
@@ -111,12 +110,11 @@ def _shapes(args: argparse.Namespace, max_len: int) -> Callable[[], Shapes]:
     return lambda: Shapes(prompts, outputs, prefixes, args.seed, room)
 
 
-def _numbers(flag: str, text: str, most: float = float("inf")) -> list[float]:
+def _numbers(flag: str, text: str, most: float = 1e9) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or not all(0 < number <= most for number in numbers):
-        raise UsageError(f"{flag}: {text!r} must be numbers above 0{'' if most == float('inf') else ', at most 1'}, "
-                         "several by commas")
+    if not numbers or not all(LEAST <= number <= most for number in numbers):
+        raise UsageError(f"{flag}: {text!r} must be numbers above 0, at most {most:g}, several by commas")
     return numbers

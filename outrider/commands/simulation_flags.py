@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.commands.parser import count_flag, counts_flag
+from outrider.commands.parser import count_flag, counts_flag, number_flag
 from outrider.commands.simulated_routing import ROUTERS
 
 SIMULATE_EXAMPLES = """examples:
@@ -28,11 +28,11 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
                         help="how requests find a replica (default: %(default)s)")
     parser.add_argument("--ranks", type=count_flag, default=1, metavar="N",
                         help="devices of each replica, by tensor parallelism; estimated (default: %(default)s)")
-    parser.add_argument("--link-gb-s", type=float, default=400.0, metavar="X",
+    parser.add_argument("--link-gb-s", type=number_flag(1e-6, 1e9), default=400.0, metavar="X",
                         help="gigabytes per second between ranks, in each direction (default: %(default)s)")
-    parser.add_argument("--link-us", type=float, default=8.0, metavar="X",
+    parser.add_argument("--link-us", type=number_flag(0, 1e9), default=8.0, metavar="X",
                         help="microseconds of the smallest sum over ranks (default: %(default)s)")
-    parser.add_argument("--front-ms", type=float, default=0.0, metavar="X",
+    parser.add_argument("--front-ms", type=number_flag(0, 1e9), default=0.0, metavar="X",
                         help="milliseconds that a server's front adds to a request before the engine sees it "
                              "(default: %(default)s)")
     parser.add_argument("--acceptance", metavar="P,P",
@@ -62,6 +62,6 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
                         help="different beginnings that prompts share (default: none)")
     parser.add_argument("--prefix-len", type=count_flag, default=512, metavar="N",
                         help="tokens of a shared beginning, before those of --input-len (default: %(default)s)")
-    parser.add_argument("--zipf", type=float, default=1.0, metavar="X",
+    parser.add_argument("--zipf", type=number_flag(0, 100), default=1.0, metavar="X",
                         help="how unevenly beginnings are used: the i-th as often as i to the power of -X "
                              "(default: %(default)s)")

@@ -43,6 +43,7 @@ class TracedRequest:
         return self.prefix if self.prefix_len else None
 
 
+MAX_ARRIVAL = 1e9  # seconds: beyond, the times of steps are lost in a float's rounding
 BEGINNING = 256  # tokens of a named prompt that count as its beginning
 
 
@@ -76,17 +77,21 @@ class LognormalLength:
         return max(1, min(self.most, round(self.median * source.lognormvariate(0.0, self.sigma))))
 
 
+MAX_SIGMA = 10  # lengths of a larger one are too large for a float
+
+
 def parse_lengths(text: str, most: int) -> Lengths:
     """`512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the longest that can be served."""
     kind, *numbers = text.split(":")
     try:
-        if kind == "lognormal" and len(numbers) == 2 and int(numbers[0]) > 0 and float(numbers[1]) >= 0:
+        if kind == "lognormal" and len(numbers) == 2 and int(numbers[0]) > 0 and 0 <= float(numbers[1]) <= MAX_SIGMA:
             return LognormalLength(int(numbers[0]), float(numbers[1]), most)
         if not numbers and 0 < int(kind) <= most:
             return FixedLength(int(kind))
     except ValueError:
         pass
-    raise ValueError(f"{text!r} is no length: give tokens, 1 to {most}, or lognormal:MEDIAN:SIGMA")
+    raise ValueError(f"{text!r} is no length: give tokens, 1 to {most}, or lognormal:MEDIAN:SIGMA "
+                     f"with a sigma of at most {MAX_SIGMA}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class RecordedLoad:
         self._names: dict[str, int] = {}
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         asks = [self._ask(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
         self._asks = sorted(asks, key=lambda ask: ask.arrival)
@@ -198,10 +203,11 @@ class RecordedLoad:
             prefix = self._names.setdefault(str(given.get("prefix")), len(self._names))
             ask = TracedRequest(float(given.get("arrival", 0.0)), length, int(given["output_tokens"]), prefix, shared,
                       None if ids is None else tuple(map(int, ids)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{place} is no request ({error!r}): it needs prompt_tokens or prompt_token_ids, "
                              "output_tokens, and perhaps arrival, prefix and prefix_tokens") from None
-        if not (ask.arrival >= 0 and ask.output_len > 0 and 0 <= ask.prefix_len <= ask.prompt_len and ask.prompt_len):
-            raise ValueError(f"{place}: arrival must not be negative, prompts and outputs must have tokens, and a "
-                             "prefix at most those of its prompt")
+        if not (0 <= ask.arrival <= MAX_ARRIVAL and ask.output_len > 0 and ask.prompt_len
+                and 0 <= ask.prefix_len <= ask.prompt_len):
+            raise ValueError(f"{place}: arrival must be 0 to {MAX_ARRIVAL:g}, prompts and outputs must have tokens, "
+                             "and a prefix at most those of its prompt")
         return ask

@@ -156,7 +156,9 @@ def test_a_recorded_load_names_prompts_and_prefixes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"prompt_tokens": 5}', "[]", '{"prompt_tokens": 5, "output_tokens": 0}',
-                                  '{"prompt_tokens": 5, "output_tokens": 2, "prefix_tokens": 9}'])
+                                  '{"prompt_tokens": 5, "output_tokens": 2, "prefix_tokens": 9}',
+                                  '{"prompt_tokens": 5, "output_tokens": 2, "arrival": Infinity}',
+                                  '{"prompt_tokens": Infinity, "output_tokens": 2}', "[" * 100_000])
 def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 5, "output_tokens": 2}\n' + line)
@@ -164,7 +166,7 @@ def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line
         RecordedLoad(path)
 
 
-@pytest.mark.parametrize("text", ["0", "x", "lognormal:5", "lognormal:0:1", "2000"])
+@pytest.mark.parametrize("text", ["0", "x", "lognormal:5", "lognormal:0:1", "lognormal:5:inf", "2000"])
 def test_lengths_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no length"):
         parse_lengths(text, 1000)
@@ -230,6 +232,9 @@ def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
     assert [(row["replicas"], row["load"]) for row in result["rows"]] == [(1, 5), (1, 20), (2, 5), (2, 20)]
     assert all(row["completed"] == 20 for row in result["rows"])
     assert main(words[:2]) == 2 and "--concurrency" in capsys.readouterr().err
+    for flag, value in (("--rate", "inf"), ("--rate", "1e-320"), ("--front-ms", "nan"), ("--link-gb-s", "nan"),
+                        ("--link-us", "inf"), ("--zipf", "-1000"), ("--zipf", "nan")):
+        assert main([*words, flag, value]) == 2 and flag in capsys.readouterr().err
     assert main([*words, "--input-len", "9999"]) == 2 and "is no length" in capsys.readouterr().err
 
 
