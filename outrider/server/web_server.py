@@ -39,4 +39,6 @@ class WebServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn leaves the application's task to be cancelled then, and logs that as an error
+            for task in self.server_state.tasks:  # a front would wait for its replicas, which wait for these requests
+                task.cancel()
             await self.lifespan.shutdown()
