@@ -30,7 +30,7 @@ def cut(llm: LLM, text: str, length: int, count: int) -> list[list[int]]:
 
 
 def perplexity(logprobs: Sequence[Sequence[float]]) -> float:
-    """By the log-probabilities of the tokens that count."""
+    """The perplexity, from the log-probabilities of the tokens that count."""
     counted = [value for chunk in logprobs for value in chunk]
     return math.exp(-sum(counted) / len(counted))
 

@@ -184,10 +184,7 @@ class SpeculativeConfig:
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
         """The rates at which drafts are accepted are in `synthetic_rates` afterwards, however they were given."""
-        known = list(cls.__dataclass_fields__)
-        for key in given:
-            if key not in known:
-                raise ValueError(f"speculative_config: {unknown_name('key', str(key), known)}")
+        _refuse_unknown("speculative_config", given, cls)
         known_method = {} if given.get("method") is None else {"method": given["method"]}
         rest = {key: value for key, value in given.items() if key != "method"}
         config = cls(**({"num_speculative_tokens": None} | rest | known_method))
@@ -241,10 +238,7 @@ class KVEventsConfig:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> KVEventsConfig:
-        known = list(cls.__dataclass_fields__)
-        for key in given:
-            if key not in known:
-                raise ValueError(f"kv_events_config: {unknown_name('key', str(key), known)}")
+        _refuse_unknown("kv_events_config", given, cls)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -253,3 +247,11 @@ class KVEventsConfig:
     @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def _refuse_unknown(section: str, given: dict[str, Any], kind: type[SpeculativeConfig | KVEventsConfig]) -> None:
+    """Raise if a section of the settings has a key that is no field of its class."""
+    known = list(kind.__dataclass_fields__)
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{section}: {unknown_name('key', str(key), known)}")

@@ -50,7 +50,7 @@ class PrefixLookup:
         return self._hashes[request_id][page_tokens].upto(token_ids, count)
 
     def content(self, request_id: int, group: Group, column: int, token_ids: Sequence[int]) -> PageContent | None:
-        """What the record of events tells of a full page; None if there is no record."""
+        """The content of a full page for the record of events; None if there is no record."""
         if self.pool.events is None:
             return None
         size = group.page_tokens

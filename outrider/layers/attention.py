@@ -49,7 +49,7 @@ class SelfAttention(TokenMixer):
                 CutSize(("num_key_value_heads", "num_global_key_value_heads"), self.layer.num_kv_heads, may_copy=True))
 
     def cut(self, group: RankGroup) -> None:
-        """By heads: those of q, with gates if there are any, and those of k and v that they read."""
+        """Keep this rank's heads: those of q, with gates if there are any, and those of k and v that they read."""
         pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
         self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces))
         self.out.declare_cut(InputCut.from_group(group))

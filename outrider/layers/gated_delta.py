@@ -121,7 +121,7 @@ class GatedDelta(TokenMixer):
         return (CutSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
 
     def cut(self, group: RankGroup) -> None:
-        """By key heads with their value heads, every segment of the first projection and of the convolution by
+        """Keep some key heads with their value heads, every segment of the first projection and of the convolution by
         itself. The norm has one weight for all heads, which every rank holds."""
         ranks = Ranks.from_group(group)
         self.enter.declare_cut(OutputCut(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))

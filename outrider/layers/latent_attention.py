@@ -146,8 +146,8 @@ class LatentAttention(TokenMixer):
         return (CutSize(("num_attention_heads",), self.layer.num_heads),)
 
     def cut(self, group: RankGroup) -> None:
-        """By heads. Compressed vectors, their norms and the indexer are whole on every rank: all ranks keep the same
-        latents and must choose the same positions."""
+        """Keep some heads. Compressed vectors, their norms and the indexer are whole on every rank: all ranks keep the
+        same latents and must choose the same positions."""
         ranks = Ranks.from_group(group)
         self.queries.declare_cut(OutputCut(ranks, {"indexer.wq_b": 1}))
         self.expansion.declare_cut(OutputCut(ranks))

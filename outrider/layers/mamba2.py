@@ -128,7 +128,7 @@ class Mamba2(TokenMixer):
                 CutSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
 
     def cut(self, group: RankGroup) -> None:
-        """By heads, every segment of the first projection and of the convolution by itself."""
+        """Keep some heads, every segment of the first projection and of the convolution by itself."""
         ranks, shape = Ranks.from_group(group), self.mixer.shape
         segments = [PackedPart(shape.inner_size), *shape.segments(group.count), PackedPart(shape.num_heads)]
         self.enter.declare_cut(OutputCut(ranks, packed={"": segments}))

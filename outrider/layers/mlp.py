@@ -39,7 +39,7 @@ class GatedMLP(FeedForward):
         return (CutSize(INNER_KEYS, self.down.declared.in_features),)
 
     def cut(self, group: RankGroup) -> None:
-        """By inner features."""
+        """Keep some inner features."""
         self.gate_up.declare_cut(OutputCut(Ranks.from_group(group)))
         self.down.declare_cut(InputCut.from_group(group))
 

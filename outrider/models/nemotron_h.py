@@ -82,7 +82,7 @@ class PlainMLP(FeedForward):
         return (CutSize(INNER_KEYS, self.down.declared.in_features),)
 
     def cut(self, group: RankGroup) -> None:
-        """By inner features."""
+        """Keep some inner features."""
         self.up.declare_cut(OutputCut(Ranks.from_group(group)))
         self.down.declare_cut(InputCut.from_group(group))
 

@@ -23,7 +23,7 @@ class ReplicaLost(ConnectionError):
 
 
 class _Reading:
-    """What the parser has found so far."""
+    """The parts of an answer that the parser has found so far."""
 
     def __init__(self) -> None:
         self.headers: Headers = []

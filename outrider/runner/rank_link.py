@@ -1,4 +1,4 @@
-"""What the hosts of several ranks tell each other, and what each of them shows of itself. No torch here.
+"""Messages between the hosts of several ranks, and the state that each of them shows of itself. No torch here.
 
 Ranks must run the same sums in the same order. A decision that two ranks could take differently, because it depends on
 a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed on, through a `RankLink`.
@@ -28,7 +28,7 @@ class _Decided(Generic[Value]):
 
 
 class Doing(enum.IntEnum):
-    """What a rank was last told to do."""
+    """The work that a rank was last told to do."""
 
     START = 0
     NOTHING = 1
@@ -43,7 +43,7 @@ STATUS_FIELDS = 5  # numbers that a rank shows of itself
 
 
 class RankStatus:
-    """What one rank shows of itself in memory that it shares with its parent. One process writes, the other reads."""
+    """The state of one rank, in memory that it shares with its parent. One process writes, the other reads."""
 
     def __init__(self, numbers: MutableSequence[int]) -> None:
         """numbers: STATUS_FIELDS shared 64-bit integers, zero at first."""

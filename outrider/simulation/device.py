@@ -15,7 +15,7 @@ MASK = (1 << 64) - 1
 
 
 class SimulatedRow:
-    """Where the device stands with one request."""
+    """The progress of the device with one request."""
 
     __slots__ = ("known", "computed", "max_len", "num_proposed", "num_folded")
 

@@ -61,8 +61,9 @@ def _shared(costs: tuple[ReadCost, ...], num_ranks: int) -> tuple[ReadCost, ...]
 
 
 def _info(table: CostTable, num_ranks: int, seconds_of: Callable[[int, float], float]) -> WorkerInfo:
-    """What the worker would say of itself: the costs that the scheduler decides by are measured over all ranks, and
-    the memory that a rank's share of the weights leaves is filled with its share of pages."""
+    """The report that workers on so many ranks would give of themselves: the costs that the scheduler decides by are
+    measured over all ranks, and the memory that a rank's share of the weights leaves is filled with its share of
+    pages."""
     info, drafting, prompt_steps = table.info, table.info.drafting, table.info.prompt_steps
 
     def scaled(costs: Costs) -> Costs:

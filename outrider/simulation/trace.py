@@ -37,7 +37,7 @@ class TracedRequest:
 
     @property
     def beginning(self) -> object:
-        """What a router may recognise the prompt's beginning by; None if no other request shares it."""
+        """A name by which routers recognise the prompt's beginning; None if no other request shares it."""
         if self.given_ids is not None:
             return self.given_ids[:BEGINNING]
         return self.prefix if self.prefix_len else None

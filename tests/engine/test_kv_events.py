@@ -80,7 +80,7 @@ class Subscriber:
 
 
 def cached_blocks(cache: CacheManager) -> set[tuple[int, int]]:
-    """What the engine itself can find."""
+    """The blocks that the engine itself can find."""
     targets = {group.index for group in cache.groups if group.is_target}
     keys = [key for key in cache.pool._page_of if key[0] in targets]
     keys += [(len(cache.groups), digest) for digest in cache.states._pages_of if cache.states.find(digest) is not None]

@@ -53,7 +53,7 @@ def test_the_driver_has_the_memory_back(tmp_path: Path) -> None:
 @pytest.mark.skipif(not HAS_CARD, reason="only memory of a GPU is given back")
 @pytest.mark.together("sleep memory")
 def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(tmp_path: Path) -> None:
-    """What this process holds of the device's memory: other processes may take some at the same time."""
+    """Counts the memory that this process holds: others may take some of the device's at the same time."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     held = []
     for _ in range(2):

@@ -41,7 +41,7 @@ BUFFER_BYTES = FLAG_BYTES + 2 * PROGRAMS * CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank needs to exchange parts with the others."""
+    """One rank's access to the buffers through which all ranks exchange parts."""
 
     rank: int
     count: int
