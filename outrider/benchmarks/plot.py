@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from outrider.core.plot_files import save_plot
+
 
 def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]:
     """Write name.png and name.svg. Returns their paths."""
@@ -31,9 +33,4 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    name.parent.mkdir(parents=True, exist_ok=True)
-    paths = [name.with_name(name.name + suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return paths
+    return save_plot(figure, name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from outrider.core.plot_files import save_plot
+
 
 def plot_capacity(rows: list[dict[str, Any]], name: Path, title: str) -> list[Path]:
     """Write name.png and name.svg: one line for each number of replicas, over the load. Returns their paths."""
@@ -29,9 +31,4 @@ def plot_capacity(rows: list[dict[str, Any]], name: Path, title: str) -> list[Pa
             axes.set_xscale("log")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    name.parent.mkdir(parents=True, exist_ok=True)
-    paths = [name.with_name(name.name + suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return paths
+    return save_plot(figure, name)

@@ -1,0 +1,18 @@
+"""The files of a plot: each is written as a picture and as vectors. Needs matplotlib, which draws it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def save_plot(figure: Any, name: Path) -> list[Path]:
+    """Write name.png and name.svg, and end matplotlib's figure. Returns their paths."""
+    from matplotlib import pyplot
+
+    name.parent.mkdir(parents=True, exist_ok=True)
+    paths = [name.with_name(name.name + suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return paths
