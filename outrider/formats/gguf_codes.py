@@ -9,6 +9,7 @@ import torch
 from outrider.formats.declared import StoredFormat
 from outrider.formats.scaled import ScaledFormat, ScaledWeight
 from outrider.formats.slots import StoredWeight
+from outrider.formats.upload import upload
 from outrider.kernels.gguf_codes import FORMS, has_offsets, to_codes
 from outrider.kernels.quantized import QuantizedRows
 
@@ -21,7 +22,7 @@ class Recoding:
 
     def __call__(self, stored: StoredWeight, device: torch.device) -> ScaledWeight:
         assert isinstance(stored, QuantizedRows) and stored.kind == self.kind
-        return ScaledWeight(to_codes(self.kind, stored.data.to(device)))
+        return ScaledWeight(to_codes(self.kind, upload(stored.data, device)))
 
 
 def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:

@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from outrider.formats.upload import copy_weight
+
 DUMMY_RANGE = 1e-3
 Draw: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
@@ -145,4 +147,4 @@ class WeightSlot:
 
     def store(self, tensor: torch.Tensor) -> None:
         """Copy the checkpoint's tensor, or the rank's part of it."""
-        self.target.copy_(self.own_part(tensor))
+        copy_weight(self.target, self.own_part(tensor))

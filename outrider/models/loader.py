@@ -15,6 +15,7 @@ import torch
 
 from outrider.formats import FormatChoice, RankGroup, StoredFormat, StoredWeight, WeightSlot
 from outrider.formats.scaled import ScaledWeight
+from outrider.formats.upload import upload
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource, WeightError
@@ -141,7 +142,7 @@ def _in_parts(
         if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
             check_numbers(name, tensor, slot.numbers_shape)
             check_finite(name, tensor)
-            tensor = slot.quantize(tensor.to(slot.target.device))
+            tensor = slot.quantize(upload(tensor, slot.target.device))
         elif not isinstance(tensor, torch.Tensor) and slot is not None and slot.recode is not None:
             tensor = slot.recode(tensor, slot.target.device)
         if isinstance(tensor, torch.Tensor):
