@@ -214,6 +214,7 @@ class StepGraphs:
         self._stream.wait_stream(torch.cuda.current_stream())
         was_enabled = gc.isenabled()
         gc.disable()
+        _forget_workspaces()
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -225,7 +226,17 @@ class StepGraphs:
                     raise
                 graph.capture_end()
         finally:
+            _forget_workspaces()
             if was_enabled:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
         return result
+
+
+def _forget_workspaces() -> None:
+    """Let go of the scratch memory of the library's products, which torch keeps for each stream until the process ends:
+    32 MiB inside the memory of a capture would hold all of it after the last capture was dropped. Before a capture, so
+    that it gets scratch memory of its own, and after it."""
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # a torch without CUDA has none
+    if forget is not None:
+        forget()
