@@ -38,7 +38,8 @@ class DeviceRanks:
         addresses = torch.tensor([buffer.data_ptr() for buffer in self._buffers], device=device)
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._exchange = Exchange(self.rank, self.count, addresses, counts, self._late, int(max_wait_s * 1e9))
+        given_up = torch.zeros(1, dtype=torch.int32, device=device)
+        self._exchange = Exchange(self.rank, self.count, addresses, counts, given_up, self._late, int(max_wait_s * 1e9))
         dist.barrier(group)  # all have mapped all before the first exchange
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ numbers never wait for each other. A program uses its two places in turn: when i
 have raised a flag since they read it, so that nothing else must be waited for.
 
 The count of a program's exchanges is kept on the device, so that launches can be captured. A wait ends after a time by
-the device's clock: the rank that was waited for is written into `late`, which the host reads, and the results from then
-on are undefined.
+the device's clock: the rank that was waited for is written into `given_up`, with which all other waits of this rank end
+too, and into `late`, which the host reads. Results from then on are undefined.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ MAX_RANKS = 16
 PROGRAMS = 32  # at most; fewer than a GPU has processors, even where two ranks share it for a test
 CHUNK_BYTES = 16384  # of a program in one round
 FLAG_BYTES = 4 * MAX_RANKS * PROGRAMS
+POLLS_PER_CLOCK_READ = 128  # of a flag; they take about 0.1 ms
+MAX_CLOCK_STEP_NS = 100_000_000  # that one reading of the clock adds to a wait
 BUFFER_BYTES = FLAG_BYTES + 2 * PROGRAMS * CHUNK_BYTES
 
 
@@ -47,7 +49,8 @@ class Exchange:
     count: int
     addresses: torch.Tensor  # [count] int64, of the buffers of all ranks as this rank has mapped them
     counts: torch.Tensor  # [PROGRAMS] int32, rounds that each program has had
-    late: torch.Tensor  # [1] int32 in pinned memory of the host: 1 + the rank that was waited for in vain
+    given_up: torch.Tensor  # [1] int32 on the device: 1 + the rank that was waited for in vain, 0 while there is none
+    late: torch.Tensor  # [1] int32 in pinned memory of the host: a copy of `given_up`
     max_wait_ns: int  # 0 to wait without end
 
 
@@ -58,26 +61,40 @@ def _places_of(address, part, FLAG_BYTES: tl.constexpr):
 
 
 @triton.jit
-def _wait(flag, number, late, peer, max_wait_ns, HAS_CLOCK: tl.constexpr):
-    """Until the flag has counted to a number. Counts may overflow, their differences do not. `late` lies in the host's
-    memory, which is far: the first millisecond is spent on the flag alone."""
-    start = cuda.globaltimer() if HAS_CLOCK else 0
+def _wait(
+    flag, number, given_up, late, peer, max_wait_ns,
+    HAS_CLOCK: tl.constexpr, POLLS: tl.constexpr, MAX_STEP_NS: tl.constexpr,
+):
+    """Until the flag has counted to a number. Counts may overflow, their differences do not.
+
+    The warps of a program read different times, and all must leave the loop together, because an atomic operation has
+    barriers in it. So the loop ends only by results of atomic operations, which are the first thread's for all threads.
+    The time waited is a sum of bounded steps: if the clock is set while a program waits, the wait ends at most one step
+    early."""
+    last = cuda.globaltimer() if HAS_CLOCK else tl.cast(0, tl.int64)
+    waited = last - last
+    polls = 0
     missing = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0
     while missing:
         missing = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0
         if HAS_CLOCK:
-            waited = cuda.globaltimer() - start
-            if missing & (waited > 1000000):
-                missing = tl.load(late, volatile=True) == 0
-                if missing & (waited > max_wait_ns):
-                    tl.store(late, peer + 1)
+            polls += 1
+            if missing & (polls % POLLS == 0):
+                now = cuda.globaltimer()
+                waited += tl.minimum(tl.maximum(now - last, 0), MAX_STEP_NS)
+                last = now
+                is_late = (waited > max_wait_ns).to(tl.int32)
+                found = tl.atomic_max(given_up, is_late * (peer + 1), sem="relaxed", scope="gpu")
+                missing = found == 0
+                if found != 0:
+                    tl.store(late, found)
 
 
 @kernel
 def _exchange_kernel(
-    part, out, addresses, counts, late, numel, width, num_rounds, max_wait_ns,
+    part, out, addresses, counts, given_up, late, numel, width, num_rounds, max_wait_ns,
     RANK: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, FLAG_BYTES: tl.constexpr,
-    GATHERS: tl.constexpr, HAS_CLOCK: tl.constexpr, PDL: tl.constexpr,
+    GATHERS: tl.constexpr, HAS_CLOCK: tl.constexpr, POLLS: tl.constexpr, MAX_STEP_NS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -98,7 +115,8 @@ def _exchange_kernel(
         flags = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + program
         for step in tl.static_range(1, COUNT):
             peer = (RANK + step) % COUNT
-            _wait(flags + peer * PROGRAMS, number, late, peer, max_wait_ns, HAS_CLOCK)
+            flag = flags + peer * PROGRAMS
+            _wait(flag, number, given_up, late, peer, max_wait_ns, HAS_CLOCK, POLLS, MAX_STEP_NS)
         tl.debug_barrier()
         total = tl.zeros((CHUNK,), tl.float32)
         for peer in tl.static_range(COUNT):
@@ -136,6 +154,7 @@ def _launch(name: str, part: torch.Tensor, out: torch.Tensor, exchange: Exchange
     require_tensor(name, "part", part, (None,) * part.ndim, part.device, FLOATS)
     require_tensor(name, "addresses", exchange.addresses, (exchange.count,), part.device, (torch.int64,))
     require_tensor(name, "counts", exchange.counts, (PROGRAMS,), part.device, (torch.int32,))
+    require_tensor(name, "given_up", exchange.given_up, (1,), part.device, (torch.int32,))
     ok = 0 <= exchange.rank < exchange.count <= MAX_RANKS
     require(ok, name, "exchange", f"has {exchange.count} ranks, expected at most {MAX_RANKS}")
     if part.numel() == 0:
@@ -144,8 +163,8 @@ def _launch(name: str, part: torch.Tensor, out: torch.Tensor, exchange: Exchange
     num_chunks = cdiv(part.numel(), chunk)
     programs = min(PROGRAMS, num_chunks)
     _exchange_kernel[(programs,)](
-        part, out, exchange.addresses, exchange.counts, exchange.late, part.numel(), width, cdiv(num_chunks, programs),
-        exchange.max_wait_ns, RANK=exchange.rank, COUNT=exchange.count, CHUNK=chunk, PROGRAMS=PROGRAMS,
-        FLAG_BYTES=FLAG_BYTES, GATHERS=gathers, HAS_CLOCK=exchange.max_wait_ns > 0, PDL=pdl, num_warps=16,
-        **pdl_options(pdl),
+        part, out, exchange.addresses, exchange.counts, exchange.given_up, exchange.late, part.numel(), width,
+        cdiv(num_chunks, programs), exchange.max_wait_ns, RANK=exchange.rank, COUNT=exchange.count, CHUNK=chunk,
+        PROGRAMS=PROGRAMS, FLAG_BYTES=FLAG_BYTES, GATHERS=gathers, HAS_CLOCK=exchange.max_wait_ns > 0,
+        POLLS=POLLS_PER_CLOCK_READ, MAX_STEP_NS=MAX_CLOCK_STEP_NS, PDL=pdl, num_warps=16, **pdl_options(pdl),
     )
