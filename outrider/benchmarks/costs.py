@@ -22,11 +22,13 @@ from outrider.core import Limits
 from outrider.core.costs import ReadCost
 from outrider.engine.engine import Engine
 from outrider.engine.start import start_engine
+from outrider.runner.interface import BoundedSteps
 from outrider.simulation.cost_table import CostTable, DecodeSteps, HostCosts, PromptSteps
 
 CUDA_REQUESTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CPU_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CUDA_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+MOST_CHOSEN = 2048  # tokens of the largest captured size that is measured beside CUDA_TOKENS
 CPU_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 SHORT_CONTEXT = 32  # tokens behind which steps decode
 LONG_CONTEXTS = {"cuda": (32, 4096), "cpu": (4, 768)}  # requests and tokens behind which they decode, for reading
@@ -135,8 +137,7 @@ class CostBench:
         return tuple(ReadCost(window, share * each) for window, share in shares.items())
 
     def _prompts(self, timed: TimedEngine, drafts: int, attending: tuple[ReadCost, ...]) -> PromptSteps:
-        most = min(self._limits.max_batched_tokens, (self._limits.max_len - 1) * self._limits.max_requests)
-        sizes = [size for size in (CUDA_TOKENS if self._is_cuda else CPU_TOKENS) if size <= most]
+        sizes = self._prompt_sizes()
         seconds: list[float] = []
         for size in sizes:
             length = self._short(size)
@@ -144,7 +145,25 @@ class CostBench:
             least = seconds[-1] if seconds else 0.0  # more tokens never take less time; a dip is noise
             seconds.append(max(least, self._prompt_seconds(timed, length, size) - attention))
             self._say(f"{size} tokens of prompts, {drafts} drafts proposed: {seconds[-1] * 1e3:.2f} ms")
-        return PromptSteps(drafts, tuple(sizes), tuple(seconds))
+        return PromptSteps(drafts, tuple(sizes), tuple(seconds), max(self._captured_sizes, default=0))
+
+    def _prompt_sizes(self) -> list[int]:
+        """Tokens of the steps with prompts that are measured, ascending."""
+        sizes = {*(CUDA_TOKENS if self._is_cuda else CPU_TOKENS), *self._captured_sizes}
+        return sorted(size for size in sizes if size <= self._most_prompt_tokens)
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        return min(self._limits.max_batched_tokens, (self._limits.max_len - 1) * self._limits.max_requests)
+
+    @property
+    def _captured_sizes(self) -> tuple[int, ...]:
+        """Sizes that steps with prompts are padded to, as far as the scheduler chooses steps by their sizes: a GPU's
+        products take times that no line through a few sizes gives."""
+        prompt_steps = self._info.prompt_steps
+        if not (self._is_cuda and isinstance(prompt_steps, BoundedSteps)):
+            return ()
+        return tuple(size for size in prompt_steps.costs.tokens if size <= min(MOST_CHOSEN, self._most_prompt_tokens))
 
     def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int) -> float:
         """Seconds of a step of so many tokens: those of a request that decodes, and new prompts of a length. The first

@@ -7,6 +7,7 @@ decides by), so that a simulated engine decides as the measured one does.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +64,12 @@ class PromptSteps:
     num_drafts: int
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+    padded_up_to: int = 0  # captured steps: one of at most so many tokens takes the time of the next larger size
+
+    def step(self, num_tokens: int) -> float:
+        if num_tokens <= self.padded_up_to:
+            return self.seconds[bisect_left(self.tokens, num_tokens)]
+        return interpolate(self.tokens, self.seconds, num_tokens)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class CostTable:
         if num_prompt:
             own = self.prompts[-1 if batch.num_wanted else 0]
             tokens = num_decoding + num_drafts + num_prompt
-            seconds = max(seconds, interpolate(own.tokens, own.seconds, tokens)) + attention
+            seconds = max(seconds, own.step(tokens)) + attention
         for cost in self.reading:
             seconds += cost.seconds * visible(contexts, cost.window)
         return seconds

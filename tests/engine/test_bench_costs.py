@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from outrider.benchmarks.costs import CostBench
 from outrider.benchmarks.step_times import ObservedStep, Pace, TimedEngine
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch
+from outrider.core.costs import MixedStepCosts
+from outrider.runner.interface import BoundedSteps
 from outrider.runner.worker import Worker
 from outrider.simulation.cluster import Cluster
 from outrider.simulation.cost_table import CostTable, HostCosts
@@ -67,6 +70,18 @@ def test_a_host_that_cannot_keep_up_is_not_taken_for_the_device() -> None:
         bench = CostBench(rig.engine, EngineConfig("tiny"), print)
         assert bench._device(Pace(5e-3, 1e-3), HostCosts(0.0, 0.0, latency=1e-3)) == 5e-3
         assert bench._device(Pace(5e-3, 5e-3), HostCosts(0.0, 0.0, latency=1e-3)) == pytest.approx(4e-3)
+
+
+def test_a_gpu_is_measured_at_the_sizes_that_its_steps_are_padded_to() -> None:
+    captured = MixedStepCosts((64, 192, 256, 2560), (1e-3, 2e-3, 3e-3, 20e-3))
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig:
+        bench = CostBench(rig.engine, EngineConfig("tiny"), print)
+        assert bench._captured_sizes == ()
+        limits = replace(bench._limits, max_batched_tokens=1500, max_len=4096)
+        bench._is_cuda, bench._info = True, replace(bench._info, limits=limits,
+                                                    prompt_steps=BoundedSteps(12e-3, captured))
+    assert bench._captured_sizes == (64, 192, 256)
+    assert bench._prompt_sizes() == [64, 128, 192, 256, 512, 1024]
 
 
 def test_few_requests_have_longer_prompts() -> None:

@@ -14,7 +14,7 @@ from outrider.cli import main
 from outrider.commands.simulated_routing import ROUTERS, ServedPolicy
 from outrider.core.costs import ReadCost
 from outrider.simulation.cluster import Cluster
-from outrider.simulation.cost_table import CostTable, HostCosts
+from outrider.simulation.cost_table import CostTable, HostCosts, PromptSteps
 from outrider.simulation.ranks import Link, over_ranks
 from outrider.simulation.router import LeastLoad, RoundRobin
 from outrider.simulation.trace import (
@@ -66,6 +66,12 @@ def test_contexts_and_the_host_add_their_time() -> None:
     summary, _ = simulate(table, ClosedLoad(Shapes(FixedLength(16), FixedLength(2), None, 0, 100), 1, 1))
     assert summary["mean_ttft_ms"] == pytest.approx(5.0 + 5.0 + 2.0)
     assert summary["mean_itl_ms"] == pytest.approx(4.0 + 17 * 0.1 + 2.0)
+
+
+def test_captured_steps_with_prompts_take_the_time_of_the_next_larger_size() -> None:
+    steps = PromptSteps(0, (64, 128, 256), (5e-3, 6e-3, 9e-3), padded_up_to=128)
+    assert [steps.step(tokens) for tokens in (10, 64, 65, 128)] == [5e-3, 5e-3, 6e-3, 6e-3]
+    assert steps.step(192) == pytest.approx(7.5e-3) and steps.step(384) == pytest.approx(12e-3)
 
 
 def test_drafts_that_are_all_accepted_shorten_answers() -> None:
