@@ -47,6 +47,9 @@ class LinearFormat(MatrixFormat):
         for them; 0 if they do not, or in a way of their own."""
         return 0
 
+    def round_activated_for(self, reader: LinearFormat) -> None:
+        """Only this format's product reads the result of `activated`, so the result may be rounded for it at once."""
+
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:
@@ -87,9 +90,9 @@ class LinearFormat(MatrixFormat):
         return None
 
 
-def activate(out: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation of a product, see `LinearFormat.activated`."""
-    return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation)
+def activate(out: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
+    """The activation of a product, see `LinearFormat.activated`. rounding: that of the format whose product follows."""
+    return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation, rounding)
 
 
 class EmbeddingFormat(LinearFormat):

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from outrider.formats.base import EmbeddingFormat, NativeProduct
+from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
@@ -166,6 +166,7 @@ class ScaledLinear(EmbeddingFormat):
         self._rounding = self._stored.rounding(declared)
         self._packed: native.Matrix | None = None  # the weight for the native product
         self._activation_bits = 24
+        self._reader: LinearFormat | None = None  # multiplies with the result of `activated`
         self.set_exact(False)
 
     @classmethod
@@ -217,7 +218,10 @@ class ScaledLinear(EmbeddingFormat):
         given = x, self._weight, self._bias, self._rounding, activation
         if self._packed is None and not self._exact and ops.scaled_gated.has_kernel(*given):
             return ops.scaled_gated(*given)
-        return super().activated(x, activation)
+        return activate(self.product(x), activation, 0 if self._reader is None else self._reader.rounding)
+
+    def round_activated_for(self, reader: LinearFormat) -> None:
+        self._reader = reader
 
     @property
     def rounding(self) -> int:

@@ -56,13 +56,13 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
 # Activations
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [tokens, 2 x width], gate first: silu(gate) * up."""
+def silu_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
+    """gate_up [tokens, 2 x width], gate first: silu(gate) * up. rounding: as in `rms_norm`."""
     gate, up = widened(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
     """Like silu_mul, with the tanh form of gelu."""
     gate, up = widened(gate_up).chunk(2, dim=-1)
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)

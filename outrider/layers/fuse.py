@@ -18,6 +18,7 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.context import StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
+from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts
 from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
@@ -168,6 +169,8 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
         module.set_exact(exact)
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
     num_bytes += sum(experts.format.prepare(allow_copies) for experts in find_modules(models, Experts))
+    for mlp in find_modules(models, GatedMLP):
+        mlp.prepare()
     for layer in find_modules(models, DecoderLayer):
         layer.prepare()
     for model in models:

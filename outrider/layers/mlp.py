@@ -43,6 +43,10 @@ class GatedMLP(FeedForward):
         self.gate_up.declare_cut(OutputCut(Ranks.from_group(group)))
         self.down.declare_cut(InputCut.from_group(group))
 
+    def prepare(self) -> None:
+        """Called when the formats are prepared."""
+        self.gate_up.format.round_activated_for(self.down.format)
+
     def readers(self) -> Sequence[LinearFormat]:
         return (self.gate_up.format,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import scaled  # noqa: E402
 from outrider.kernels.scaled import Scaled  # noqa: E402
 from outrider.kernels.triton import scaled_linear as module  # noqa: E402
+from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul  # noqa: E402
 from outrider.kernels.triton.launch import collecting  # noqa: E402
 from outrider.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from outrider.kernels.triton.rounding import round_rows, rounded_rows  # noqa: E402
@@ -108,6 +110,21 @@ def test_rounded_token_rows(device: torch.device, dtype: torch.dtype, group: int
         out = scaled_linear(rows, weight, bias, group)
         assert_close(out, scaled.scaled_linear(rows, weight, bias, group))
     assert_close(out[:5], scaled_linear(x, weight, bias, group))
+
+
+@pytest.mark.parametrize(("width", "group"), [(200, 200), (256, 128), (384, 64)])
+@pytest.mark.parametrize("activate", [silu_mul, gelu_tanh_mul])
+def test_gated_rows_are_rounded_at_once(device: torch.device, dtype: torch.dtype, width: int, group: int,
+                                        activate: Callable[..., torch.Tensor]) -> None:
+    """The codes are those that a kernel of its own makes of the same rows, also where a number is not finite."""
+    x = draw(5, 2 * width).to(device, dtype)
+    x[3, width + 7] = torch.nan
+    plain, out = activate(x), activate(x, group)
+    torch.testing.assert_close(out, plain, rtol=0, atol=0, equal_nan=True)
+    left, made = rounded_rows(out, group, group < width), round_rows(plain, group)
+    assert left is out.rounded[1], "it was not rounded again"  # type: ignore[attr-defined]
+    assert torch.equal(left.codes[:5].view(torch.uint8), made.codes.view(torch.uint8))
+    torch.testing.assert_close(left.scales[:5], made.scales, rtol=0, atol=0, equal_nan=True)
 
 
 def test_numbers_of_many_outputs_are_made_in_pieces(device: torch.device, dtype: torch.dtype,

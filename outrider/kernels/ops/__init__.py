@@ -142,9 +142,10 @@ cap_logits = Operation(
 )
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of [tokens, gate | up]."""
-    return silu_mul(gate_up) if activation == "silu" else gelu_tanh_mul(gate_up)
+def gated(gate_up: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
+    """act(gate) * up of [tokens, gate | up]. rounding: as in `reference.silu_mul`."""
+    hint = (rounding,) if rounding else ()
+    return silu_mul(gate_up, *hint) if activation == "silu" else gelu_tanh_mul(gate_up, *hint)
 
 
 # Attention on the CPU; on a GPU a backend plans its launches (mixers/paged)

@@ -86,11 +86,11 @@ def store_rounded(value, codes, scales, scale_stride, K: tl.constexpr, GROUP: tl
     group, inside_group = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
     column = group[:, None] * GROUP + inside_group[None, :]
     inside = (inside_group < GROUP)[None, :] & (column < K)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12), _FP8_MAX)
-    scale += tl.sum(value * 0.0, axis=1)  # NaN where a number is not finite, which a maximum may pass over
-    rounded = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS, WIDTH))).to(codes.dtype.element_ty)
-    tl.store(codes + column, rounded, mask=inside)
-    tl.store(scales + group * scale_stride, scale, mask=group * GROUP < K)
+    largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
+    largest += tl.sum(value * 0.0, axis=1)  # NaN where a number is not finite, which a maximum may pass over
+    inverse = tl.div_rn(tl.full([GROUPS], _FP8_MAX, tl.float32), largest)
+    tl.store(codes + column, (value * inverse[:, None]).to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + group * scale_stride, tl.div_rn(largest, _FP8_MAX), mask=group * GROUP < K)
 
 
 @kernel(do_not_specialize=["N"])

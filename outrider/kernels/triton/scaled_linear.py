@@ -257,7 +257,9 @@ def scaled_linear(
     if is_library and takes_codes:
         # With blocks there may be more token rows than x has.
         scales = weight.scales if weight.blocks is None else weight.blocks
-        out = torch._scaled_mm(values, weight.codes.t(), x_scales, scales.t(), out_dtype=out_dtype)[:num_rows]
+        # Sums of rows stay in tensor cores, which keep 14 bits of them: 0.2 to 0.3% of error, rounding to fp8 has 4.
+        out = torch._scaled_mm(values, weight.codes.t(), x_scales, scales.t(), out_dtype=out_dtype,
+                               use_fast_accum=weight.blocks is None)[:num_rows]
         return out if bias is None else out.add_(bias)
     if is_library or (is_collecting() and not (is_own or takes_codes)):  # later steps have more token rows
         out = _product_of_numbers(values[:num_rows], x_scales[:num_rows], weight, rounding, x.dtype, out_dtype)
