@@ -96,8 +96,10 @@ def _exchange_kernel(
     RANK: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, FLAG_BYTES: tl.constexpr,
     GATHERS: tl.constexpr, HAS_CLOCK: tl.constexpr, POLLS: tl.constexpr, MAX_STEP_NS: tl.constexpr, PDL: tl.constexpr,
 ):
-    release_dependents(PDL)
     wait_for_inputs(PDL)
+    # Not before: in a chain of sums each would let the next one start, and those that wait would fill the GPU, on which
+    # another rank that shares it could not run the sum that all of them wait for.
+    release_dependents(PDL)
     program = tl.program_id(0)
     number = tl.load(counts + program)
     lane = tl.arange(0, CHUNK)
