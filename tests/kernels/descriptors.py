@@ -72,8 +72,9 @@ class UniformRegisters:
 
     def _write(self, name: str, places: list[str], is_conditional: bool) -> None:
         target, sources = int(places[0][2:]), places[1:]
-        if name == "UIADD3.64":
-            total, _ = self._add([self._pair(source) for source in sources], bits=64)
+        if name in ("UIADD3.64", "UIMAD.WIDE.U32"):
+            total = (self._add([self._pair(source) for source in sources], bits=64)[0] if name == "UIADD3.64" else
+                     self._multiply_wide(*sources))  # fmt: skip
             self.numbers[target] = total & LOW if isinstance(total, int) else total
             self.numbers[target + 1] = total >> 32 if isinstance(total, int) else total
             return
@@ -90,7 +91,7 @@ class UniformRegisters:
             return number
         if name == "UIADD3.X":
             return self._add([*numbers, self.carries.get(carries[0])])[0]
-        if name == "R2UR":
+        if name in ("R2UR", "ULDC"):
             return PER_WARP
         if name == "S2UR":
             return 0 if sources == ["SR_CgaCtaId"] else None
@@ -109,6 +110,13 @@ class UniformRegisters:
             return PER_WARP, PER_WARP
         total = sum(number for number in numbers if isinstance(number, int))
         return total & ((1 << bits) - 1), total >> bits
+
+    def _multiply_wide(self, left: str, right: str, added: str) -> Number:
+        numbers = self._read(left), self._read(right), self._pair(added)
+        if None in numbers:
+            return None
+        a, b, c = numbers
+        return a * b + c if isinstance(a, int) and isinstance(b, int) and isinstance(c, int) else PER_WARP
 
     def _read(self, place: str) -> Number:
         found = re.fullmatch(r"(-|~)?UR(\d+|Z)", place)
@@ -142,9 +150,16 @@ def _shift(name: str, low: int, bits: int, high: int) -> int | None:
     return high >> bits if name == "USHF.R.U32.HI" else None
 
 
+def _shift_and_add(name: str, number: int, base: int, *rest: int) -> int | None:
+    if name == "ULEA":
+        return ((number << rest[0]) + base) & LOW
+    return ((rest[0] << 32 | number) >> 32 - rest[1]) + base & LOW if name == "ULEA.HI" else None
+
+
 _OPERATIONS: dict[str, Any] = {
     "UMOV": lambda name, number: number,
-    "ULEA": lambda name, number, base, bits, *_: ((number << bits) + base) & LOW if name == "ULEA" else None,
+    "ULEA": _shift_and_add,
     "USEL": lambda name, a, b: a if a == b else None,
-    "USHF": _shift, "USGXT": lambda name, number, bits: number & ((1 << bits) - 1), "ULOP3": _logic,
+    "USHF": _shift, "UIMAD": lambda name, a, b, c: (a * b + c) & LOW,
+    "USGXT": lambda name, number, bits: number & ((1 << bits) - 1), "ULOP3": _logic,
 }  # fmt: skip
