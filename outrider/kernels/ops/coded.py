@@ -16,15 +16,23 @@ arrange_codes = Operation(
     name="arrange_codes", subject=lambda weight, dtype: weight.codes, exact=exact_arrange_codes,
 )
 scaled_linear = Operation(
-    scaled.scaled_linear, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
+    scaled.scaled_linear,
+    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_linear", BFLOAT16,
+               "outrider.kernels.triton.hopper.coded_tiles:takes"),
+    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
     exact=exact_scaled_linear,
 )
 scaled_wide = Operation(
-    scaled.scaled_wide, fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
+    scaled.scaled_wide,
+    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_wide", BFLOAT16,
+               "outrider.kernels.triton.hopper.coded_tiles:takes_wide"),
+    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
     exact=exact_scaled_wide,
 )
 scaled_gated = Operation(
     scaled.scaled_gated,
+    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_gated", BFLOAT16,
+               "outrider.kernels.triton.hopper.coded_tiles:takes"),
     fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_gated", BFLOAT16,
                "outrider.kernels.triton.scaled_linear:takes_gate"),
     exact=NotExact("in exact mode the product and its activation are two operations"),

@@ -7,7 +7,8 @@ Scales of whole groups multiply the sums of a group, which no rounding touches; 
 An output is one chain of additions over the columns, or the sum of several chains over ranges that depend on the
 weight's shape alone, added in order. A token row's bits depend on no other row; in exact mode not on their number
 either. Many token rows are left to the vendor's library, except in exact mode: fp8 with one scale for an output as it
-is, all other codes as numbers that are written to scratch memory first.
+is, all other codes as numbers that are written to scratch memory first. On Hopper cards `hopper.coded_tiles` takes
+batches of token rows between few and many.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.hopper import coded_rows
+from outrider.kernels.triton.hopper import coded_rows, coded_tiles
 from outrider.kernels.triton.launch import is_collecting, kernel
 from outrider.kernels.triton.rounding import LIBRARY_ROWS, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand, load_groups, spread, unpack
@@ -251,6 +252,8 @@ def scaled_linear(
     is_own = is_exact or tile is not None  # many token rows too are multiplied here, not by the library
     is_library = num_rows > LIBRARY_ROWS and not is_own
     is_few = not is_own and coded_rows.takes(x, weight, rounding)
+    if is_collecting() and not is_own and coded_tiles.has_kernel(weight, device, x.dtype):
+        coded_tiles.coded_tiles(x, weight, bias, out_dtype)  # later steps have more token rows
     takes_codes = _library_takes(weight, rounding, out_dtype, device)
     by_group = rounding < k and (is_few or (is_library and takes_codes))
     values, x_scales = rounded_rows(x, rounding, by_group) if rounding else (x, x)
@@ -358,6 +361,8 @@ def scaled_gated(
     """See `kernels.scaled.scaled_gated`. Few token rows."""
     values, x_scales = rounded_rows(x, rounding, rounding < x.shape[1]) if rounding else (x, x)
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    if is_collecting() and coded_tiles.has_kernel(weight, x.device, x.dtype):
+        coded_tiles.coded_tiles(x, weight, bias, x.dtype, activation=activation)  # later steps have more token rows
     coded_rows.coded_rows(values, x_scales, weight, bias, out, activation=activation)
     return out
 

@@ -116,7 +116,7 @@ def _fetch(
 
 
 @gluon.jit
-def _halves(packed, LAYOUT: gl.constexpr):
+def int4_halves(packed, LAYOUT: gl.constexpr):
     """(columns 0 to 63, columns 64 to 127) of 64 outputs in bfloat16, of the bytes [32, 128] that `arrange` made.
 
     Four bytes of a thread hold two neighbouring columns of two outputs: low bits of the first half, high bits of the
@@ -130,7 +130,7 @@ def _halves(packed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _half(packed, LAYOUT: gl.constexpr):
+def int8_half(packed, LAYOUT: gl.constexpr):
     """64 columns of 64 outputs in bfloat16, of the bytes [32, 128] of int8 codes that `arrange` made."""
     packed = packed.reshape([2, 4, 4, 2, 4, 4, 2, 2]).permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64])
     packed = gl.convert_layout(packed, LAYOUT, assert_trivial=True)
@@ -138,7 +138,7 @@ def _half(packed, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr):
+def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr):
     """Scales or offsets of 64 columns [64, 64], of a step's [groups, 64] in shared memory. A thread of the operand has
     two neighbouring columns of two outputs, and others 8, 16 and 32 columns from them: register bits in this order."""
     GROUPS: gl.constexpr = 64 // GROUP
@@ -158,9 +158,9 @@ def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIF
             OPERAND: gl.constexpr):  # fmt: skip
     """numbers [64, 64], the operand of a product, times the scales of their groups, plus the offsets."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
-    scale = _load_groups(scales.index(at), HALF, GROUP, OPERAND)
+    scale = load_groups(scales.index(at), HALF, GROUP, OPERAND)
     if HAS_SHIFTS:
-        offset = _load_groups(shifts.index(at), HALF, GROUP, OPERAND)
+        offset = load_groups(shifts.index(at), HALF, GROUP, OPERAND)
         return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [numbers, scale, offset],
                                          dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
@@ -184,10 +184,10 @@ def _product(slot, ring, acc, WARP_GROUP: gl.constexpr, CODE: gl.constexpr, WARP
         BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         IS_SUM: gl.constexpr = SCALES == OF_GROUPS
         if CODE == _INT8:
-            low = _half(weights.index(at * 2).load(BYTES), operand)
-            high = _half(weights.index(at * 2 + 1).load(BYTES), operand)
+            low = int8_half(weights.index(at * 2).load(BYTES), operand)
+            high = int8_half(weights.index(at * 2 + 1).load(BYTES), operand)
         else:
-            low, high = _halves(weights.index(at).load(BYTES), operand)
+            low, high = int4_halves(weights.index(at).load(BYTES), operand)
         if IS_SUM:
             low = _scaled(low, at, ring, 0, GROUP, HAS_SHIFTS, operand)
             high = _scaled(high, at, ring, 1, GROUP, HAS_SHIFTS, operand)
