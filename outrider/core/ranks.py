@@ -1,8 +1,31 @@
-"""RankLost: the failure of what ranks do together."""
+"""Ranks that hold one model together: the sizes that they share, and the failure of what they do together."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class RankLost(RuntimeError):
     """A rank could not reach the others, or waited for them too long. Ranks run the same sums in the same order, and
     after this failure their orders may differ: no further step may run, and all ranks start again."""
+
+
+@dataclass(frozen=True)
+class CutSize:
+    """A size of a block that ranks share."""
+
+    keys: tuple[str, ...]  # under which configs have it
+    size: int
+    may_copy: bool = False  # with more ranks than `size`, several ranks may hold the same piece
+
+    def fits(self, num_ranks: int) -> bool:
+        return self.size % num_ranks == 0 or (self.may_copy and num_ranks % self.size == 0)
+
+
+def rank_refusal(name: str, refused: CutSize, num_ranks: int, sizes: Sequence[CutSize]) -> str:
+    """The words that refuse a number of ranks, with the numbers that can share all `sizes`. name: that of the refused
+    size."""
+    *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))
+    counts = f"{', '.join(map(str, others))} or {most} ranks" if others else f"{most} rank"
+    return f"{name} is {refused.size}, which {num_ranks} ranks cannot share: use {counts}"

@@ -30,6 +30,7 @@ from outrider.engine.rank_answers import RankAnswers, fail
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
 from outrider.engine.worker_child import RankPlace, serve
 from outrider.engine.worker_messages import Failure, OfCommand
+from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.base import ModelSource
 from outrider.runner.commands import Answer, Command, PrepareIdle
 from outrider.runner.interface import WorkerDied, WorkerInfo
@@ -52,6 +53,7 @@ class WorkerProcess:
 
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
         num_ranks = config.tensor_parallel_size
+        check_heads(source.config, num_ranks, str(source.config_file))
         self._ranks, self._pipes = _start(config, source, num_ranks)
         Finalize(None, _kill, args=(self._ranks,), exitpriority=AT_EXIT)
         self._answers = RankAnswers(num_ranks)

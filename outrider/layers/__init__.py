@@ -3,9 +3,9 @@
 Layers know nothing of checkpoints beyond the names of their tensors, and nothing of pages, batches or requests.
 """
 
+from outrider.core.ranks import CutSize
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import (
-    CutSize,
     DecoderLayer,
     FeedForward,
     LayeredModule,

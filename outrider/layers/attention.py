@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.core.ranks import CutSize
 from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
-from outrider.layers.base import CutSize, Module, TokenMixer
+from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import HeadNorm

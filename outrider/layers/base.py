@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from outrider.cache.groups import LayerCache
+from outrider.core.ranks import CutSize, rank_refusal
 from outrider.formats import (
     ExpertsFormat,
     FormatChoice,
@@ -33,18 +34,6 @@ from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
 
 Format = TypeVar("Format", bound=WeightFormat[Any])
-
-
-@dataclass(frozen=True)
-class CutSize:
-    """A size of a block that ranks share."""
-
-    keys: tuple[str, ...]  # under which configs have it
-    size: int
-    may_copy: bool = False  # with more ranks than `size`, several ranks may hold the same piece
-
-    def fits(self, num_ranks: int) -> bool:
-        return self.size % num_ranks == 0 or (self.may_copy and num_ranks % self.size == 0)
 
 
 class Module:
@@ -295,9 +284,5 @@ def check_ranks(module: LayeredModule, num_ranks: int) -> None:
     share. Nothing needs to be allocated yet."""
     sizes = [size for part in find_modules([module], Module) for size in part.cut_sizes()]
     refused = next((size for size in sizes if not size.fits(num_ranks)), None)
-    if refused is None:
-        return
-    *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))
-    counts = f"{', '.join(map(str, others))} or {most} ranks" if others else f"{most} rank"
-    raise ValueError(f"{module.config_name(refused)} is {refused.size}, which {num_ranks} ranks cannot share: use "
-                     f"{counts}")
+    if refused is not None:
+        raise ValueError(rank_refusal(module.config_name(refused), refused, num_ranks, sizes))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.core.ranks import CutSize
 from outrider.formats import (
     DenseExpansion,
     ExpansionDeclaration,
@@ -24,7 +25,7 @@ from outrider.formats import (
 )
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.layers.base import CutSize, FormatModule, Module, Parameter, TokenMixer
+from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.core.ranks import CutSize
 from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
-from outrider.layers.base import CutSize, Module, Parameter, TokenMixer
+from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.core.ranks import CutSize
 from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
-from outrider.layers.base import CutSize, FeedForward, Module
+from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from outrider.core.ranks import CutSize
 from outrider.formats import (
     DenseExperts,
     ExpertsDeclaration,
@@ -21,7 +22,7 @@ from outrider.formats import (
     UnsummedRanks,
 )
 from outrider.kernels import moe, ops
-from outrider.layers.base import CutSize, FeedForward, FormatModule, Module
+from outrider.layers.base import FeedForward, FormatModule, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP

@@ -12,7 +12,9 @@ import torch
 from outrider.cache.kinds import LatentSpec, RecurrentSpec
 from outrider.formats import RankGroup
 from outrider.layers import AttentionMLPLayer, Module, SelfAttention, check_ranks
+from outrider.models import rank_sizes, registry
 from outrider.models.classifier import Classifier
+from outrider.models.rank_sizes import check_heads
 from outrider.models.registry import build_model
 from tests.models.oracle import HYBRID_FAMILIES, LATENT_FAMILIES, LOGIT_ROWS, MOE_FAMILIES, tokens_of
 from tests.ranks.families import Text, config_of, fill, make_model, run_family, states_of, weight_bytes
@@ -163,3 +165,32 @@ def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes:
     outline = build_model(config_of(family) | changes, dtype=torch.float32, device="meta")
     with pytest.raises(ValueError, match=f"config.json: {message}$"):
         check_ranks(outline, count)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES])
+def test_heads_are_refused_without_torch_only_where_the_model_refuses_them(family: str) -> None:
+    """Before ranks start, the config alone is looked at. Its refusal names numbers of ranks that the model takes."""
+    config = config_of(family)
+    outline = build_model(config, dtype=torch.float32, device="meta")
+    for count in (1, 2, 3, 5, 7, 64):
+        try:
+            check_heads(config, count, "config.json")
+        except ValueError as error:
+            assert str(error).startswith(f"config.json: num_attention_heads is {config['num_attention_heads']}, which")
+            with pytest.raises(ValueError, match="ranks cannot share"):
+                check_ranks(outline, count)
+            for named in re.findall(r"\d+", str(error).partition(": use ")[2]):
+                check_ranks(outline, int(named))
+        else:
+            assert config["num_attention_heads"] % count == 0 or not outline.attention_layers
+
+
+def test_a_config_is_refused_before_ranks_start_only_by_heads_that_they_share() -> None:
+    config = config_of("nemotron_h")
+    check_heads(config | {"hybrid_override_pattern": "MEM-"}, 7, "config.json")
+    check_heads(config | {"architectures": ["MyOwnForCausalLM"]}, 7, "config.json")
+    check_heads(config | {"num_attention_heads": "many"}, 7, "config.json")  # refused where the model is built
+    nested = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"num_attention_heads": 6}}
+    with pytest.raises(ValueError, match="num_attention_heads is 6, which 4 ranks cannot share: use 1, 2, 3 or 6 rank"):
+        check_heads(nested, 4, "config.json")
+    assert all(rank_sizes.FAMILIES.fullmatch(name) for name in registry._ARCHITECTURES)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from outrider.config import EngineConfig
 from outrider.core.ranks import RankLost
+from outrider.engine import worker_process
 from outrider.engine.rank_answers import RankAnswers
 from outrider.engine.rank_watch import LOOK_SECONDS, SILENT_SECONDS, STUCK_SECONDS, RankProcess, RankWatch
 from outrider.engine.worker_messages import Failure
+from outrider.engine.worker_process import WorkerProcess
 from outrider.runner.commands import Sleep, SleepReport
 from outrider.runner.interface import WorkerDied
 from outrider.runner.rank_link import STATUS_FIELDS, Doing, RankLink, RankStatus
@@ -162,3 +165,13 @@ def test_a_host_that_ended_is_named() -> None:
     second.pipes[0].close()
     with pytest.raises(RankLost, match="rank 0 lost rank 1"):
         first.gather(1)
+
+
+def test_ranks_that_cannot_share_the_heads_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would import torch first: 64 ranks took two minutes to be refused."""
+    source: Any = SimpleNamespace(config={"architectures": ["LlamaForCausalLM"], "num_attention_heads": 32},
+                                  config_file="folder/config.json")
+    monkeypatch.setattr(worker_process, "_start", lambda *_: pytest.fail("processes were started"))
+    words = "^folder/config.json: num_attention_heads is 32, which 64 ranks cannot share: use 1, 2, 4, 8, 16 or 32 rank"
+    with pytest.raises(ValueError, match=words):
+        WorkerProcess(EngineConfig("folder", tensor_parallel_size=64), source)

@@ -1,0 +1,51 @@
+"""A first look at a config before ranks are started: whether they can share its attention heads. No torch.
+
+Models say by their layers how they are cut, which needs torch in every rank (`layers.check_ranks`). Here stands what
+holds for every family: without it, a number of ranks that no model allows was refused after each of them had started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.core.ranks import CutSize, rank_refusal
+
+# Families whose attention ranks share; a family from outside may hold it whole.
+FAMILIES = re.compile(r"(Llama|Mistral|Qwen[23]|NemotronH|Bamba|DeepseekV3|GlmMoeDsa|Gemma[34])\w*For\w+")
+HEADS = "num_attention_heads"
+TEXT = "text_config"  # the section of a language model in configs of several
+# Sizes that some families cut. They only narrow down the numbers of ranks that are named: a config may have a key that
+# its layers do not use.
+OTHER_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
+              "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_n_heads", "linear_num_key_heads")
+COPIED_KEYS = ("num_key_value_heads", "n_groups", "mamba_n_groups")  # several ranks may hold the same piece
+
+
+def check_heads(config: Mapping[str, Any], num_ranks: int, source: str) -> None:
+    """Refuse a number of ranks that cannot share the attention heads. source: the config's file."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not FAMILIES.fullmatch(str(architectures[0])):
+        return
+    section = config.get(TEXT)
+    values = section if isinstance(section, Mapping) and HEADS in section else config
+    heads = _size(values, HEADS)
+    if heads is None or heads.fits(num_ranks) or not _attends(values):
+        return
+    others = [_size(values, key, key in COPIED_KEYS) for key in (*OTHER_KEYS, *COPIED_KEYS)]
+    sizes = [heads, *(size for size in others if size is not None)]
+    raise ValueError(f"{source}: {rank_refusal(HEADS, heads, num_ranks, sizes)}")
+
+
+def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> CutSize | None:
+    """None where the config does not say it. A value of a wrong type is refused where the model is built."""
+    size = values.get(key)
+    return CutSize((key,), size, may_copy) if type(size) is int and size > 0 else None
+
+
+def _attends(values: Mapping[str, Any]) -> bool:
+    """Whether the pattern of a hybrid, if there is one, has attention layers."""
+    pattern = values.get("layers_block_type") or values.get("hybrid_override_pattern")
+    indices = values.get("attn_layer_indices")
+    return (not pattern or any(kind in ("*", "attention", "full_attention") for kind in pattern)) and indices != []
