@@ -17,6 +17,9 @@ from outrider.runner.rank_link import RankStatus
 
 LOOK_SECONDS = 0.5  # between two looks at the ranks
 SILENT_SECONDS = 60.0  # without a sign of life, until a rank is given up
+# The same while it starts: libraries of torch, read from a slow disk or beside many other ranks, hold up all threads
+# of a process.
+STARTING_SILENT_SECONDS = 300.0
 STUCK_SECONDS = 300.0  # that steps may wait while no rank makes progress; a layer may take long on a CPU
 COMMAND_SECONDS = 3600.0  # the same for start-up and commands, which may read weights from a slow disk
 STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which another rank failed
@@ -57,7 +60,7 @@ class RankWatch:
             # Before its first sign of life a rank imports the caller's script, which may take long.
             silent = silent + seconds if beats == before and beats > 0 else 0.0
             self._beats[index] = beats, silent
-            if silent > SILENT_SECONDS:
+            if silent > (STARTING_SILENT_SECONDS if own.status.is_starting else SILENT_SECONDS):
                 return WorkerDied(f"{own.words} and has shown no life for {silent:.0f} s: it may be stopped, or the "
                                   "machine may lack memory")
         return self._look_for_progress(seconds, STUCK_SECONDS if has_steps else COMMAND_SECONDS, has_any)

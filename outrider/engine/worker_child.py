@@ -78,6 +78,7 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
         to_parent.send(Failure.from_error(error))
         return
     freeze_heap(worker)
+    status.begin(Doing.NOTHING)
     to_parent.send(worker.info)
     try:
         _run(pipe, to_parent, worker, grammars, place, status)

@@ -73,6 +73,10 @@ class RankStatus:
         return bool(self._numbers[_WAITS])
 
     @property
+    def is_starting(self) -> bool:
+        return self._numbers[_DOING] == Doing.START
+
+    @property
     def beats(self) -> int:
         return self._numbers[_BEATS]
 

@@ -14,7 +14,14 @@ from outrider.config import EngineConfig
 from outrider.core.ranks import RankLost
 from outrider.engine import worker_process
 from outrider.engine.rank_answers import RankAnswers
-from outrider.engine.rank_watch import LOOK_SECONDS, SILENT_SECONDS, STUCK_SECONDS, RankProcess, RankWatch
+from outrider.engine.rank_watch import (
+    LOOK_SECONDS,
+    SILENT_SECONDS,
+    STARTING_SILENT_SECONDS,
+    STUCK_SECONDS,
+    RankProcess,
+    RankWatch,
+)
 from outrider.engine.worker_messages import Failure
 from outrider.engine.worker_process import WorkerProcess
 from outrider.runner.commands import Sleep, SleepReport
@@ -105,6 +112,14 @@ def test_a_rank_that_shows_no_life_is_named() -> None:
     ranks.statuses[1].begin(Doing.STEP, 12)
     assert ranks.looks(SILENT_SECONDS - 1, living=(0,)) is None
     assert "rank 1 (process 11) ran step 12 and has shown no life" in str(ranks.looks(3, living=(0,)))
+
+
+def test_a_rank_may_show_no_life_for_longer_while_it_starts() -> None:
+    """The libraries of torch hold up all of its threads."""
+    ranks = Watched()
+    assert ranks.looks(1, has_steps=False) is None
+    assert ranks.looks(STARTING_SILENT_SECONDS - 1, living=(0,), has_steps=False) is None
+    assert "rank 1 (process 11) was starting and has" in str(ranks.looks(3, living=(0,), has_steps=False))
 
 
 def test_a_rank_that_others_wait_for_is_named() -> None:
