@@ -180,6 +180,11 @@ def _check_of(declared: Any) -> Check:
         return reduce(_with_rule, args[1:], _check_of(args[0]))
     if parts in (Union, UnionType):
         return reduce(_either, map(_check_of, args))
+    if parts is tuple and args[-1] is not Ellipsis:
+        checks = [_check_of(part) for part in args]
+        return ((lambda value: isinstance(value, (list, tuple)) and len(value) == len(checks)
+                 and all(holds(own) for (holds, _), own in zip(checks, value, strict=True))),
+                f"a list of {len(checks)}: {', '.join(words for _, words in checks)}")
     if parts in (list, tuple):
         each, words = _all_of(args[0])
         return (lambda value: isinstance(value, (list, tuple)) and each(value)), f"a list, each {words}"
@@ -191,6 +196,8 @@ def _check_of(declared: Any) -> Check:
         kind = declared if isinstance(declared, type) else type(declared)
         return (lambda value: isinstance(value, kind)), f"a {kind.__name__}"
     if isinstance(declared, enum.EnumMeta):
+        return (lambda value: isinstance(value, declared)), f"a {declared.__name__}"
+    if declared not in PLAIN and isinstance(declared, type):
         return (lambda value: isinstance(value, declared)), f"a {declared.__name__}"
     return PLAIN[declared]
 

@@ -16,7 +16,7 @@ def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str
     families: dict[str, list[str]] = {}  # lines by the line that begins their family
     for number, page in pages.items():
         own: list[str] = []
-        for line in page.splitlines():
+        for line in page.removesuffix("\n").split("\n"):  # a model's name may hold other ends of lines
             if line.startswith("# HELP"):
                 own = families.setdefault(line, [])
             elif line.startswith("#"):

@@ -11,14 +11,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from outrider.core import ScheduledBatch
 from outrider.core.costs import ReadCost, interpolate
-from outrider.runner.interface import WorkerInfo
+from outrider.core.fields import INT64, Count, Range
+from outrider.runner.interface import BoundedSteps, MeasuredDrafting, WorkerInfo
 from outrider.simulation.plain_data import from_plain, to_plain
 
 FORMAT = "outrider costs 1"
+Seconds: TypeAlias = Annotated[float, Range(0.0, 1e6)]
+Amount: TypeAlias = Annotated[int, Range(1, INT64)]
+Speed: TypeAlias = Annotated[float, Range(1e-3, 1e30)]
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,23 @@ class ModelFacts:
     """Sizes of the model and speeds of the device, from which steps of several ranks are estimated."""
 
     name: str
-    weight_bytes: int  # weights that a decode step reads
-    token_operations: int  # operations of one token's products; a multiplication and an addition are two
-    num_layers: int
-    hidden_size: int
-    itemsize: int  # bytes of one number of a hidden state
-    bandwidth: float  # bytes per second of reading the device's memory
-    operations: float  # operations per second of a large product
+    weight_bytes: Amount  # weights that a decode step reads
+    token_operations: Amount  # operations of one token's products; a multiplication and an addition are two
+    num_layers: Count
+    hidden_size: Count
+    itemsize: Count  # bytes of one number of a hidden state
+    bandwidth: Speed  # bytes per second of reading the device's memory
+    operations: Speed  # operations per second of a large product
 
 
 @dataclass(frozen=True)
 class HostCosts:
     """Seconds that the engine's own thread needs."""
 
-    step: float  # for one step, whatever its requests
-    request: float  # for each request of a step
-    start: float = 0.0  # from a request's arrival until the engine can schedule it
-    latency: float = 0.0  # between the device and the engine's thread, there and back: hidden while steps are queued
+    step: Seconds  # for one step, whatever its requests
+    request: Seconds  # for each request of a step
+    start: Seconds = 0.0  # from a request's arrival until the engine can schedule it
+    latency: Seconds = 0.0  # between the device and the engine's thread, there and back: hidden while steps are queued
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class DecodeSteps:
     is not part of them."""
 
     num_drafts: int
-    requests: tuple[int, ...]
-    seconds: tuple[float, ...]
+    requests: tuple[Count, ...]
+    seconds: tuple[Seconds, ...]
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class PromptSteps:
     num_drafts: drafts that the step proposes for the next one."""
 
     num_drafts: int
-    tokens: tuple[int, ...]
-    seconds: tuple[float, ...]
+    tokens: tuple[Count, ...]
+    seconds: tuple[Seconds, ...]
     padded_up_to: int = 0  # captured steps: one of at most so many tokens takes the time of the next larger size
 
     def step(self, num_tokens: int) -> float:
@@ -81,7 +85,7 @@ class CostTable:
     prompts: tuple[PromptSteps, ...]  # likewise
     reading: tuple[ReadCost, ...] = ()  # seconds for each token of context that a request decodes behind
     attending: tuple[ReadCost, ...] = ()  # seconds for each pair of a prompt's token and a key that the token sees
-    acceptance: tuple[float, ...] = ()  # chance that a draft is accepted if those before it were, by position
+    acceptance: tuple[Annotated[float, Range(0, 1)], ...] = ()  # chance that a draft is accepted if those before it were, by position
     submits_early: bool = False  # with one step in flight: the next is submitted before new requests are looked at
     enable_prefix_caching: bool = True
 
@@ -146,10 +150,46 @@ class CostTable:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"{path} is no cost table ({FORMAT!r}): make one with"
                              " `outrider bench costs MODEL -o FILE`")
-        table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps))
-        if not isinstance(table, cls):
-            raise ValueError(f"{path} holds a {type(table).__name__}, not a cost table")
+        try:
+            table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps))
+            if not isinstance(table, cls):
+                raise ValueError(f"the file holds a {type(table).__name__}, not a cost table")
+            table.check()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be used: {error}") from None
         return table
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no engine measures, which a simulation would stumble over later."""
+        limits, drafting, prompt_steps = self.info.limits, self.info.drafting, self.info.prompt_steps
+        least = {"max_requests": 1, "max_batched_tokens": 1, "max_len": 2, "max_drafts": 0, "steps_in_flight": 1}
+        for name, low in least.items():
+            if getattr(limits, name) < low:
+                raise ValueError(f"limits: {name} must be at least {low}, got {getattr(limits, name)}")
+        if self.info.num_pages < 2 or self.info.lookahead < 0:
+            raise ValueError("info: num_pages must be at least 2 and lookahead at least 0")
+        if [own.num_drafts for own in self.decoding] != list(range(limits.max_drafts + 1)):
+            raise ValueError(f"decoding must have an entry for each number of drafts, 0 to {limits.max_drafts}")
+        if not self.prompts:
+            raise ValueError("prompts must have an entry")
+        for decoded in self.decoding:
+            _check_points(f"decoding with {decoded.num_drafts} drafts: requests", decoded.requests, decoded.seconds)
+        for prompts in self.prompts:
+            _check_points(f"prompts with {prompts.num_drafts} drafts: tokens", prompts.tokens, prompts.seconds)
+            if prompts.padded_up_to > prompts.tokens[-1]:
+                raise ValueError(f"prompts: padded_up_to must be at most the last of tokens, {prompts.tokens[-1]}")
+        if isinstance(drafting, MeasuredDrafting):
+            _check_points("drafting: tokens", drafting.costs.tokens, drafting.costs.seconds)
+        if isinstance(prompt_steps, BoundedSteps):
+            _check_points("prompt_steps: tokens", prompt_steps.costs.tokens, prompt_steps.costs.seconds)
+        for name, costs in (("reading", self.reading), ("attending", self.attending)):
+            if any(cost.seconds < 0 or (cost.window is not None and cost.window < 1) for cost in costs):
+                raise ValueError(f"{name}: seconds must be at least 0, and a window at least 1 token")
+
+
+def _check_points(name: str, at: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    if not at or list(at) != sorted(set(at)) or len(at) != len(seconds) or min(seconds) < 0:
+        raise ValueError(f"{name} must rise, and have as many seconds, none below 0")
 
 
 def visible(contexts: list[int], window: int | None) -> int:

@@ -6,7 +6,7 @@ Only classes that are listed here can be read, so a file cannot name anything el
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from outrider.cache.groups import CacheLayout, Group, Place, PlacedPart
 from outrider.cache.kinds import (
@@ -23,6 +23,7 @@ from outrider.cache.kinds import (
 )
 from outrider.core import Limits
 from outrider.core.costs import DraftCost, MixedStepCosts, ReadCost, StepCosts
+from outrider.core.fields import check_value, shown
 from outrider.runner.interface import (
     BoundedSteps,
     FixedDrafting,
@@ -54,18 +55,30 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
-    """The value that `to_plain` was given, with lists as tuples. `more`: further classes that may occur."""
+    """The value that `to_plain` was given, with lists as tuples. `more`: further classes that may occur. Raises
+    ValueError for a class, a field or a type of a value that there is not: people edit files."""
     if isinstance(value, list):
         return tuple(from_plain(own, more) for own in value)
     if not isinstance(value, dict):
         return value
     name = value.get("is")
     if name == "dict":
-        return {from_plain(key, more): from_plain(own, more) for key, own in value["items"]}
+        return _dict_from_plain(value.get("items"), more)
     found = next((known for known in (*CLASSES, *more) if known.__name__ == name), None)
     if found is None:
-        raise ValueError(f"the file names a {name!r}, which is not known: it was written by another version")
+        raise ValueError(f"the file names a {shown(name)}, which is not known: it was written by another version")
+    given = {key: from_plain(own, more) for key, own in value.items() if key != "is"}
+    declared = get_type_hints(found, include_extras=True)
+    for key, own in given.items():
+        if key in declared:
+            check_value(f"the file's {name}: {key}", declared[key], own)
     try:
-        return found(**{key: from_plain(own, more) for key, own in value.items() if key != "is"})
+        return found(**given)
     except TypeError as error:
         raise ValueError(f"the file's {name} has other fields than this version's: {error}") from None
+
+
+def _dict_from_plain(items: Any, more: tuple[type[Any], ...]) -> dict[Any, Any]:
+    if not isinstance(items, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in items):
+        raise ValueError(f"a dict of the file needs `items`, a list of pairs, and has {shown(items)}")
+    return {from_plain(key, more): from_plain(own, more) for key, own in items}

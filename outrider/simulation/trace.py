@@ -176,7 +176,7 @@ class RecordedLoad:
     def __init__(self, path: Path) -> None:
         self._names: dict[str, int] = {}
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # a text in JSON may hold other ends of lines
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         asks = [self._ask(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]

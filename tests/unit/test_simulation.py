@@ -155,10 +155,18 @@ def test_a_recorded_load_names_prompts_and_prefixes(tmp_path: Path) -> None:
              {"arrival": 1.0, "prompt_token_ids": [1, 2, 3], "output_tokens": 7},
              {"arrival": 3.0, "prompt_tokens": 100, "output_tokens": 5, "prefix": "a", "prefix_tokens": 64}]
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\r\n".join(map(json.dumps, lines)), newline="")
     first, second, third = RecordedLoad(path).arrivals()
     assert first.token_ids(0) == (1, 2, 3) and (first.arrival, first.output_len) == (1.0, 7)
     assert second.token_ids(1)[:64] == third.token_ids(2)[:64] and second.token_ids(1)[64:] != third.token_ids(2)[64:]
+
+
+def test_names_in_a_trace_may_hold_line_separators_that_json_allows(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    names = ["a\u2028b", "a\x85b", "a\u2029b"]
+    path.write_text("".join(json.dumps({"prompt_tokens": 9, "output_tokens": 1, "prefix": name, "prefix_tokens": 5},
+                                       ensure_ascii=False) + "\n" for name in names), encoding="utf-8")
+    assert [ask.prefix for ask in RecordedLoad(path).arrivals()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("line", ['{"prompt_tokens": 5}', "[]", '{"prompt_tokens": 5, "output_tokens": 0}',
@@ -228,6 +236,43 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             CostTable.read(path)
+
+
+@pytest.mark.parametrize(("place", "value", "message"), [
+    (("host", "step"), "0.1", "HostCosts: step must be a number"),
+    (("host", "step"), -0.1, "HostCosts: step must be"),
+    (("host", "request"), float("nan"), "HostCosts: request must be"),
+    (("model", "bandwidth"), 0, "ModelFacts: bandwidth must be"),
+    (("model",), None, "CostTable: model must be a ModelFacts"),
+    (("acceptance",), [1.5], "CostTable: acceptance must be"),
+    (("decoding",), [], "entry for each number of drafts"),
+    (("decoding", 0, "requests"), [8, 1, 64], "decoding with 0 drafts: requests must rise"),
+    (("decoding", 0, "seconds"), [0.1], "as many seconds"),
+    (("prompts", 0, "tokens"), [], "prompts with 0 drafts: tokens must rise"),
+    (("prompts", 0, "padded_up_to"), 4096, "padded_up_to"),
+    (("prompts",), [], "prompts must have an entry"),
+    (("reading", 0, "seconds"), -1, "reading: seconds"),
+    (("reading", 0, "window"), 1.5, "ReadCost: window must be"),
+    (("info", "limits", "max_requests"), 0, "limits: max_requests must be at least 1"),
+    (("info", "limits", "max_len"), "long", "Limits: max_len must be an integer"),
+    (("info", "num_pages"), 1, "num_pages must be"),
+    (("info", "drafting", "costs", "tokens"), [1], "drafting: tokens must rise"),
+    (("info", "prompt_steps", "costs", "seconds"), [1], "prompt_steps: tokens must rise"),
+    (("info", "layout"), [], "WorkerInfo: layout must be a CacheLayout"),
+    (("info", "layout", "places", "items"), [[1]], "list of pairs"),
+])  # fmt: skip
+def test_an_edited_table_is_refused_when_it_is_read(tmp_path: Path, place: tuple[Any, ...], value: Any,
+                                                    message: str) -> None:
+    path = tmp_path / "costs.json"
+    made_table((FULL, WINDOW), max_drafts=2, bounds_steps=True).save(path)
+    content = part = json.loads(path.read_text())
+    for name in place[:-1]:
+        part = part[name]
+    assert place[-1] in part or isinstance(part, list)
+    part[place[-1]] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"costs.json cannot be used: .*{message}"):
+        CostTable.read(path)
 
 
 def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
