@@ -243,6 +243,16 @@ class KVEventsConfig:
 
     def __post_init__(self) -> None:
         check_fields("kv_events_config: ", self)
+        for name in ("endpoint", "replay_endpoint"):
+            self._check_port(name, getattr(self, name))
+
+    def _check_port(self, name: str, address: str | None) -> None:
+        """A router must know the port: one that the system chooses (0) is told to none."""
+        port = "" if address is None or not address.startswith("tcp://") else address.rpartition(":")[2]
+        most = 65535 - self.data_parallel_rank
+        if port.isdigit() and not 1 <= int(port) <= most:
+            more = f", less the replica's number {self.data_parallel_rank}" if self.data_parallel_rank else ""
+            raise ValueError(f"kv_events_config: {name} {address!r} needs a port from 1 to 65535{more}")
 
     @property
     def is_on(self) -> bool:

@@ -185,6 +185,10 @@ def test_blocks_in_a_row_share_an_event_and_others_do_not() -> None:
     ({"enable_kv_cache_event": True}, "did you mean enable_kv_cache_events"),
     ({"publisher": "kafka"}, "kv_events_config: publisher must be"), ({"hwm": 0}, "hwm"),
     ({"endpoint": ""}, "endpoint"),
+    ({"endpoint": "tcp://*:0"}, "needs a port from 1 to 65535"),
+    ({"replay_endpoint": "tcp://*:0"}, "replay_endpoint 'tcp://.*:0' needs a port"),
+    ({"endpoint": "tcp://*:70000"}, "needs a port"),
+    ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, "less the replica's number 1"),
 ])
 def test_a_config_that_cannot_work_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
