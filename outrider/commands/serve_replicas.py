@@ -31,6 +31,7 @@ from outrider.server.logs import set_up_logs
 from outrider.server.settings import ServerConfig
 from outrider.server.web_server import WebServer, web_options
 
+SOCKET_PATH_BYTES = 103  # of the path of a unix socket, at most: the least that systems allow (Linux: 107)
 log = logging.getLogger("outrider")
 
 
@@ -39,7 +40,7 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     devices_each = engine.tensor_parallel_size
     visible = [] if engine.device == "cpu" else visible_devices()
     environments = replica_environments(engine.device, config.replicas, devices_each, visible)
-    folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # its own user alone may enter it
+    folder = socket_folder(config.replicas)
     router = PrefixRouter()
     replicas = [Replica(i, str(folder / f"{i}.sock")) for i in range(config.replicas)]
     codes: list[int] = []  # of replicas that were given up
@@ -49,10 +50,8 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
         server.stop()
 
     def process_of(replica: Replica) -> ReplicaProcess:
-        own = replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None,
-                      ssl_ca_certs=None)
         arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(),
-                     numbered(engine, replica.number), own, tuple(names))
+                     numbered(engine, replica.number), behind_front(config, replica), tuple(names))
         return ReplicaProcess(replica, router, run_replica, arguments, on_failed=give_up,
                               max_restarts=config.max_restarts, hang_seconds=config.stall_timeout)
 
@@ -69,6 +68,25 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
         return codes[0]
     tell("stopped")
     return 0
+
+
+def socket_folder(num_replicas: int) -> Path:
+    """A new folder for the replicas' sockets, which its own user alone may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+    longest = os.fsencode(folder / f"{num_replicas - 1}.sock")
+    if len(longest) > SOCKET_PATH_BYTES:
+        folder.rmdir()
+        raise ValueError(f"the replicas' sockets cannot be in {folder.parent}: a path such as {os.fsdecode(longest)} has "
+                         f"{len(longest)} bytes, and that of a unix socket may have {SOCKET_PATH_BYTES}; set TMPDIR to "
+                         "a shorter path, as /tmp")
+    return folder
+
+
+def behind_front(config: ServerConfig, replica: Replica) -> ServerConfig:
+    """The settings of one replica's server. TLS and the origins of browsers are the front's: headers that both wrote
+    would come twice."""
+    return replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
+                   allowed_origins=())
 
 
 def numbered(engine: EngineConfig, number: int) -> EngineConfig:

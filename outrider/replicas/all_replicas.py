@@ -14,6 +14,7 @@ from outrider.replicas.upstream import Headers, ReplicaLost, ask
 from outrider.server.errors import ApiError
 
 ASK_SECONDS = 10.0  # for a replica to answer a question about itself
+SLEEP = b"/sleep"
 STORED = re.compile(r"/v1/responses/([\w-]+)")
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
@@ -41,7 +42,13 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
 
 async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
                   body: bytes) -> tuple[int, Headers, bytes]:
-    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer."""
+    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are asked to sleep
+    only if all of them serve: otherwise some would sleep while one starts again, awake."""
+    absent = {each.name: each.state.value for each in replicas if each.state is not ReplicaState.SERVING}
+    if target.split(b"?")[0].endswith(SLEEP) and absent:
+        listed = ", ".join(f"replica {name} is {state}" for name, state in absent.items())
+        raise ApiError(503, f"no replica was asked to sleep, because {listed}: ask again when /health says healthy",
+                       retry_after=5)
     answers = await asyncio.gather(*(ask_whole(each, method, target, headers, body, None) for each in replicas))
     found: list[tuple[int, bytes]] = []
     for replica, answer in zip(replicas, answers, strict=True):

@@ -181,8 +181,7 @@ class _Exchange:
         if self.has_started:
             return
         self.has_started = True
-        kept = [pair for pair in headers
-                if pair[0] not in WRITTEN_HERE and not pair[0].startswith(b"access-control-")]
+        kept = [pair for pair in headers if pair[0] not in WRITTEN_HERE]
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
+from outrider.commands.serve_replicas import behind_front, guarded, socket_folder
 from outrider.replicas.front import ReplicaFront
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
-from outrider.server.guard import Guard
+from outrider.server.guard import App, Guard
+from outrider.server.settings import ServerConfig
 
 Answering = Callable[["Script", bytes, bytes, asyncio.StreamWriter], Awaitable[None]]
 PROMPT = "a prompt of some length " * 10
@@ -68,13 +71,14 @@ async def nothing() -> None:
 
 
 @asynccontextmanager
-async def fronted(*answering: Answering, keys: tuple[str, ...] = ()) -> AsyncIterator[
+async def fronted(*answering: Answering, keys: tuple[str, ...] = (),
+                  guard: Callable[[App], App] | None = None) -> AsyncIterator[
         tuple[httpx.AsyncClient, list[Script]]]:
     with tempfile.TemporaryDirectory() as name:  # paths of unix sockets are short
         scripts = [Script(i, Path(name), each) for i, each in enumerate(answering)]
         servers = [await asyncio.start_unix_server(each.serve, each.replica.socket_path) for each in scripts]
         front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), start=nothing, stop=nothing)
-        app = Guard(front, keys=keys, max_body_bytes=1 << 20)
+        app: App = Guard(front, keys=keys, max_body_bytes=1 << 20) if guard is None else guard(front)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
             yield client, scripts
         for server in servers:
@@ -270,3 +274,57 @@ def test_what_concerns_all_replicas_is_asked_of_all() -> None:
                                                             "replicas": {"0": "gone", "1": "serving"}}
 
     run(test)
+
+
+def test_no_replica_is_asked_to_sleep_while_one_is_not_there() -> None:
+    async def test() -> None:
+        async with fronted(echo, echo) as (client, scripts):
+            for state in (ReplicaState.GONE, ReplicaState.STARTING, ReplicaState.NOT_HEALTHY):
+                scripts[1].replica.state = state
+                answer = await client.post("/sleep?level=1")
+                assert answer.status_code == 503 and f"replica 1 is {state.value}" in answer.text
+            assert not scripts[0].asked and not scripts[1].asked
+            assert (await client.post("/wake_up")).status_code == 200
+            scripts[1].replica.state = ReplicaState.SERVING
+            assert (await client.post("/sleep?level=1")).status_code == 200
+
+    run(test)
+
+
+def test_a_browser_gets_each_header_of_origins_once() -> None:
+    origin = "https://example.org"
+    config = ServerConfig(allowed_origins=(origin,), replicas=2)
+
+    async def answer(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await JSONResponse({})(scope, receive, send)
+
+        own = guarded(app, behind_front(config, script.replica))  # a replica guards itself as the front does
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(own), base_url="http://replica") as client:
+            answer = await client.post("/v1/completions", headers={"origin": origin}, json={})
+        lines = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.multi_items())
+        writer.write(f"HTTP/1.1 200 X\r\n{lines}\r\n".encode() + answer.content)
+        await writer.drain()
+
+    async def test() -> None:
+        async with fronted(answer, guard=lambda front: guarded(front, config)) as (client, _):
+            found = await client.post("/v1/completions", headers={"origin": origin}, json={"prompt": PROMPT})
+            names = [name for name, _ in found.headers.multi_items()]
+            assert found.headers["access-control-allow-origin"] == origin and found.headers["vary"] == "Origin"
+            assert len(names) == len(set(names))
+
+    run(test)
+
+
+def test_a_folder_too_long_for_sockets_is_told_with_what_to_set(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ValueError, match="TMPDIR"):
+        socket_folder(2)
+    assert not list(long.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    folder = socket_folder(2)
+    assert folder.is_dir()
+    folder.rmdir()
