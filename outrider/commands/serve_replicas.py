@@ -76,9 +76,9 @@ def socket_folder(num_replicas: int) -> Path:
     longest = os.fsencode(folder / f"{num_replicas - 1}.sock")
     if len(longest) > SOCKET_PATH_BYTES:
         folder.rmdir()
-        raise ValueError(f"the replicas' sockets cannot be in {folder.parent}: a path such as {os.fsdecode(longest)} has "
-                         f"{len(longest)} bytes, and that of a unix socket may have {SOCKET_PATH_BYTES}; set TMPDIR to "
-                         "a shorter path, as /tmp")
+        raise ValueError(f"the replicas' sockets cannot be in {folder.parent}: the path of a unix socket may have "
+                         f"{SOCKET_PATH_BYTES} bytes, and {os.fsdecode(longest)} has {len(longest)}; set TMPDIR to a "
+                         "shorter path, as /tmp")
     return folder
 
 

@@ -42,8 +42,8 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
 
 async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
                   body: bytes) -> tuple[int, Headers, bytes]:
-    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are asked to sleep
-    only if all of them serve: otherwise some would sleep while one starts again, awake."""
+    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are only asked to
+    sleep if all of them serve: otherwise some would sleep while one starts again, awake."""
     absent = {each.name: each.state.value for each in replicas if each.state is not ReplicaState.SERVING}
     if target.split(b"?")[0].endswith(SLEEP) and absent:
         listed = ", ".join(f"replica {name} is {state}" for name, state in absent.items())

@@ -21,6 +21,7 @@ from outrider.simulation.plain_data import from_plain, to_plain
 
 FORMAT = "outrider costs 1"
 Seconds: TypeAlias = Annotated[float, Range(0.0, 1e6)]
+Chance: TypeAlias = Annotated[float, Range(0, 1)]
 Amount: TypeAlias = Annotated[int, Range(1, INT64)]
 Speed: TypeAlias = Annotated[float, Range(1e-3, 1e30)]
 
@@ -85,7 +86,7 @@ class CostTable:
     prompts: tuple[PromptSteps, ...]  # likewise
     reading: tuple[ReadCost, ...] = ()  # seconds for each token of context that a request decodes behind
     attending: tuple[ReadCost, ...] = ()  # seconds for each pair of a prompt's token and a key that the token sees
-    acceptance: tuple[Annotated[float, Range(0, 1)], ...] = ()  # chance that a draft is accepted if those before it were, by position
+    acceptance: tuple[Chance, ...] = ()  # chance that a draft is accepted if those before it were, by position
     submits_early: bool = False  # with one step in flight: the next is submitted before new requests are looked at
     enable_prefix_caching: bool = True
 
