@@ -97,9 +97,6 @@ def _exchange_kernel(
     GATHERS: tl.constexpr, HAS_CLOCK: tl.constexpr, POLLS: tl.constexpr, MAX_STEP_NS: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    # Not before: in a chain of sums each would let the next one start, and those that wait would fill the GPU, on which
-    # another rank that shares it could not run the sum that all of them wait for.
-    release_dependents(PDL)
     program = tl.program_id(0)
     number = tl.load(counts + program)
     lane = tl.arange(0, CHUNK)
@@ -119,6 +116,10 @@ def _exchange_kernel(
             peer = (RANK + step) % COUNT
             flag = flags + peer * PROGRAMS
             _wait(flag, number, given_up, late, peer, max_wait_ns, HAS_CLOCK, POLLS, MAX_STEP_NS)
+        if turn == num_rounds - 1:
+            # Not before: kernels that start early would fill the GPU while this one waits, and another rank that shares
+            # the GPU could not run the sum that it waits for.
+            release_dependents(PDL)
         tl.debug_barrier()
         total = tl.zeros((CHUNK,), tl.float32)
         for peer in tl.static_range(COUNT):
