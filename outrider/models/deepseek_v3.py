@@ -34,7 +34,7 @@ class DeepseekV3(Decoder):
     """DeepseekV3ForCausalLM, and the base of those whose layers choose positions."""
 
     index_rotates_pairs = False
-    layer_type = FULL  # of every layer, in configs that name the types
+    layer_types = (FULL,)  # names of the type that every layer has, in configs that name the types
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -43,8 +43,8 @@ class DeepseekV3(Decoder):
         for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
                           ("rope_interleave", True), ("mlp_bias", False)):
             config.must_equal(key, only, default=only)
-        if set(config.get("layer_types", list[str], [])) - {self.layer_type}:
-            raise config.refusal("layer_types", f"all layers must be {self.layer_type}")
+        if set(config.get("layer_types", list[str], [])) - {*self.layer_types}:
+            raise config.refusal("layer_types", f"all layers must be {' or '.join(self.layer_types)}")
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, config.required("qk_rope_head_dim", int))
@@ -113,7 +113,7 @@ class DeepseekV3(Decoder):
 class DeepseekV32(DeepseekV3):
     """DeepseekV32ForCausalLM."""
 
-    layer_type = "deepseek_sparse_attention"
+    layer_types = ("deepseek_sparse_attention", "indexed_attention")  # the second since transformers 5.22
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
