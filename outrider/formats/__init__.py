@@ -23,7 +23,7 @@ from outrider.formats.experts import DenseExperts, ExpertsFormat
 from outrider.formats.gguf import TransposedHeads
 from outrider.formats.ranks import RankGroup, UnsummedRanks
 from outrider.formats.registry import FormatChoice, register_format
-from outrider.formats.slots import HeadLayout, StoredWeight, TensorCut, WeightSlot, join_names
+from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorCut, WeightSlot, join_names
 from outrider.formats.summed import build_format
 from outrider.formats.weight_format import WeightFormat
 
@@ -45,6 +45,7 @@ __all__ = [
     "NativeProduct",
     "OutputCut",
     "PackedPart",
+    "PairedHeads",
     "RankGroup",
     "RankSize",
     "Ranks",

@@ -235,6 +235,7 @@ class ExpertsDeclaration:
     dtype: torch.dtype
     device: torch.device
     cut: InputCut | None = None  # by the expert's inner features, which are the inputs of `down`
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert's projections
 
     def __post_init__(self) -> None:
         if 3 * self.num_experts * self.hidden_size * self.expert_size * self.dtype.itemsize > MAX_BYTES:
@@ -243,14 +244,15 @@ class ExpertsDeclaration:
     @cached_property
     def projections(self) -> tuple[LinearDeclaration, LinearDeclaration]:
         """(gate and up, or up; down) of one expert, or of all of them where the checkpoint has joint tensors."""
-        names = ("gate_proj", "up_proj") if self.is_gated else ("up_proj",)
+        gate, up, down_name = self.names
+        names = (gate, up) if self.is_gated else (up,)
         stored, packed = dict.fromkeys(names, self.expert_size), {}
         if self.is_joint and self.is_gated:
             stored = {"gate_up_proj": ModelSize(2 * self.expert_size)}
             packed = {"gate_up_proj": [PackedPart(self.expert_size)] * 2}
         first_cut = None if self.cut is None else OutputCut(self.cut.ranks, packed=packed)
         first = LinearDeclaration(self.hidden_size, stored, False, self.dtype, self.device, cut=first_cut)
-        down = {"down_proj": self.hidden_size}
+        down = {down_name: self.hidden_size}
         return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, cut=self.cut)
 
     def matrices(self) -> Iterator[str]:

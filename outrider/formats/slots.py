@@ -74,6 +74,18 @@ class HeadLayout:
 
 
 @dataclass(frozen=True)
+class PairedHeads(HeadLayout):
+    """The order of output features in heads whose rope turns neighbouring features together. A layer's rope turns
+    halves: it has the first feature of every pair, then the second. sizes: the features of a head that turn, and the
+    others, which stay in their places."""
+
+    def sort(self, tensor: torch.Tensor) -> torch.Tensor:
+        turned, kept = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
+        halves = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return torch.cat((halves, kept), dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
 class TensorCut:
     """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which lie one behind the other in
     the rank's tensor. A packed tensor (gate and up) has a range for each of its segments."""

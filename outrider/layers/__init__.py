@@ -16,7 +16,14 @@ from outrider.layers.base import (
     find_modules,
 )
 from outrider.layers.context import LoadedAdapters, NothingAttends, RowAdapters, StandIns, StepContext
-from outrider.layers.decoder import AttentionMLPLayer, LayerNames, PreNormLayer
+from outrider.layers.decoder import (
+    AttentionMLPLayer,
+    LayerNames,
+    ParallelLayer,
+    PostNormLayer,
+    PreNormLayer,
+    ScaledLayer,
+)
 from outrider.layers.embedding import Embedding
 from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
 from outrider.layers.latent_attention import LatentAttention, LatentShape
@@ -24,15 +31,32 @@ from outrider.layers.linear import FusedLinear, Linear, TiedLinear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, INNER_KEYS, GatedMLP
 from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import Delta, HeadNorm, RMSNorm, Unnormed, copy_stream
-from outrider.layers.rotary import FREQUENCIES, Angles, RopeParams, Rotary, rope_table, rotate, yarn_mscale
+from outrider.layers.norm import CenteredNorm, Delta, HeadNorm, RMSNorm, Unnormed, copy_stream
+from outrider.layers.normed_attention import (
+    CenteredHeadNorm,
+    CenteredNormAttention,
+    LateNormAttention,
+    WidthNormAttention,
+)
+from outrider.layers.rotary import (
+    FREQUENCIES,
+    Angles,
+    RopeParams,
+    Rotary,
+    StillRotary,
+    rope_table,
+    rotate,
+    yarn_mscale,
+)
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 
 __all__ = [
-    "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally",
-    "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm",
-    "INNER_KEYS", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "LoadedAdapters", "Mamba2",
-    "Mamba2Shape", "MoE", "Module", "NothingAttends", "Parameter", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary",
-    "Router", "RowAdapters", "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "TiedLinear", "TokenMixer",
-    "Unnormed", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
+    "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES", "FeedForward",
+    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "LateNormAttention",
+    "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "LoadedAdapters", "Mamba2",
+    "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer",
+    "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters", "ScaledLayer", "SelfAttention", "SpreadRouting",
+    "StandIns", "StepContext", "StillRotary", "TiedLinear", "TokenMixer", "Unnormed", "WidthNormAttention",
+    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
+from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, PairedHeads, RankGroup, Ranks
 from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
@@ -29,15 +29,24 @@ class SelfAttention(TokenMixer):
         out_bias: bool,
         head_norm: HeadNorm | None,
         has_v: bool = True,
+        paired_dim: int = 0,
+        is_packed: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_v: False where values are the keys before their norm."""
+        """has_v: False where values are the keys before their norm. paired_dim: leading dimensions of a head that the
+        checkpoint's rope turns in pairs of neighbours. is_packed: the checkpoint has q, k and v in one tensor."""
         self.layer = layer
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         written = {"k_proj": kv_size, **({"v_proj": kv_size} if has_v else {})}
         stored = {"q_proj": q_size, **(written if layer.writes else {})}
-        self.qkv = FusedLinear(hidden_size, stored, bias=qkv_bias, dtype=dtype, device=device)
+        layouts = {}
+        if paired_dim:
+            sizes = (paired_dim, layer.head_dim - paired_dim)
+            layouts = {"q_proj": PairedHeads(layer.num_heads, sizes), "k_proj": PairedHeads(layer.num_kv_heads, sizes)}
+        self._packed = tuple(stored.values()) if is_packed else ()
+        stored = {"qkv_proj": sum(self._packed)} if is_packed else stored
+        self.qkv = FusedLinear(hidden_size, stored, bias=qkv_bias, dtype=dtype, device=device, layouts=layouts)
         self.out = Linear(q_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
         self.head_norm = head_norm
 
@@ -51,8 +60,12 @@ class SelfAttention(TokenMixer):
 
     def cut(self, group: RankGroup) -> None:
         """Keep this rank's heads: those of q, with gates if there are any, and those of k and v that they read."""
-        pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
-        self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces))
+        kv_pieces = min(self.layer.num_kv_heads, group.count)
+        pieces, packed = dict.fromkeys(("k_proj", "v_proj"), kv_pieces), {}
+        if self._packed:
+            q_size, *kv_sizes = self._packed
+            packed = {"qkv_proj": [PackedPart(q_size), *(PackedPart(size, kv_pieces) for size in kv_sizes)]}
+        self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces, packed))
         self.out.declare_cut(InputCut.from_group(group))
         self.layer = self.layer.of_rank(group.count)
         if self.head_norm is not None:

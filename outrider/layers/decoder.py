@@ -70,3 +70,72 @@ class AttentionMLPLayer(PreNormLayer):
     def __init__(self, input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         super().__init__(input_norm, attention, mlp_norm, mlp)
         self.attention = attention
+
+
+class ScaledLayer(PreNormLayer):
+    """A layer whose halves are multiplied by `factor` before they add to the residual stream."""
+
+    def __init__(self, *parts: Any, factor: float) -> None:
+        super().__init__(*parts)
+        self.factor = factor
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        x, residual = self.input_norm.add_norm(delta, residual)
+        x, residual = self.mlp_norm.add_norm(self.mixer(x, angles, context).mul_(self.factor), residual)
+        return self.mlp(x, context).mul_(self.factor), residual
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        delta, residual, angles, context = args
+        x, residual = self.input_norm.add_norm(delta, residual)
+        mixed = self.mixer.for_rows(x, angles, context, rows).mul_(self.factor)
+        x, residual = self.mlp_norm.add_norm(mixed, residual[rows.token_rows])
+        return self.mlp(x, context.of_rows(rows)).mul_(self.factor), residual
+
+
+class PostNormLayer(DecoderLayer):
+    """Token mixer, norm, feed-forward, norm; what leaves each norm adds to the residual stream."""
+
+    def __init__(self, mixer: TokenMixer, mixer_norm: RMSNorm, mlp: FeedForward, mlp_norm: RMSNorm) -> None:
+        self.mixer, self.mixer_norm, self.mlp, self.mlp_norm = mixer, mixer_norm, mlp, mlp_norm
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("self_attn", self.mixer), ("post_attention_layernorm", self.mixer_norm), ("mlp", self.mlp),
+                ("post_feedforward_layernorm", self.mlp_norm))
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        residual = residual if delta is None else residual.add_(delta)
+        residual = residual.add_(self.mixer_norm(self.mixer(residual, angles, context)))
+        return self.mlp_norm(self.mlp(residual, context)), residual
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        delta, residual, angles, context = args
+        residual = residual if delta is None else residual.add_(delta)
+        mixed = self.mixer_norm(self.mixer.for_rows(residual, angles, context, rows))
+        residual = residual[rows.token_rows].add_(mixed)
+        return self.mlp_norm(self.mlp(residual, context.of_rows(rows))), residual
+
+
+class ParallelLayer(DecoderLayer):
+    """One norm, whose result token mixer and feed-forward both read; the sum of both adds to the residual stream."""
+
+    def __init__(self, norm: RMSNorm, mixer: TokenMixer, mlp: FeedForward) -> None:
+        self.norm, self.mixer, self.mlp = norm, mixer, mlp
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("input_layernorm", self.norm), ("self_attn", self.mixer), ("mlp", self.mlp)
+
+    def __call__(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        x, residual = self.norm.add_norm(delta, residual)
+        return self.mixer(x, angles, context).add_(self.mlp(x, context)), residual
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        delta, residual, angles, context = args
+        x, residual = self.norm.add_norm(delta, residual)
+        mixed = self.mixer.for_rows(x, angles, context, rows)
+        return mixed.add_(self.mlp(x[rows.token_rows], context.of_rows(rows))), residual[rows.token_rows]

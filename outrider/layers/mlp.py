@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
+from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 
 INNER_KEYS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names as in configs
+PACKED = "gate_up_proj"
 
 
 class GatedMLP(FeedForward):
@@ -24,10 +25,14 @@ class GatedMLP(FeedForward):
         *,
         activation: str,
         bias: bool,
+        is_packed: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """is_packed: the checkpoint has gate and up in one tensor, gate first."""
         stored = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        if is_packed:
+            stored = {PACKED: 2 * intermediate_size}
         assert activation in ACTIVATIONS
         self.activation = activation
         self.gate_up = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device)
@@ -41,7 +46,8 @@ class GatedMLP(FeedForward):
 
     def cut(self, group: RankGroup) -> None:
         """Keep some inner features."""
-        self.gate_up.declare_cut(OutputCut(Ranks.from_group(group)))
+        packed = {PACKED: [PackedPart(self.down.declared.in_features)] * 2}
+        self.gate_up.declare_cut(OutputCut(Ranks.from_group(group), packed=packed))
         self.down.declare_cut(InputCut.from_group(group))
 
     def prepare(self) -> None:

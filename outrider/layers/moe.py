@@ -43,20 +43,23 @@ class Experts(FormatModule[ExpertsFormat]):
         *,
         activation: str,
         is_fused: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         dtype: torch.dtype,
         device: torch.device,
         cut: InputCut | None = None,
     ) -> None:
-        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert. cut: the
-        rank holds a part of every expert's inner features."""
+        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert. names:
+        those of gate, up and down in a checkpoint with tensors by expert. cut: the rank holds a part of every expert's
+        inner features."""
         assert activation in moe.GATED + moe.PLAIN
         self.num_experts = num_experts
         self.activation = activation
         sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
-        super().__init__(ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut), DenseExperts)
+        declared = ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut, names)
+        super().__init__(declared, DenseExperts)
 
     def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("moe_intermediate_size",), self.declared.expert_size),)
+        return (CutSize(("moe_intermediate_size", "intermediate_size"), self.declared.expert_size),)
 
     def cut(self, group: RankGroup) -> None:
         """Every rank holds a part of every expert's inner features."""
@@ -86,6 +89,7 @@ class MoE(FeedForward):
         shared_name: str = "shared_experts",
         shared_gate: Linear | None = None,
         latent: tuple[Linear, Linear] | None = None,
+        router_name: str = "gate",
     ) -> None:
         assert router.rule.num_experts == experts.num_experts
         assert shared_gate is None or shared is not None
@@ -95,10 +99,11 @@ class MoE(FeedForward):
         self.shared_name = shared_name
         self.shared_gate = shared_gate
         self.latent = latent
+        self.router_name = router_name
         self._group: RankGroup | None = None  # the ranks over which the whole result is summed
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        parts: list[tuple[str, Module]] = [("gate", self.router), ("experts", self.experts)]
+        parts: list[tuple[str, Module]] = [(self.router_name, self.router), ("experts", self.experts)]
         if self.shared is not None:
             parts.append((self.shared_name, self.shared))
         if self.shared_gate is not None:

@@ -1,4 +1,4 @@
-"""RMS norms: over the hidden size, and over the heads of q and k together.
+"""Norms: over the hidden size, and over the heads of q and k together.
 
 Statistics are taken in float32 (float64 stays float64) and the result is rounded to the model's dtype. `offset`
 norms (Gemma) scale by 1 + weight, a sum that 16 bits would round, so it is kept in float32. Usable after `finalize()`.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from outrider.formats import ExpertsFormat, LinearFormat
 from outrider.kernels import ops
@@ -88,6 +89,19 @@ class RMSNorm(Module):
         return ops.add_rms_norm(x, residual, self.scale, self.eps, *self._hint), residual
 
 
+class CenteredNorm(RMSNorm):
+    """(x - mean) / std * weight, over the last axis: a layer norm without a bias."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = widened(x)
+        return F.layer_norm(wide, (self.size,), widened(self.scale), eps=self.eps).to(x.dtype)
+
+    def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert x is None or isinstance(x, torch.Tensor)
+        residual = residual if x is None else residual.add_(x)
+        return self(residual), residual
+
+
 class HeadNorm(Module):
     """The q and k norms of one attention layer as one operation on [tokens, heads + kv heads, head_dim]."""
 
@@ -101,9 +115,11 @@ class HeadNorm(Module):
         dtype: torch.dtype,
         device: torch.device,
         offset: bool = False,
+        names: tuple[str, str] = ("q_norm", "k_norm"),
     ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
+        self.names = names
         self.eps = eps
         self.q = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
         self.k = RMSNorm(head_dim, eps, dtype=dtype, device=device, offset=offset)
@@ -116,7 +132,7 @@ class HeadNorm(Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        return ("q_norm", self.q), ("k_norm", self.k)
+        return tuple(zip(self.names, (self.q, self.k), strict=True))
 
     def finalize(self) -> None:
         """Repeat the scales of q and k for each of their heads, so that one product scales all heads."""

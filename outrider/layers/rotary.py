@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -30,6 +30,8 @@ class RopeParams:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()  # longrope: of each frequency, within the original length
+    long_divisors: tuple[float, ...] = ()  # likewise, in tables that reach beyond it
 
     @property
     def reach(self) -> int:
@@ -72,6 +74,9 @@ class Rotary:
                 f"max_len is {max_len}): its frequencies depend on the length of the whole sequence, so keys already "
                 f"in the cache would be wrong for a longer one; set max_len to at most {params.original_len}"
             )
+        if params.kind == "longrope" and max_len > params.original_len:
+            # By the length that is served and not by a text's own: keys in the cache would change as the text grows.
+            params = replace(params, divisors=params.long_divisors)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if device.type == "meta":  # the table's shape is wanted, and a damaged config may ask for terabytes
             self.table = torch.empty(max_len, params.rotary_dim, dtype=wide, device=device)
@@ -88,6 +93,16 @@ class Rotary:
         """See `Angles.halves`."""
         cos, sin = self.table.chunk(2, dim=1)
         return cos, sin
+
+
+class StillRotary(Rotary):
+    """Turns nothing, for layers without a rope in models whose other layers have one: kernels that turn and write keys
+    at once serve these layers too."""
+
+    def __init__(self, head_dim: int, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.table = torch.zeros(max_len, head_dim, dtype=wide, device=device)
+        self.table[:, : head_dim // 2] = 1
 
 
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
@@ -154,6 +169,15 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     return 1.0 / (params.factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_magnitude(params)
 
 
+def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """Each frequency has a divisor of its own, and a magnitude keeps attention as sharp."""
+    magnitude = params.attention_factor
+    if magnitude is None:
+        longer = math.log(params.factor) / math.log(params.original_len) if params.factor > 1 else 0.0
+        magnitude = math.sqrt(1 + longer)
+    return 1.0 / (torch.tensor(params.divisors, dtype=dtype) * _powers(params, dtype)), magnitude
+
+
 def _yarn_dim(params: RopeParams, turns: float) -> float:
     """The dimension, as a fraction, whose wave makes `turns` full turns within the original length."""
     return (
@@ -182,4 +206,5 @@ FREQUENCIES: dict[str, Callable[[RopeParams, torch.dtype], tuple[torch.Tensor, f
     "llama3": _llama3,
     "yarn": _yarn,
     "dynamic": _default,
+    "longrope": _longrope,
 }

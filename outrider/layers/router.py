@@ -39,23 +39,26 @@ class Router(Module):
         has_bias: bool = False,
         has_expert_scale: bool = False,
         projection: str = "",
+        bias_name: str = "e_score_correction_bias",
+        has_linear_bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """has_bias: the checkpoint has a correction of the scores, used for the choice of experts and not for their
-        weights. projection: name of the product's weight below the router's prefix, if it has one."""
+        weights. projection, bias_name: names of the product and of the correction below the router's prefix.
+        has_linear_bias: the product has a bias, which counts for the weights too."""
         self.index = index
         self.rule = rule
-        self.projection = projection
+        self.projection, self.bias_name = projection, bias_name
         self._route = ops.route
-        self.gate = Linear(hidden_size, rule.num_experts, bias=False, dtype=dtype, device=device)
+        self.gate = Linear(hidden_size, rule.num_experts, bias=has_linear_bias, dtype=dtype, device=device)
         # Corrections are far smaller than the scores they are added to: 16 bits would round them away.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.bias = torch.empty(rule.num_experts, dtype=wide, device=device) if has_bias else None
         self.expert_scale = torch.empty(rule.num_experts, dtype=wide, device=device) if has_expert_scale else None
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        tensors = {"e_score_correction_bias": self.bias, "per_expert_scale": self.expert_scale}
+        tensors = {self.bias_name: self.bias, "per_expert_scale": self.expert_scale}
         own = [(name, Parameter(tensor)) for name, tensor in tensors.items() if tensor is not None]
         return [(self.projection, self.gate), *own]
 

@@ -125,6 +125,7 @@ class Decoder(Model):
     has_output = True  # the checkpoint has a head over the vocabulary, its own or the embedding
     rotaries: list[Rotary]
     softcap: float | None = None  # soft limit of the logits
+    logit_scale: float | None = None  # the logits are multiplied by it
 
     def __init__(
         self,
@@ -156,9 +157,9 @@ class Decoder(Model):
         sizes = self.sizes
         return RMSNorm(sizes.hidden_size, sizes.eps, dtype=self.dtype, device=self.device, offset=self.norm_offset)
 
-    def make_mlp(self, width: int, *, bias: bool = False) -> GatedMLP:
-        return GatedMLP(self.hidden_size, width, activation=self.activation, bias=bias, dtype=self.dtype,
-                        device=self.device)
+    def make_mlp(self, width: int, *, bias: bool = False, is_packed: bool = False) -> GatedMLP:
+        return GatedMLP(self.hidden_size, width, activation=self.activation, bias=bias, is_packed=is_packed,
+                        dtype=self.dtype, device=self.device)
 
     def make_rotary(self, rope: RopeParams, max_len: int | None) -> Rotary:
         return Rotary(rope, max_len=max_len or self.max_positions, dtype=self.dtype, device=self.device)
@@ -239,4 +240,6 @@ class Decoder(Model):
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         logits = self.lm_head.wide(hidden, context)
+        if self.logit_scale is not None:
+            logits = logits.mul_(self.logit_scale)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

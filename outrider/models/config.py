@@ -83,10 +83,11 @@ def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | No
     return [window if kind == SLIDING else None for kind in layer_types]
 
 
-def read_rope(config: ConfigReader, head_dim: int) -> RopeParams:
-    """The one rope of a model: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`."""
+def read_rope(config: ConfigReader, head_dim: int, theta: float = 10000.0) -> RopeParams:
+    """The one rope of a model: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`. theta: the family's
+    default."""
     key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
-    return rope_params(config, config.section_or_empty(key), head_dim, config.get("rope_theta", float, 10000.0))
+    return rope_params(config, config.section_or_empty(key), head_dim, config.get("rope_theta", float, theta))
 
 
 def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: float) -> RopeParams:
@@ -98,7 +99,7 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
     original_len = rope.get("original_max_position_embeddings", int, max_positions, least=1)
     if kind == "dynamic":
         original_len = max_positions  # its scaling starts where the config's positions end
-    elif kind in ("llama3", "yarn"):
+    elif kind in ("llama3", "yarn", "longrope"):
         original_len = config.get("original_max_position_embeddings", int, original_len, least=1)
     for reader in (config, rope):
         reader.must_equal("partial_rotary_factor", 1, default=1)
@@ -116,6 +117,8 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
         mscale=rope.optional("mscale", float),
         mscale_all_dim=rope.optional("mscale_all_dim", float),
         truncate=rope.get("truncate", bool, True),
+        divisors=_divisors(rope, "short_factor", head_dim) if kind == "longrope" else (),
+        long_divisors=_divisors(rope, "long_factor", head_dim) if kind == "longrope" else (),
     )
     if params.theta <= 1 or min(params.factor, params.beta_fast, params.beta_slow, params.low_freq_factor) <= 0:
         raise ConfigError(f"{rope.source}: rope_theta must be greater than 1, factors and betas greater than 0")
@@ -130,8 +133,15 @@ def _rope_factor(rope: ConfigReader, kind: str, stretch: float) -> float:
     match kind:
         case "linear" | "llama3":
             return rope.required("factor", float)
-        case "yarn":
+        case "yarn" | "longrope":
             return rope.get("factor", float, stretch)
         case _:  # a dynamic rope is served within its original length alone, where nothing is scaled
             rope.passes_over("factor")
             return 1.0
+
+
+def _divisors(rope: ConfigReader, key: str, rotary_dim: int) -> tuple[float, ...]:
+    given = rope.required(key, list[float])
+    if len(given) != rotary_dim // 2 or min(given) <= 0:
+        raise rope.refusal(key, f"it must be {rotary_dim // 2} numbers greater than 0, one for each frequency")
+    return tuple(map(float, given))

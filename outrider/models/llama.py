@@ -5,9 +5,23 @@ One kind of layer; the architectures differ in biases, windows and norms of q an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from outrider.layers import AttentionMLPLayer, GatedMLP, HeadNorm, RMSNorm, SelfAttention
+from outrider.layers import (
+    AttentionMLPLayer,
+    DecoderLayer,
+    FeedForward,
+    GatedMLP,
+    HeadNorm,
+    LayerNames,
+    PreNormLayer,
+    RMSNorm,
+    RopeParams,
+    SelfAttention,
+    StillRotary,
+)
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import (
@@ -22,7 +36,7 @@ from outrider.models.config import (
 
 
 class LlamaLayer(AttentionMLPLayer):
-    """Norm, attention, norm, MLP; each half adds to the residual stream."""
+    """Norm, attention, norm, MLP; each half adds to the residual stream. The layer of EAGLE heads."""
 
     def __init__(
         self,
@@ -54,35 +68,71 @@ class LlamaLayer(AttentionMLPLayer):
 
 
 class Llama(Decoder):
-    """LlamaForCausalLM, and the base of those that differ from it by a switch."""
+    """LlamaForCausalLM, and the base of the families that differ from it by switches or by a block. Those override what
+    they read of the config (`windows`, `biases`, ..) and the parts that they make (`make_...`)."""
 
     default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
+    default_theta = 10000.0  # for configs without a theta
+    default_tied = False  # for configs that do not say whether the head is the embedding
     has_head_norm = False
+    layer_names = LayerNames()
+    rotates_pairs = False  # the checkpoint's rope turns neighbouring dimensions of a head together, not its halves
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        sizes = Sizes.read(config, head_dim=self.default_head_dim)
-        super().__init__(config, sizes, dtype=dtype, device=device)
-        rope = read_rope(config, sizes.head_dim)
+        sizes = Sizes.read(config, head_dim=self.default_head_dim, is_tied=self.default_tied)
+        scale = self.embedding_scale(config)
+        super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=scale)
+        rope = self.read_rope(config)
+        self.paired_dim = rope.rotary_dim if self.rotates_pairs else 0
         self.max_positions = max(self.max_positions, rope.reach)
         self.rotaries = [self.make_rotary(rope, max_len)]
-        self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(self.windows(config))]
-        qkv_bias, out_bias, mlp_bias = self.biases(config)
-        self.layers = [
-            LlamaLayer(
-                layer,
-                sizes,
-                qkv_bias=qkv_bias,
-                out_bias=out_bias,
-                mlp_bias=mlp_bias,
-                has_head_norm=self.has_head_norm,
-                dtype=dtype,
-                device=device,
-            )
-            for layer in self.attention_layers
-        ]
+        windows = self.windows(config)
+        self.without_rope = self.layers_without_rope(config, windows)
+        if self.without_rope:
+            self.rotaries.append(StillRotary(sizes.head_dim, max_len=max_len or self.max_positions, dtype=dtype,
+                                             device=device))
+        self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(windows)]
+        self.layers = [self.make_layer(layer) for layer in self.attention_layers]
+
+    def make_layer(self, layer: AttentionLayer) -> DecoderLayer:
+        """The decoder layer around an attention layer, which may be one more than the model's own, of a draft head."""
+        attention, mlp = self.make_attention(layer), self.make_feed_forward(layer.index)
+        made: DecoderLayer
+        if type(attention) is SelfAttention and isinstance(mlp, GatedMLP):
+            made = AttentionMLPLayer(self.make_norm(), attention, self.make_norm(), mlp)
+        else:
+            made = PreNormLayer(self.make_norm(), attention, self.make_norm(), mlp, self.layer_names)
+        made.rotary = int(layer.index in self.without_rope)
+        return made
+
+    def make_attention(self, layer: AttentionLayer) -> SelfAttention:
+        return SelfAttention(layer, self.hidden_size, head_norm=self.make_head_norm(layer), **self.attention_options())
+
+    def attention_options(self) -> dict[str, Any]:
+        qkv_bias, out_bias, _ = self.biases(self.config)
+        return {"qkv_bias": qkv_bias, "out_bias": out_bias, "paired_dim": self.paired_dim, "dtype": self.dtype,
+                "device": self.device}
+
+    def make_head_norm(self, layer: AttentionLayer) -> HeadNorm | None:
+        if not self.has_head_norm:
+            return None
+        return HeadNorm(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.sizes.eps, dtype=self.dtype,
+                        device=self.device)
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        return self.make_mlp(self.sizes.intermediate_size, bias=self.biases(self.config)[2])
+
+    def embedding_scale(self, config: ConfigReader) -> float | None:
+        return None
+
+    def read_rope(self, config: ConfigReader) -> RopeParams:
+        return read_rope(config, self.sizes.head_dim, self.default_theta)
+
+    def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
+        return set()
 
     def windows(self, config: ConfigReader) -> list[int | None]:
         num_layers = config.required("num_hidden_layers", int)

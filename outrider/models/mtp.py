@@ -21,7 +21,7 @@ from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
-from outrider.models.llama import Llama, LlamaLayer
+from outrider.models.llama import Llama
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
 from outrider.models.qwen3_next import Qwen3Next
 
@@ -162,10 +162,7 @@ def describe_mtp(target: Model) -> MTPDescription:
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
     """One more layer like the target's own, with full attention."""
     attention = target.attention_layer(index)
-    qkv_bias, out_bias, mlp_bias = target.biases(target.config)
-    layer = LlamaLayer(attention, target.sizes, qkv_bias=qkv_bias, out_bias=out_bias, mlp_bias=mlp_bias,
-                       has_head_norm=target.has_head_norm, dtype=target.dtype, device=target.device)
-    return [layer], [attention]
+    return [target.make_layer(attention)], [attention]
 
 
 def _describe_llama(target: Llama) -> MTPDescription:

@@ -53,7 +53,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("qwen2", "layer_types", ["full_attention"], "layer_types=.* must name 4 layers"),
         ("llama", "layer_types", ["sliding_attention"] * 4, "layer_types=.* sliding_attention is off"),
         ("mistral", "sliding_window", 0, "sliding_window must be an integer from 1 to 2147483647, got 0"),
-        ("llama", "rope_parameters", {"rope_type": "longrope"}, "rope_parameters: rope_type='longrope' is not"),
+        ("llama", "rope_parameters", {"rope_type": "longrope"}, "rope_parameters: short_factor is missing"),
         ("llama", "rope_scaling", {"type": "mrope"}, "rope_scaling: type='mrope' is not supported; supported: 'd"),
         ("llama", "rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
         ("llama", "architectures", [], "architectures=.. is not supported; known are .*Gemma3ForCausalLM, .*Llama"),
