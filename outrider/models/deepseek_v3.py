@@ -34,7 +34,7 @@ class DeepseekV3(Decoder):
     """DeepseekV3ForCausalLM, and the base of those whose layers choose positions."""
 
     index_rotates_pairs = False
-    layer_types = (FULL,)  # names of the type that every layer has, in configs that name the types
+    layer_types: tuple[str, ...] = (FULL,)  # names of the type that every layer has, in configs that name the types
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -99,12 +99,16 @@ class DeepseekV3(Decoder):
             index_rotates_pairs=config.get("indexer_rope_interleave", bool, self.index_rotates_pairs),
         )
 
+    def router(self, index: int) -> Router:
+        return Router(index, self.hidden_size, read_rule(self.config), has_bias=True, dtype=self.dtype,
+                      device=self.device)
+
     def _experts(self, index: int) -> MoE:
-        hidden_size, rule = self.sizes.hidden_size, read_rule(self.config)
+        hidden_size, router = self.sizes.hidden_size, self.router(index)
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
-            Router(index, hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device),
-            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
+            router,
+            Experts(router.rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
                     device=self.device),
             shared=self.make_mlp(self.num_shared * width) if self.num_shared else None,
         )

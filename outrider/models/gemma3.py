@@ -44,8 +44,9 @@ class Gemma3Layer(DecoderLayer):
     """Attention and MLP, each between two norms; what leaves the second norm adds to the residual stream."""
 
     def __init__(
-        self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, has_head_norm: bool = True,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
         self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (
@@ -55,7 +56,7 @@ class Gemma3Layer(DecoderLayer):
             sizes.hidden_size,
             qkv_bias=attention_bias,
             out_bias=attention_bias,
-            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device, offset=True),
+            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device, offset=True) if has_head_norm else None,
             dtype=dtype,
             device=device,
         )
@@ -86,6 +87,9 @@ class Gemma3(Decoder):
     """Gemma3ForCausalLM."""
 
     norm_offset = True
+    has_head_norm = True
+    sliding_pattern = 6  # for configs without one: every n-th layer has full attention
+    default_softcaps: tuple[float | None, float | None] = (None, None)  # of logits and of scores, without the keys
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -94,27 +98,36 @@ class Gemma3(Decoder):
         config.must_equal("use_bidirectional_attention", False, default=False)
         sizes = Sizes.read(config, head_dim=256, is_tied=True)
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=sizes.hidden_size**0.5)
-        self.softcap = config.optional("final_logit_softcapping", float, least=LEAST_SOFTCAP)
-        self.rotaries = [self.make_rotary(read_rope(config, kind, sizes), max_len) for kind in ROPES]
+        self.softcap = read_softcap(config, "final_logit_softcapping", self.default_softcaps[0])
+        self.rotaries = [self.make_rotary(self.read_rope(config, kind), max_len) for kind in ROPES]
         scalar = config.get("query_pre_attn_scalar", float, 256.0)
         if scalar <= 0:
             raise config.refusal("query_pre_attn_scalar", "it must be greater than 0")
-        softcap = config.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)
+        softcap = read_softcap(config, "attn_logit_softcapping", self.default_softcaps[1])
         self.attention_layers = [
             AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scalar**-0.5, window, softcap)
-            for index, window in enumerate(read_windows(config))
+            for index, window in enumerate(read_windows(config, self.sliding_pattern))
         ]
         bias = config.get("attention_bias", bool, False)
         self.layers = [
-            Gemma3Layer(layer, sizes, attention_bias=bias, dtype=dtype, device=device)
+            Gemma3Layer(layer, sizes, attention_bias=bias, has_head_norm=self.has_head_norm, dtype=dtype, device=device)
             for layer in self.attention_layers
         ]
 
+    def read_rope(self, config: ConfigReader, kind: str) -> RopeParams:
+        return read_rope(config, kind, self.sizes)
 
-def read_windows(config: ConfigReader) -> list[int | None]:
+
+def read_softcap(config: ConfigReader, key: str, default: float | None) -> float | None:
+    """A soft limit. A key that is null says that there is none."""
+    return config.optional(key, float, least=LEAST_SOFTCAP) if key in config.values else default
+
+
+def read_windows(config: ConfigReader, every: int = 6) -> list[int | None]:
     """The windows by `layer_types`, or by the older `sliding_window_pattern`: every n-th layer has full attention."""
     num_layers = config.required("num_hidden_layers", int)
-    pattern = config.get("sliding_window_pattern", int, config.get("_sliding_window_pattern", int, 6, least=1), least=1)
+    own = config.get("_sliding_window_pattern", int, every, least=1)
+    pattern = config.get("sliding_window_pattern", int, own, least=1)
     kinds = [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]
     return layer_windows(config, config.get("layer_types", list, kinds))
 

@@ -11,21 +11,51 @@ import torch
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.classifier import LlamaClassifier, MistralClassifier, Qwen2Classifier, Qwen3Classifier
+from outrider.models.cohere import Cohere, Cohere2
 from outrider.models.config import ConfigError, ConfigReader
+from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
+from outrider.models.ernie import Ernie, ErnieMoe
+from outrider.models.exaone4 import Exaone4
+from outrider.models.gemma2 import Gemma2
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
+from outrider.models.glm4_moe import Glm4Moe
+from outrider.models.granite import Granite
+from outrider.models.hunyuan import Hunyuan, HunyuanMoe
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
+from outrider.models.minimax_m2 import MiniMaxM2
+from outrider.models.mixtral import Mixtral
 from outrider.models.nemotron_h import NemotronH
+from outrider.models.olmo2 import Olmo2, Olmo3
+from outrider.models.phi3 import Phi3
 from outrider.models.qwen3_5 import Qwen3_5
 from outrider.models.qwen3_moe import Qwen3Moe
 from outrider.models.qwen3_next import Qwen3Next
+from outrider.models.seed_oss import SeedOss
+from outrider.models.smollm3 import SmolLM3
 
 _ARCHITECTURES: dict[str, type[Model]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "SmolLM3ForCausalLM": SmolLM3,
+    "SeedOssForCausalLM": SeedOss,
+    "GraniteForCausalLM": Granite,
+    "Phi3ForCausalLM": Phi3,
+    "Olmo2ForCausalLM": Olmo2,
+    "Olmo3ForCausalLM": Olmo3,
+    "Exaone4ForCausalLM": Exaone4,
+    "CohereForCausalLM": Cohere,
+    "Cohere2ForCausalLM": Cohere2,
+    "Ernie4_5ForCausalLM": Ernie,
+    "Ernie4_5_MoeForCausalLM": ErnieMoe,
+    "HunYuanDenseV1ForCausalLM": Hunyuan,
+    "HunYuanMoEV1ForCausalLM": HunyuanMoe,
+    "MixtralForCausalLM": Mixtral,
+    "MiniMaxM2ForCausalLM": MiniMaxM2,
+    "Glm4MoeForCausalLM": Glm4Moe,
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Qwen3NextForCausalLM": Qwen3Next,
     "Qwen3_5ForCausalLM": Qwen3_5,
@@ -34,9 +64,11 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
     "NemotronHForCausalLM": NemotronH,
     "BambaForCausalLM": Bamba,
+    "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV32ForCausalLM": DeepseekV32,
     "GlmMoeDsaForCausalLM": GlmMoeDsa,
+    "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
     "Gemma4ForCausalLM": Gemma4,
     "Gemma4ForConditionalGeneration": Gemma4,

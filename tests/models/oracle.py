@@ -18,6 +18,7 @@ from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
+from tests.models.classics import CLASSICS
 
 # The context of token rows that make logits, or of products alone: nothing attends and nothing is adapted.
 LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(1, dtype=torch.int64))
@@ -189,10 +190,13 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_direct": ("DeepseekV3", _LATENT | {"q_lora_rank": None, "attention_bias": True, "n_group": 1,
                                                     "topk_group": 1}),
     "deepseek_v32": ("DeepseekV32", _LATENT | _INDEX | {"rope_parameters": _LATENT_YARN}),
+    "deepseek_v2": ("DeepseekV2", _LATENT | {"rope_parameters": _LATENT_YARN, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2_lite": ("DeepseekV2", _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
+                                                  "routed_scaling_factor": 2.0}),
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
-ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
+ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | CLASSICS
 _TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 
 
@@ -228,7 +232,7 @@ def mean_of(name: str, architecture: str) -> float:
         return 0.0
     if architecture in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
         return 1.0 if ".linear_attn." in name else 0.0  # the others scale by 1 + weight
-    if architecture != "Gemma3" or ".self_attn." in name:
+    if architecture not in ("Gemma2", "Gemma3") or ".self_attn." in name:
         return 1.0
     return 5.0 if ".post_" in name else 0.0
 

@@ -1,0 +1,93 @@
+"""Hunyuan, dense and with experts: norms of q and k heads behind the rope, whose base an `alpha` stretches."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.moe import RouteRule
+from outrider.layers import Experts, FeedForward, HeadNorm, LateNormAttention, MoE, RopeParams, Router, SelfAttention
+from outrider.mixers import AttentionLayer
+from outrider.models.config import ConfigReader, read_rope
+from outrider.models.llama import Llama
+
+NORM_NAMES = ("query_layernorm", "key_layernorm")
+
+
+class Hunyuan(Llama):
+    """HunYuanDenseV1ForCausalLM."""
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        for key in ("use_qk_norm", "use_rotary_pos_emb"):
+            config.must_equal(key, True, default=True)
+        for key in ("use_cla", "add_classification_head", "use_mla"):
+            config.must_equal(key, False, default=False)
+        config.must_equal("norm_type", "rms", default="rms")
+        config.must_equal("mlp_bias", False, default=False)
+        # Names of tokens, sizes of image parts, and settings of heads and shared caches that are off.
+        config.passes_over("cla_share_factor", "eod_token_id", "eod_id", "im_start_id", "im_end_id", "im_newline_id",
+                           "pad_id", "text_start_id", "text_end_id", "video_start_id", "video_end_id", "mask_init_id",
+                           "sep_id", "bos_id", "org_vocab_size", "class_num", "pool_type", "attention_head_dim",
+                           "anyres_pooling_size", "skip_cls_token", "max_image_size", "max_video_size")
+        super().__init__(config, dtype=dtype, device=device, max_len=max_len)
+
+    def read_rope(self, config: ConfigReader) -> RopeParams:
+        """With an alpha a rope that is called dynamic is none: its base is stretched once, whatever the length."""
+        key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
+        rope = config.section_or_empty(key)
+        kind = rope.raw("rope_type") or rope.raw("type")
+        alpha = rope.optional("alpha", float)
+        if kind != "dynamic" or not alpha:
+            return read_rope(config, self.sizes.head_dim)
+        if alpha <= 0:
+            raise rope.refusal("alpha", "it must be greater than 0")
+        rope.must_equal("factor", 1, default=1)
+        rope.passes_over("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        dim = self.sizes.head_dim
+        theta = rope.get("rope_theta", float, config.get("rope_theta", float, self.default_theta))
+        plain = {"rope_scaling": None, "rope_parameters": {"rope_theta": theta * alpha ** (dim / (dim - 2))}}
+        return read_rope(config.with_values(plain), dim)
+
+    def make_head_norm(self, layer: AttentionLayer) -> HeadNorm:
+        return HeadNorm(layer.num_heads, layer.num_kv_heads, layer.head_dim, self.sizes.eps, dtype=self.dtype,
+                        device=self.device, names=NORM_NAMES)
+
+    def make_attention(self, layer: AttentionLayer) -> SelfAttention:
+        norm = self.make_head_norm(layer)
+        return LateNormAttention(layer, self.hidden_size, head_norm=norm, **self.attention_options())
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        attention = config.get("attention_bias", bool, False)
+        return attention, attention, False
+
+
+class HunyuanMoe(Hunyuan):
+    """HunYuanMoEV1ForCausalLM: an MLP that every token takes beside the experts of every layer."""
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        config, hidden_size = self.config, self.hidden_size
+        rule = RouteRule(read_number(config, "num_experts", index), read_number(config, "moe_topk", index))
+        width = self.sizes.intermediate_size
+        if config.has("moe_intermediate_size"):
+            width = read_number(config, "moe_intermediate_size", index)
+        num_shared = read_number(config, "num_shared_expert", index) if config.has("num_shared_expert") else 1
+        for key, only in (("use_mixed_mlp_moe", True), ("moe_drop_tokens", False), ("norm_topk_prob", True),
+                          ("moe_layer_num_skipped", 0)):
+            config.must_equal(key, only, default=only)
+        return MoE(
+            Router(index, hidden_size, rule, projection="wg", dtype=self.dtype, device=self.device),
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
+                    device=self.device),
+            shared=self.make_mlp(num_shared * self.sizes.intermediate_size), shared_name="shared_mlp",
+        )  # fmt: skip
+
+
+def read_number(config: ConfigReader, key: str, index: int) -> int:
+    """A count of one layer: the number under `key`, or the layer's in a list."""
+    if not isinstance(config.raw(key), list):
+        return config.required(key, int)
+    numbers = config.required(key, list[int])
+    if index >= len(numbers) or numbers[index] < 1:
+        raise config.refusal(key, "it must have a number of at least 1 for every layer")
+    return numbers[index]

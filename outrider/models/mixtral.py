@@ -1,0 +1,24 @@
+"""Mixtral: Mistral's attention, and experts in place of the MLP of every layer."""
+
+from __future__ import annotations
+
+from outrider.layers import Experts, FeedForward, LayerNames, MoE, Router
+from outrider.models.llama import Mistral
+from outrider.models.qwen3_moe import read_rule
+
+EXPERT_NAMES = ("w1", "w3", "w2")  # gate, up and down in the checkpoint
+
+
+class Mixtral(Mistral):
+    """MixtralForCausalLM."""
+
+    default_theta = 1_000_000.0
+    layer_names = LayerNames(mlp="block_sparse_moe")
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        rule = read_rule(self.config.with_values({"norm_topk_prob": True}))
+        return MoE(
+            Router(index, self.hidden_size, rule, dtype=self.dtype, device=self.device),
+            Experts(rule.num_experts, self.hidden_size, self.sizes.intermediate_size, activation=self.activation,
+                    names=EXPERT_NAMES, dtype=self.dtype, device=self.device),
+        )  # fmt: skip

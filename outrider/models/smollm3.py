@@ -1,0 +1,35 @@
+"""SmolLM3: Llama with every fourth layer without a rope."""
+
+from __future__ import annotations
+
+from outrider.models.config import FULL, SLIDING, ConfigReader, layer_windows
+from outrider.models.llama import Llama
+
+
+class SmolLM3(Llama):
+    """SmolLM3ForCausalLM."""
+
+    default_theta = 2_000_000.0
+    default_tied = True
+
+    def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
+        return read_unturned(config)
+
+    def windows(self, config: ConfigReader) -> list[int | None]:
+        """`layer_types`, or the layers without a rope; none unless `use_sliding_window`."""
+        if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
+            config.passes_over("sliding_window")
+            return super().windows(config)
+        unturned = read_unturned(config)
+        kinds = [SLIDING if index in unturned else FULL for index in range(self.num_layers)]
+        return layer_windows(config, config.get("layer_types", list, kinds))
+
+
+def read_unturned(config: ConfigReader) -> set[int]:
+    """The layers without a rope: zeros of `no_rope_layers`, or every n-th layer."""
+    num_layers = config.required("num_hidden_layers", int)
+    interval = config.get("no_rope_layer_interval", int, 4, least=1)
+    turned = config.get("no_rope_layers", list[int], [int((i + 1) % interval != 0) for i in range(num_layers)])
+    if len(turned) < num_layers:
+        raise config.refusal("no_rope_layers", f"it must name {num_layers} layers (num_hidden_layers)")
+    return {index for index in range(num_layers) if not turned[index]}
