@@ -54,10 +54,9 @@ class ErnieMoe(Ernie):
 
     def make_feed_forward(self, index: int) -> FeedForward:
         config, hidden_size = self.config, self.hidden_size
-        last = config.raw("moe_layer_end_index")
-        config.must_equal("moe_layer_end_index", last, default=-1)
-        first, every = (config.get("moe_layer_start_index", int, 1), config.get("moe_layer_interval", int, 1, least=1))
-        is_sparse = index >= first and (index + 1) % every == 0 and (last in (None, -1) or index <= last)
+        first, last = config.get("moe_layer_start_index", int, 1), config.get("moe_layer_end_index", int, -1, least=-1)
+        every = config.get("moe_layer_interval", int, 1, least=1)
+        is_sparse = index >= first and (index + 1) % every == 0 and (last == -1 or index <= last)
         if not is_sparse:
             return self.make_mlp(self.sizes.intermediate_size)
         num_experts, top_k = config.required("moe_num_experts", int), config.required("moe_k", int)

@@ -16,6 +16,7 @@ from outrider.models import rank_sizes, registry
 from outrider.models.classifier import Classifier
 from outrider.models.rank_sizes import check_heads
 from outrider.models.registry import build_model
+from tests.models.classics import CLASSICS
 from tests.models.oracle import HYBRID_FAMILIES, LATENT_FAMILIES, LOGIT_ROWS, MOE_FAMILIES, tokens_of
 from tests.ranks.families import Text, config_of, fill, make_model, run_family, states_of, weight_bytes
 from tests.ranks.pool import RankPool
@@ -26,13 +27,17 @@ EXPERTS = [*MOE_FAMILIES, "gemma4_moe"]
 # The covering subset that quick runs take.
 QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2), ("qwen3_moe_mixed", 4),
          ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
-         ("qwen3_next", 4), ("qwen3_5_bias", 2)}  # fmt: skip
+         ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
+         ("minimax_m2", 2), ("ernie_moe", 4)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
-         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES) for count in (2, 4)]  # fmt: skip
+         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *CLASSICS) for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
-    r"|(mlp|mixer)\.gate\.|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
+    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
+
+# Norms with a scale for every feature of every head: each rank has those of its heads.
+CUT_NORMS = re.compile(r"^(olmo|cohere|minimax).*\.[qk]_norm\.")
 
 
 @pytest.mark.parametrize(("family", "count"), CASES)
@@ -55,8 +60,13 @@ def test_ranks_compute_what_one_does(ranks: RankPool, family: str, count: int) -
 def share(family: str, name: str, rank: int, count: int, num_bytes: int) -> int:
     """The bytes that a rank holds of a tensor."""
     config = config_of(family)
+    if CUT_NORMS.search(f"{family} {name}"):
+        return num_bytes // (min(config["num_key_value_heads"], count) if "k_norm" in name else count)
     if COPIES.search(name):
         return num_bytes
+    if "qkv_proj" in name:
+        q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        return num_bytes * (q_heads // count + 2 * (kv_heads // min(kv_heads, count))) // (q_heads + 2 * kv_heads)
     if re.search(r"[kv]_proj\.", name):
         is_global = config.get("num_global_key_value_heads") and name.startswith("model.layers.3.")
         heads = config["num_global_key_value_heads" if is_global else "num_key_value_heads"]
