@@ -18,7 +18,9 @@ from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm, StepCo
 from outrider.mixers import AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
+from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
+from outrider.models.glm4_moe import Glm4Moe
 from outrider.models.head import DraftHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama
@@ -205,17 +207,20 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
-    first, *later = (_deepseek_module(target, f"{target.names.layers}.{target.num_layers + i}", target.num_layers + i)
-                     for i in range(count))  # fmt: skip
+    first, *later = (_deepseek_module(target, target.num_layers + i) for i in range(count))
     return replace(first, num_predicted=count, following=tuple(later))
 
 
-def _deepseek_module(target: DeepseekV3, module: str, number: int) -> MTPDescription:
-    names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
-                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=number,
-                     norm=f"{module}.shared_head.norm",
-                     shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
+def _names_behind(target: Decoder, number: int) -> MTPNames:
+    """Names of a module that the checkpoint has as one more layer, of this number."""
+    module = f"{target.names.layers}.{number}"
+    return MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
+                    projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=number,
+                    norm=f"{module}.shared_head.norm",
+                    shared=(f"{module}.embed_tokens.weight", f"{module}.shared_head.head.weight"))
 
+
+def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
     def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
         attends_to: AttendsTo = EveryPosition()
         if isinstance(target, DeepseekV32):
@@ -224,10 +229,24 @@ def _deepseek_module(target: DeepseekV3, module: str, number: int) -> MTPDescrip
         attention = target.latent_layer(index, attends_to)
         return [target.layer(attention, is_sparse=True)], [attention]
 
-    return MTPDescription(layers, target.sizes.eps, names, zeroes_first_embedding=True)
+    return MTPDescription(layers, target.sizes.eps, _names_behind(target, number), zeroes_first_embedding=True)
+
+
+def _describe_glm(target: Glm4Moe) -> MTPDescription:
+    """One more layer with experts for each module."""
+    first, *later = (MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
+                                    _names_behind(target, target.num_layers + i), zeroes_first_embedding=True)
+                     for i in range(target.num_predicted))  # fmt: skip
+    return replace(first, num_predicted=target.num_predicted, following=tuple(later))
+
+
+def _describe_nothing(target: Decoder) -> MTPDescription:
+    raise no_module(target.config.source)
 
 
 register_mtp(Llama, _describe_llama)
+register_mtp(Glm4Moe, _describe_glm)
+register_mtp(DeepseekV2, _describe_nothing)
 register_mtp(DeepseekV3, _describe_deepseek)
 register_mtp(Qwen3Next, _describe_qwen)
 register_mtp(NemotronH, _describe_nemotron_h)
