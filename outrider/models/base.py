@@ -190,7 +190,7 @@ class Decoder(Model):
         ]
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or (self.sizes.is_tied and name == "lm_head.weight")
+        return super().ignores(name) or (self.sizes.is_tied and name == f"{self.names.output}.weight")
 
     def forward(
         self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None

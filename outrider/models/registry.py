@@ -12,6 +12,7 @@ from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.classifier import LlamaClassifier, MistralClassifier, Qwen2Classifier, Qwen3Classifier
 from outrider.models.cohere import Cohere, Cohere2
+from outrider.models.conditional import Gemma3Conditional, Mistral3Conditional
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
@@ -38,6 +39,7 @@ from outrider.models.smollm3 import SmolLM3
 _ARCHITECTURES: dict[str, type[Model]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "Mistral3ForConditionalGeneration": Mistral3Conditional,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "SmolLM3ForCausalLM": SmolLM3,
@@ -70,6 +72,7 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "GlmMoeDsaForCausalLM": GlmMoeDsa,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3Conditional,
     "Gemma4ForCausalLM": Gemma4,
     "Gemma4ForConditionalGeneration": Gemma4,
     "Gemma4UnifiedForCausalLM": Gemma4,

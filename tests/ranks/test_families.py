@@ -30,7 +30,8 @@ QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2
          ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
          ("minimax_m2", 2), ("ernie_moe", 4)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
-         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *CLASSICS) for count in (2, 4)]  # fmt: skip
+         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *CLASSICS)
+         for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"

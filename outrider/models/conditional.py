@@ -1,0 +1,48 @@
+"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, and Mistral Small 3.1 and later.
+
+Text only: the tensors of the other parts are not read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.models.base import Decoder, DecoderNames
+from outrider.models.config import ConfigReader
+from outrider.models.gemma3 import Gemma3
+from outrider.models.llama import Mistral
+from outrider.models.sources.quantization import KEY
+
+PREFIX = "language_model"
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.")
+
+
+class LanguagePart(Decoder):
+    """The first base class of a family whose config and tensors lie below those of a larger model."""
+
+    names = DecoderNames.below(f"{PREFIX}.model")._replace(output=f"{PREFIX}.lm_head")
+    default_tied = False
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        text = config.section("text_config")
+        own = text.get("tie_word_embeddings", bool, self.default_tied)
+        values = {"tie_word_embeddings": config.get("tie_word_embeddings", bool, own)}  # the whole model's key wins
+        if config.has(KEY):
+            values[KEY] = config.get(KEY, dict, {})
+        config.passes_over("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size")
+        super().__init__(text.with_values(values), dtype=dtype, device=device, max_len=max_len)  # type: ignore[call-arg]
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.startswith(OTHER_PARTS)
+
+
+class Gemma3Conditional(LanguagePart, Gemma3):
+    """Gemma3ForConditionalGeneration."""
+
+    default_tied = True
+
+
+class Mistral3Conditional(LanguagePart, Mistral):
+    """Mistral3ForConditionalGeneration."""
