@@ -184,12 +184,13 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     key_starts: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
 
     Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]; its position is
     lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position,
-    none before key_starts[r].
+    none before key_starts[r]. sinks [heads]: the score of one more key that every token sees, whose value is 0.
     page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
     """
     if lengths.shape[0] == 0:
@@ -204,15 +205,16 @@ def paged_attention(
     table = page_table.clamp(0, k_cache.shape[0] - 1)
     chunk = max(1, MAX_GATHERED // max(1, len(key) * k_cache.shape[2] * k_cache.shape[3]))
     parts = [
-        _attend(q_rows, k_cache, v_cache, table[rows], seen, scale, softcap)
+        _attend(q_rows, k_cache, v_cache, table[rows], seen, scale, softcap, sinks)
         for q_rows, rows, seen in zip(q.split(chunk), request.split(chunk), visible.split(chunk), strict=True)
     ]
     return torch.cat(parts).to(q.dtype) if parts else torch.zeros_like(q)
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor, scale: float, softcap: float
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor, scale: float, softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """q [tokens, heads, dim]; table [tokens, columns]; visible [tokens, keys]."""
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -225,7 +227,10 @@ def _attend(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).masked_fill(~visible[:, None, None, :], 0.0)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(tokens, -1, -1, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : visible.shape[1]].masked_fill(~visible[:, None, None, :], 0.0)
     return torch.einsum("thgs,tshd->thgd", weights, v).reshape(tokens, heads, dim)
 
 

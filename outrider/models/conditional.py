@@ -5,6 +5,8 @@ Text only: the tensors of the other parts are not read.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from outrider.models.base import Decoder, DecoderNames
@@ -28,7 +30,8 @@ class LanguagePart(Decoder):
     ) -> None:
         text = config.section("text_config")
         own = text.get("tie_word_embeddings", bool, self.default_tied)
-        values = {"tie_word_embeddings": config.get("tie_word_embeddings", bool, own)}  # the whole model's key wins
+        # The whole model's key wins.
+        values: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings", bool, own)}
         if config.has(KEY):
             values[KEY] = config.get(KEY, dict, {})
         config.passes_over("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size")

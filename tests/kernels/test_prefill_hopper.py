@@ -34,12 +34,12 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     constants = {
         "GROUP": 4, "GROUP_PAD": 4, "D": head_dim, "PAGE": 16, "Q_TILE": config.block_m // 4,
         "BLOCK_N": config.block_n, "STAGES": config.num_stages, "SPLIT": config.value_split, "KV_HEADS": 8,
-        "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_STARTS": False, "SEARCH": 256,
+        "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_STARTS": False, "HAS_SINKS": False, "SEARCH": 256,
         "PRODUCER_REGS": config.producer_regs, "CONSUMER_REGS": config.consumer_regs,
     } | options  # fmt: skip
     function = hopper._prefill_kernel.function
     kinds = {"k_pages": f"tensordesc<bf16[1,16,64],{PAGES}>", "v_pages": f"tensordesc<bf16[1,16,64],{PAGES}>",
-             "scale": "fp32", "softcap": "fp32"} | POINTERS  # fmt: skip
+             "scale": "fp32", "softcap": "fp32", "sinks": "*fp32"} | POINTERS  # fmt: skip
     numbers = ("window", "fill_to", "num_requests", "num_tiles")
     signature = {}
     for name in function.arg_names:
@@ -50,7 +50,8 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
-COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": True, "HAS_STARTS": True}), (256, {})]
+COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": True, "HAS_STARTS": True}), (256, {}),
+                                               (64, {"HAS_WINDOW": True, "HAS_SINKS": True})]
 
 
 def test_compiles_for_the_card() -> None:
@@ -61,9 +62,11 @@ def test_compiles_for_the_card() -> None:
         assert kernel["multiplies"] and kernel["copies"]
         assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
         assert kernel["size"] > kernel["decode_size"], "it takes longest to compile, and so it is the first"
-    for (head_dim, _), kernel in zip(COMPILED, kernels, strict=True):
+    for (head_dim, options), kernel in zip(COMPILED, kernels, strict=True):
         each = CONFIGS[head_dim].block_n // 2 + 2  # of the tile's weights, and of what was summed before, in a thread
-        assert kernel["exponentials"] == 2 * 2 * each, "a group weighs tiles in two places, no more: starts wait for it"
+        of_sinks = 2 * 2 * options.get("HAS_SINKS", False)  # of each group, for both rows that a thread has
+        assert kernel["exponentials"] == 2 * 2 * each + of_sinks, (
+            "a group weighs tiles in two places, no more: starts wait for it")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=[str(dim) for dim in CONFIGS])

@@ -287,7 +287,10 @@ class DenseAttend:
         positions = torch.arange(keys.shape[0], device=q.device)
         behind = positions[-q.shape[0] :, None] - positions  # how far a key lies behind a query
         visible = behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if spec.sinks is not None:
+            scores = torch.cat((scores, spec.sinks[:, None, None].expand(-1, len(q), 1).to(scores.dtype)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 

@@ -218,8 +218,15 @@ static void merge(float *into, const float *part, int64_t dim) {
 static void finish(const Attention *a, const Item *item, int64_t row, const float *merged) {
     int64_t group = a->heads / a->cache.kv_heads;
     float *out = a->out + ((item->token + row / group) * a->heads + item->head * group + row % group) * a->cache.dim;
+    float total = merged[1];
+    if (a->sinks) { /* of one more key: the results have no part of it */
+        float sink = a->sinks[item->head * group + row % group], top = merged[0] > sink ? merged[0] : sink;
+        vf factors = {merged[0] - top, sink - top};
+        factors = vexp(factors);
+        total = factors[0] > 0 ? total + factors[1] / factors[0] : INFINITY;
+    }
     /* + 0: a zero's sign does not depend on how many results were merged */
-    for (int64_t d = 0; d < a->cache.dim; d += VL) store(out + d, (load(merged + 2 + d) + 0.0f) / merged[1]);
+    for (int64_t d = 0; d < a->cache.dim; d += VL) store(out + d, (load(merged + 2 + d) + 0.0f) / total);
 }
 
 static void scale_queries(const Attention *a, const Item *item, Scratch *s) {

@@ -112,12 +112,13 @@ class Attention(NamedTuple):
     scale: float
     window: int = 0  # 0: all keys
     softcap: float = 0.0  # 0: none
+    sinks: Tensor | None = None
 
     def pack(self, q: int, q_stride: int, out: int, tokens: int, heads: int, cache: bytes) -> bytes:
         """Queries and output are given by their addresses."""
         return ATTENTION.pack(
             requests=self.requests.packed, cache=cache, q=q, out=out, q_stride=q_stride, tokens=tokens, heads=heads,
-            window=self.window, scale=self.scale, softcap=self.softcap,
+            window=self.window, scale=self.scale, softcap=self.softcap, sinks=_pointer(self.sinks),
         )  # fmt: skip
 
 
@@ -141,10 +142,12 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     key_starts: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    attention = Attention(Requests(page_table, query_starts, lengths, live, key_starts), scale, window, softcap)
+    attention = Attention(Requests(page_table, query_starts, lengths, live, key_starts), scale, window, softcap, sinks)
     tokens, heads, dim = q.shape
     assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim and heads % k_cache.shape[2] == 0
+    assert sinks is None or sinks.shape == (heads,), "one sink per head"
     out = torch.empty(tokens, heads, dim)
     packed = attention.pack(q.data_ptr(), q.stride(0), out.data_ptr(), tokens, heads, pack_cache(k_cache, v_cache))
     check_attention(library().paged_attention(packed, torch.get_num_threads()))

@@ -347,6 +347,7 @@ typedef struct {
     float *out;
     int64_t q_stride, tokens, heads, window; /* q_stride: of a token; window 0: all keys */
     float scale, softcap;                    /* softcap 0: none */
+    const float *sinks;                      /* of each head: the score of one more key, whose value is 0; or null */
 } Attention;
 
 /* The weights of a decoder layer. */

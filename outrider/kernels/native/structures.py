@@ -81,7 +81,7 @@ ROPE = Structure(
 
 ATTENTION = Structure(
     "Attention", requests=REQUESTS, cache=CACHE, q=POINTER, out=POINTER, q_stride=INT64, tokens=INT64, heads=INT64,
-    window=INT64, scale=FLOAT, softcap=FLOAT,
+    window=INT64, scale=FLOAT, softcap=FLOAT, sinks=POINTER,
 )  # fmt: skip
 
 LAYER = Structure(

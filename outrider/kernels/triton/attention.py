@@ -19,6 +19,7 @@ import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import (
     PagedHead,
+    add_sinks,
     attend_keys,
     check_attention,
     end_of_keys,
@@ -59,7 +60,8 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import is_collecting, kernel
 
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales",
+         "sinks"]  # fmt: skip
 _TAIL = tl.constexpr(16)  # keys of a tile with a mask, where pages are in fp8
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
@@ -67,14 +69,14 @@ _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_siz
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _decode_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, items, count, out, part_out,
-    part_lse, counters, k_scales, v_scales, scale, softcap, window, num_tokens, num_requests, max_query, split_size,
-    coarse_size, num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
-    v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
+    part_lse, counters, k_scales, v_scales, sinks, scale, softcap, window, num_tokens, num_requests, max_query,
+    split_size, coarse_size, num_splits, num_tiles, q_token_stride, q_head_stride, k_page_stride, k_token_stride,
+    k_head_stride, v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_STARTS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr,
-    EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr, PDL: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr,
+    GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -117,11 +119,12 @@ def _decode_kernel(
 
     is_last = True
     if SPLIT:
-        acc, total, is_last = _merge_splits(
+        acc, peak, total, is_last = _merge_splits(
             acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
             num_splits, num_tiles, HEADS, BLOCK_M, D_PAD,
         )  # fmt: skip
     if is_last:
+        total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
         acc = scaled_values(acc, v_scales, kv_head, v_cache)
         store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M,
                      GROUP)
@@ -192,8 +195,8 @@ def _merge_splits(
     acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
     num_splits, num_tiles, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """(weighted values, sum of weights, whether they are those of the whole tile). Where a tile has several splits,
-    each stores its part, and the last to arrive merges them."""
+    """(weighted values, peak, sum of weights, whether they are those of the whole tile). Where a tile has several
+    splits, each stores its part, and the last to arrive merges them."""
     is_last = num_active <= 1
     if num_active > 1:
         part = (((request * max_query + rows.query) * HEADS + rows.head) * num_splits).to(tl.int64)
@@ -202,7 +205,7 @@ def _merge_splits(
         if is_last:
             acc, peak, total = merge_parts(part_out, part_lse, part, rows.is_query, num_active, num_active, BLOCK_M,
                                            D_PAD)  # fmt: skip
-    return acc, total, is_last
+    return acc, peak, total, is_last
 
 
 _plan = lru_cache(maxsize=1024)(plan_launch)  # every layer of a step has the same
@@ -223,7 +226,8 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, max_query: int, max_length: int,
+    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
+    max_query: int, max_length: int,
     splits: SplitList | None = None, split_size: int | None = None, num_splits: int | None = None,
     out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None,
     pdl: bool | None = None,
@@ -234,12 +238,12 @@ def decode_attention(
     key_starts [requests] is the first key each request may see; `splits` is what `list_splits` made of the same
     batch. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per
     split, for results that do not depend on the grid; `num_splits` overrides the number chosen from the bounds.
-    scales: of heads, for pages in fp8.
+    scales: of heads, for pages in fp8. sinks [heads] float32: the score of one more key, whose value is 0.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts, scales)
+                            window, softcap, key_starts, scales, sinks)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
     heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, k_cache.element_size())
     if splits is not None:
@@ -261,13 +265,13 @@ def decode_attention(
         part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_STARTS": key_starts is not None, "HAS_SOFTCAP": softcap is not None,
-             "LISTED": splits is not None}
+             "HAS_SINKS": sinks is not None, "LISTED": splits is not None}
     counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
                                                                      * plan.num_tiles)))  # fmt: skip
     if splits is not None and splits.packs is not None:
         launch_packed(q, k_cache, v_cache, page_table, query_starts, lengths, live, splits, splits.packs, out, part_out,
                       part_lse, counters, shape, scale=scale, softcap=softcap, scales=scales,
-                      max_query=max_query, fill_padding=fill_padding, pdl=pdl)  # fmt: skip
+                      sinks=sinks, max_query=max_query, fill_padding=fill_padding, pdl=pdl)  # fmt: skip
         return out
     head_scales = scales or (lengths, lengths)
     items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)
@@ -278,9 +282,9 @@ def decode_attention(
     for is_long in (False, True) if is_collecting() else (plan.may_be_long,):
         _decode_kernel[grid](
             q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
-            items, count, out, part_out, part_lse, counters, *head_scales, scale, softcap or 1.0, window or 0,
-            shape.num_tokens, shape.num_requests, max_query, plan.split_size, plan.coarse_size, plan.num_splits,
-            plan.num_tiles,
+            items, count, out, part_out, part_lse, counters, *head_scales, lengths if sinks is None else sinks, scale,
+            softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, max_query, plan.split_size,
+            plan.coarse_size, plan.num_splits, plan.num_tiles,
             *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
             HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
             D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=plan.q_tile, BLOCK_M=plan.block_m,

@@ -99,6 +99,17 @@ def weigh_scores(score, peak, total):
 
 
 @triton.jit
+def add_sinks(sinks, head, exists, peak, total, HAS_SINKS: tl.constexpr):
+    """The sum of weights with that of one more key, whose value is 0 and whose score `sinks` has for each head. A sink
+    far above all scores makes it infinite, and the result 0."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=exists, other=float("-inf")).to(tl.float32)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        total += tl.exp2(tl.fma(sink, LOG2E, -base))
+    return total
+
+
+@triton.jit
 def attend_keys(
     q, acc, peak, total, q_position, begin, end, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -252,7 +263,7 @@ def check_attention(
     kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor,
     out: torch.Tensor | None, window: int | None, softcap: float | None, key_starts: torch.Tensor | None = None,
-    scales: HeadScales | None = None,
+    scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
 ) -> AttentionShape:
     device, int32 = q.device, (torch.int32,)
     require_tensor(kernel, "q", q, (None, None, None), device, FLOATS)
@@ -271,6 +282,8 @@ def check_attention(
     require_tensor(kernel, "live", live, (num_requests,), device, int32)
     if key_starts is not None:
         require_tensor(kernel, "key_starts", key_starts, (num_requests,), device, int32)
+    if sinks is not None:
+        require_tensor(kernel, "sinks", sinks, (num_heads,), device, (torch.float32,))
     if out is not None:
         require_tensor(kernel, "out", out, q.shape, device, (q.dtype,))
     require(window is None or window > 0, kernel, "window", f"is {window}, expected None or at least 1")

@@ -14,7 +14,14 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
-from outrider.kernels.triton.attention_core import AttentionShape, PagedHead, attend_keys, no_sums, zero_padding
+from outrider.kernels.triton.attention_core import (
+    AttentionShape,
+    PagedHead,
+    add_sinks,
+    attend_keys,
+    no_sums,
+    zero_padding,
+)
 from outrider.kernels.triton.attention_merge import merge_parts, store_part
 from outrider.kernels.triton.attention_sharing import pack_split_size
 from outrider.kernels.triton.attention_splits import MOST_SPLITS, Packs, SplitList, own_num_splits, split_geometry
@@ -24,7 +31,7 @@ from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "items", "count", "order", "pack_firsts", "first_keys",
-         "num_pack_splits", "k_scales", "v_scales"]  # fmt: skip
+         "num_pack_splits", "k_scales", "v_scales", "sinks"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "max_query", "pack_size", "split_size", "coarse_size", "num_splits",
             "num_slots"]  # fmt: skip
 # Registers of a thread, for heads of 128: with more, fewer programs would fit onto a multiprocessor than without packs.
@@ -34,13 +41,14 @@ MAX_REGISTERS = 128
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _packed_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, items, count, order, pack_firsts, first_keys,
-    num_pack_splits, out, part_out, part_lse, counters, k_scales, v_scales, scale, softcap, num_tokens, num_requests,
-    max_query, pack_size, split_size, coarse_size, num_splits, num_slots, q_token_stride, q_head_stride, k_page_stride,
+    num_pack_splits, out, part_out, part_lse, counters, k_scales, v_scales, sinks, scale, softcap, num_tokens,
+    num_requests, max_query, pack_size, split_size, coarse_size, num_splits, num_slots, q_token_stride,
+    q_head_stride, k_page_stride,
     k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride,
     out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FILL_PADDING: tl.constexpr,
-    GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):
     """One split of a pack or of a request, for one key/value head."""
     release_dependents(PDL)
@@ -100,6 +108,7 @@ def _packed_kernel(
         if most_splits > 0:
             acc, peak, total = merge_parts(part_out, part_lse, part, is_query & is_last, all_splits, most_splits,
                                            BLOCK_M, D_PAD)  # fmt: skip
+    total = add_sinks(sinks, head, is_query, peak, total, HAS_SINKS)
     acc = scaled_values(acc, v_scales, kv_head, v_cache)
     result = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
     is_scheduled = is_last & exists & (query < tl.load(query_starts + request + 1) - first_token)
@@ -148,7 +157,8 @@ def launch_packed(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, splits: SplitList, packs: Packs,
     out: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor, counters: torch.Tensor, shape: AttentionShape, *,
-    scale: float, softcap: float | None, scales: HeadScales | None, max_query: int, fill_padding: bool, pdl: bool,
+    scale: float, softcap: float | None, scales: HeadScales | None, sinks: torch.Tensor | None, max_query: int,
+    fill_padding: bool, pdl: bool,
 ) -> None:
     """The launch of `decode_attention`, which checks its arguments, for a list with packs."""
     plan = splits.plan
@@ -157,12 +167,13 @@ def launch_packed(
     _packed_kernel[(shape.num_kv_heads, len(splits.items))](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, splits.items, splits.count, packs.order,
         packs.pack_firsts, packs.first_keys, packs.num_pack_splits, out, part_out, part_lse, counters,
-        *(scales or (lengths, lengths)), scale, softcap or 1.0, shape.num_tokens, shape.num_requests, max_query,
-        packs.plan.size, plan.split_size, plan.coarse_size, plan.num_splits, splits.num_slots, *q.stride()[:2],
+        *(scales or (lengths, lengths)), lengths if sinks is None else sinks, scale, softcap or 1.0, shape.num_tokens,
+        shape.num_requests, max_query, packs.plan.size, plan.split_size, plan.coarse_size, plan.num_splits,
+        splits.num_slots, *q.stride()[:2],
         *k_cache.stride()[:3], *v_cache.stride()[:3], page_table.stride(0), *out.stride()[:2],
         HEADS=shape.num_heads, GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv),
         D=shape.head_dim, D_PAD=shape.padded_dim, PAGE=shape.page_size, BLOCK_M=plan.block_m,
-        BLOCK_N=plan.config.block_n, HAS_SOFTCAP=softcap is not None, FILL_PADDING=fill_padding,
-        EARLY_VALUES=plan.config.early_values, PDL=pdl, num_warps=plan.config.num_warps,
+        BLOCK_N=plan.config.block_n, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        FILL_PADDING=fill_padding, EARLY_VALUES=plan.config.early_values, PDL=pdl, num_warps=plan.config.num_warps,
         num_stages=plan.config.num_stages, **limit, **pdl_options(pdl),
     )  # fmt: skip

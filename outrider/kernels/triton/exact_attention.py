@@ -18,6 +18,7 @@ from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import (
     AttentionShape,
     PagedHead,
+    add_sinks,
     attend_keys,
     check_attention,
     end_of_keys,
@@ -48,7 +49,7 @@ SPLIT_KEYS = 256
 _PROGRAMS_PER_SM = 2  # that share the splits of few requests
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
-         "v_scales"]  # fmt: skip
+         "v_scales", "sinks"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "max_query", "num_parts", "num_programs"]
 
 
@@ -101,13 +102,15 @@ def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexp
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _exact_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
-    part_out, part_state, counters, k_scales, v_scales, scale, softcap, window, num_tokens, num_requests, num_tiles,
-    max_query, num_parts, num_programs, q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
+    part_out, part_state, counters, k_scales, v_scales, sinks, scale, softcap, window, num_tokens, num_requests,
+    num_tiles, max_query, num_parts, num_programs, q_token_stride, q_head_stride, k_page_stride, k_token_stride,
+    k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr, LISTED: tl.constexpr, SEARCH: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """LISTED: tiles come from a list, or with SEARCH from the device's counts. SHARED: `num_programs` programs share
     the splits of a tile; otherwise one walks over all of them."""
@@ -156,6 +159,7 @@ def _exact_kernel(
             acc, peak, total = _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, rows.is_query,
                                              D_PAD)  # fmt: skip
     if is_last:
+        total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
         acc = scaled_values(acc, v_scales, kv_head, v_cache)
         store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M,
                      GROUP)
@@ -198,7 +202,7 @@ def exact_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *, scale: float, window: int | None = None,
     softcap: float | None = None, key_starts: torch.Tensor | None = None,
-    scales: HeadScales | None = None, tiles: QueryTiles | None = None,
+    scales: HeadScales | None = None, sinks: torch.Tensor | None = None, tiles: QueryTiles | None = None,
     max_query: int = 0, max_length: int = 0, out: torch.Tensor | None = None, fill_padding: bool = True,
     config: ExactConfig | None = None, split_keys: int = SPLIT_KEYS, num_programs: int | None = None,
     pdl: bool | None = None,
@@ -207,7 +211,7 @@ def exact_attention(
     `prefill_attention` does for `tiles`, with the same bits. num_programs: that share a tile's splits."""
     name = "exact_attention"
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out, window, softcap,
-                            key_starts, scales)
+                            key_starts, scales, sinks)
     config = config or exact_config(shape.head_dim, q.element_size())
     group = shape.heads_per_kv
     require(group <= config.block_m, name, "q", f"has {group} heads for each of the cache's, at most {config.block_m}")
@@ -234,14 +238,16 @@ def exact_attention(
     _exact_kernel[(shape.num_kv_heads, count, num_programs * num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live, lengths if key_starts is None else key_starts,
         tile_requests, tile_indices, out, part_out, part_state,
-        counters, *(scales or (lengths, lengths)), scale, softcap or 1.0, window or 0, shape.num_tokens,
-        shape.num_requests, num_tiles, max_query, num_parts, num_programs, *q.stride()[:2], *k_cache.stride()[:3],
+        counters, *(scales or (lengths, lengths)), lengths if sinks is None else sinks, scale, softcap or 1.0,
+        window or 0, shape.num_tokens, shape.num_requests, num_tiles, max_query, num_parts, num_programs,
+        *q.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], page_table.stride(0), out.stride(0), out.stride(1),
         HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
         D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         KEYS=split_keys, SHARED=is_shared, LISTED=tiles is not None,
         SEARCH=search, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None,
+        FILL_PADDING=fill_padding, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out

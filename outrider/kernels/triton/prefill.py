@@ -18,6 +18,7 @@ import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.attention_core import (
     PagedHead,
+    add_sinks,
     attend_keys,
     check_attention,
     end_of_keys,
@@ -45,7 +46,7 @@ from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, launch_prefill
 from outrider.kernels.triton.launch import kernel
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
-         "v_scales"]  # fmt: skip
+         "v_scales", "sinks"]  # fmt: skip
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
@@ -113,12 +114,12 @@ def _keys_of_tile(
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
     q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, out,
-    k_scales, v_scales, scale, softcap, window, num_tokens, num_requests, num_tiles,
+    k_scales, v_scales, sinks, scale, softcap, window, num_tokens, num_requests, num_tiles,
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, FILL_PADDING: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
     SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -152,6 +153,7 @@ def _prefill_kernel(
         queries, acc, peak, total, rows.position, whole_end, highest, lowest, highest, pages,
         scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
     )
+    total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
     acc = scaled_values(acc, v_scales, kv_head, v_cache)
     store_result(out, acc, total, rows, tokens.scheduled, out_token_stride, out_head_stride, Q_TILE, BLOCK_M, GROUP)
     if FILL_PADDING:
@@ -264,15 +266,15 @@ def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
     scale: float, window: int | None = None, softcap: float | None = None,
-    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, out: torch.Tensor | None = None,
-    fill_padding: bool = True, pdl: bool | None = None,
+    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool | None = None,
 ) -> torch.Tensor:
     """Does what `decode_attention` does, for any number of query tokens per request. Token rows of requests without
     a tile are left alone; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts, scales)
+                            window, softcap, key_starts, scales, sinks)
     num_tiles = tiles.count
     tile_requests, tile_indices, search = tiles.order.arguments(name, num_tiles, shape.num_requests, q.device)
     group, config = shape.heads_per_kv, tiles.config
@@ -284,19 +286,21 @@ def prefill_attention(
     if isinstance(config, HopperConfig):
         launch_prefill(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests,
                        tile_indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
-                       num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding)
+                       num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding,
+                       sinks=sinks)
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
         lengths if key_starts is None else key_starts,
-        tile_requests, tile_indices, out, *(scales or (lengths, lengths)),
+        tile_requests, tile_indices, out, *(scales or (lengths, lengths)), lengths if sinks is None else sinks,
         scale, softcap or 1.0, window or 0, shape.num_tokens, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
         BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_STARTS=key_starts is not None, FILL_PADDING=fill_padding, PDL=pdl, SEARCH=search,
+        HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None, FILL_PADDING=fill_padding, PDL=pdl,
+        SEARCH=search,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

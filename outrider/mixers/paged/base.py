@@ -35,6 +35,8 @@ class AttentionLayer:
     softcap: float | None = None
     writes: bool = True  # False: reads the cache of another layer and must not write
     mask: Mask = CAUSAL  # beside the window
+    # [heads] float32 (float64 stays): the score of one more key that every query sees, whose value is 0.
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
     @property
     def has_mask(self) -> bool:
@@ -43,7 +45,9 @@ class AttentionLayer:
     def of_rank(self, num_ranks: int) -> AttentionLayer:
         """The layer of one of several ranks, which share the heads. With fewer kv heads than ranks, each rank has one,
         the same as its neighbours."""
-        return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=max(1, self.num_kv_heads // num_ranks))
+        heads = self.num_heads // num_ranks
+        return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+                       sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> FullSpec:
         """The layer's claim on the cache in a model whose numbers have `itemsize` bytes. The engine lets the spec
@@ -104,6 +108,7 @@ class Backend(ABC):
     serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write` and `write_fused`
     reads_shared_once: bool = False  # whether it reads pages that several requests hold once for several of them
     takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
+    takes_sinks: bool = True  # whether it serves layers with sinks
     needs_whole_parts: bool = False  # whether pages must lie apart by a multiple of every part of a layer's cache
     skips_collected: bool = False  # whether it skips attention in steps whose launches are only collected
 
@@ -205,6 +210,9 @@ class PagedMixer(Mixer):
             if layer.has_mask and not backend.takes_masks:
                 raise ValueError(f"layer {layer.index} has the mask {type(layer.mask).__name__}, which "
                                  f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")
+            if layer.sinks is not None and not backend.takes_sinks:
+                raise ValueError(f"layer {layer.index} has attention sinks, which attention_backend={backend.name!r} "
+                                 "does not serve: use 'auto' or 'torch'")
         self.backend = backend
         backend.attach(len(pool.data), pool.data.device)
         self._layers = {layer.index: (layer, KeyValueCache.from_pool(pool, layer.index),

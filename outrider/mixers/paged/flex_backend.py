@@ -130,6 +130,7 @@ class FlexBackend(Backend):
     needs_whole_parts = True
     skips_collected = True
     takes_masks = True
+    takes_sinks = False
 
     def __init__(self) -> None:
         self._limits: Limits | None = None

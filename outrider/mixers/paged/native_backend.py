@@ -65,7 +65,7 @@ class NativeBackend(Backend):
                    norms: HeadNorms | None) -> native.BoundLayer | None:
         """The layer with its cache for `decoder_layer`; None if it must be done in parts."""
         layer, cache = paged.layer, paged.cache
-        if not _writes_keys_and_values(layer, norms):
+        if not _writes_keys_and_values(layer, norms) or layer.sinks is not None:
             return None
         scales, eps = (None, 1e-6) if norms is None else ((norms.q, norms.k), norms.eps)
         return native.BoundLayer.bind(weights, cache.k, cache.v, scales, eps, scale=layer.scale,
@@ -81,7 +81,7 @@ class NativeBackend(Backend):
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
         out = ops.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view))
+                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view), layer.sinks)
         return out.view(-1, layer.num_heads * layer.head_dim)
 
 

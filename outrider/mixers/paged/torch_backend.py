@@ -120,7 +120,7 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     seen = visible_keys(layer.mask, layer.window, part.marks, key_positions) & exists[:, None, :]
     queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
     mask = torch.where(seen, torch.where(is_finite, 0.0, torch.nan)[:, None], -torch.inf)[:, None].to(q.dtype)
-    out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap)
+    out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap, layer.sinks)
     return out.transpose(1, 2).reshape(requests * query, layer.num_heads * layer.head_dim)
 
 
@@ -137,14 +137,19 @@ def tail_zeroed(gathered: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float,
-                     softcap: float | None) -> torch.Tensor:
+                     softcap: float | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """q [.., heads, query, dim], k and v [.., kv heads, keys, dim]; mask, broadcastable to [.., heads, query, keys], is
-    added to the scores."""
+    added to the scores. sinks [heads]: the score of one more key, whose value is 0."""
     group = q.shape[-3] // k.shape[-3]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
-    if softcap is None:
+    if softcap is None and sinks is None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
-    weights = torch.softmax(scores + mask, dim=-1)
+    scores = q @ k.transpose(-1, -2) * (scale if softcap is None else scale / softcap)
+    scores = (scores if softcap is None else torch.tanh(scores) * softcap) + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
     return weights.to(v.dtype) @ v

@@ -217,7 +217,7 @@ class TritonBackend(Backend):
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
         options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
-                                   "key_starts": plan.key_starts, "scales": cache.codec.scales}
+                                   "key_starts": plan.key_starts, "scales": cache.codec.scales, "sinks": layer.sinks}
         view = plan.view
         tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
         if plan.decode_max_query:

@@ -196,7 +196,7 @@ def _attend_keys(
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """(weighted values, sum of weights) over all keys of an item."""
+    """(weighted values, peak in base 2, sum of weights) over all keys of an item."""
     num_key_tiles, end_whole = keys_of_item[1], keys_of_item[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = q_position.type.layout
@@ -218,15 +218,15 @@ def _attend_keys(
                 acc, peak, total, turn, i, gl.where(i == num_masked - 1, end_whole, 0), keys_of_item, q_position,
                 q_tile, keys, values, exchange, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_WINDOW, HAS_STARTS,
                 HAS_SOFTCAP)
-    return acc, total
+    return acc, peak, total
 
 
 @gluon.jit
 def _attend_item(
-    item, count, turn, q, out, query_starts, tiles, strides, q_tile, keys, values, exchange, scaling,
+    item, count, turn, q, out, query_starts, sinks, tiles, strides, q_tile, keys, values, exchange, scaling,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):
     """The number of its key tiles."""
     WIDTH: gl.constexpr = D // SPLIT  # columns of this group
@@ -255,9 +255,12 @@ def _attend_item(
     row_query = first_query + row // GROUP
     is_query = (row < Q_TILE * GROUP) & (row_query < num_live)
     q_position = gl.where(is_query, context + row_query, -1)
-    acc, total = _attend_keys(turn, item_keys, q_position, q_tile, keys, values, exchange, scaling,
+    acc, peak, total = _attend_keys(turn, item_keys, q_position, q_tile, keys, values, exchange, scaling,
                               WIDTH, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
 
+    if HAS_SINKS:  # one more key, whose value is 0
+        sink = gl.load(sinks + kv_head * GROUP + row % GROUP, mask=is_query, other=float("-inf"))
+        total += _exp2(sink * LOG2E - gl.where(peak == float("-inf"), 0.0, peak))
     factor = gl.where(is_query & (total > 0), 1.0 / gl.where(total > 0, total, 1.0), 0.0)
     result = (acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]).to(q_tile.dtype)
     barrier()
@@ -271,10 +274,10 @@ def _attend_item(
 
 @gluon.jit
 def attend(
-    q, out, query_starts, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
+    q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, KV_HEADS: gl.constexpr,
+    HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
     """Loops call functions: the compiler goes through a loop's own lines twice, or four times in a loop within it."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -287,8 +290,8 @@ def attend(
     number = 0
     item = receive(number, queue)
     while item < count * KV_HEADS:
-        turn += _attend_item(item, count, turn, q, out, query_starts, tiles, strides, q_tile, key_halves, value_halves,
-                             exchange, scaling, GROUP_INDEX, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH,
-                             HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+        turn += _attend_item(item, count, turn, q, out, query_starts, sinks, tiles, strides, q_tile, key_halves,
+                             value_halves, exchange, scaling, GROUP_INDEX, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT,
+                             SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP, HAS_SINKS)
         number += 1
         item = receive(number, queue)

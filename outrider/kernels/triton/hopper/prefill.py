@@ -25,7 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 REGISTERS = 168  # of each of the 384 threads, before the kinds of warps share them out
 _VARYING = ["fill_to", "num_requests", "num_tiles", "window", "table_stride"]
-_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "counter"]
+_INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "counter",
+         "sinks"]  # fmt: skip
 
 
 @gluon.jit
@@ -60,12 +61,12 @@ def _zero_padding(
 @gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _prefill_kernel(
     q, k_pages, v_pages, page_table, query_starts, lengths, live, key_starts, tile_requests, tile_indices, counter, out,
-    scale, softcap, window, fill_to, num_requests, num_tiles,
+    sinks, scale, softcap, window, fill_to, num_requests, num_tiles,
     q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KV_HEADS: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_STARTS: gl.constexpr,
-    SEARCH: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SEARCH: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -92,12 +93,12 @@ def _prefill_kernel(
     scaling = (scale, softcap, window)
     gl.warp_specialize(
         [
-            (attend, (q, out, query_starts, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
+            (attend, (q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
                       0, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP,
-                      KV_HEADS)),
-            (attend, (q, out, query_starts, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
+                      HAS_SINKS, KV_HEADS)),
+            (attend, (q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
                       1, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP,
-                      KV_HEADS)),
+                      HAS_SINKS, KV_HEADS)),
             (fetch_keys, (k_pages, page_table, table_stride, tiles, counter, keys, queue,
                           D, PAGE, Q_TILE, BLOCK_N, STAGES, SEARCH, HAS_WINDOW, HAS_STARTS, KV_HEADS)),
             (fetch_values, (v_pages, page_table, table_stride, tiles, values, queue,
@@ -160,7 +161,7 @@ def launch_prefill(
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, key_starts: torch.Tensor | None,
     tile_requests: torch.Tensor, tile_indices: torch.Tensor, counter: torch.Tensor, out: torch.Tensor,
     shape: AttentionShape, config: HopperConfig, *, scale: float, softcap: float | None, window: int | None,
-    num_tiles: int, tile_queries: int, search: int, fill_padding: bool,
+    num_tiles: int, tile_queries: int, search: int, fill_padding: bool, sinks: torch.Tensor | None = None,
 ) -> None:
     """Arguments as `prefill_attention` checked them; tile_requests, tile_indices and search as tiles give them."""
     name = "prefill_attention"
@@ -170,12 +171,12 @@ def launch_prefill(
     _prefill_kernel[(min(num_tiles * shape.num_kv_heads, num_sms(q.device)),)](
         q, _describe_pages(k_cache, config.block_n), _describe_pages(v_cache, config.block_n), page_table,
         query_starts, lengths, live, lengths if key_starts is None else key_starts, tile_requests,
-        tile_indices, counter, out,
+        tile_indices, counter, out, lengths if sinks is None else sinks,
         scale, softcap or 1.0, window or 0, shape.num_tokens if fill_padding else 0, shape.num_requests, num_tiles,
         q.stride(0), q.stride(1), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv), D=shape.head_dim,
         PAGE=shape.page_size, Q_TILE=tile_queries, BLOCK_N=config.block_n, STAGES=config.num_stages,
         SPLIT=config.value_split, KV_HEADS=shape.num_kv_heads, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, SEARCH=search,
+        HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None, SEARCH=search,
         PRODUCER_REGS=config.producer_regs, CONSUMER_REGS=config.consumer_regs, num_warps=4, maxnreg=REGISTERS,
     )
