@@ -1,4 +1,5 @@
-"""Recurrences of Mamba-2 and gated delta layers in plain torch: one token of many rows, or many tokens of one request.
+"""Recurrences of Mamba-2, gated delta and KDA layers in plain torch: one token of many rows, or many tokens of one
+request.
 
 A *step* is the recurrence itself and the specification; a *scan* does the same in chunks, where products take the
 place of a loop over tokens. All of it in float32, or float64 for float64 inputs; fixed shapes and no host reads. Knows
@@ -18,6 +19,7 @@ from torch import Tensor
 
 SHORT_RUN = 4  # runs of known tokens up to this length go token by token, longer ones are scanned
 CHUNK = 64  # tokens that products handle at once; work within a chunk grows with its square
+CHANNEL_CHUNK = 16  # the same where every key channel decays by itself: its decays have an axis more
 NORM_EPS = 1e-6  # added to the squared lengths of q and k
 
 
@@ -81,9 +83,9 @@ def mamba2_scan(
     is_finite = _finite_so_far(xdt, b)
     xdt, dt, b = _zero_unless(is_finite, xdt, dt, b)
     # Beyond the last token dt is 0: nothing decays and nothing is added.
-    xdt = _chunked(xdt).transpose(1, 2)  # [chunks, heads, chunk, dim]
-    log_decay = _chunked(dt * decay).transpose(1, 2)  # [chunks, heads, chunk]
-    b, c = _chunked(b).transpose(1, 2), _chunked(c).transpose(1, 2)  # [chunks, groups, chunk, n]
+    xdt = _chunked(xdt, CHUNK).transpose(1, 2)  # [chunks, heads, chunk, dim]
+    log_decay = _chunked(dt * decay, CHUNK).transpose(1, 2)  # [chunks, heads, chunk]
+    b, c = _chunked(b, CHUNK).transpose(1, 2), _chunked(c, CHUNK).transpose(1, 2)  # [chunks, groups, chunk, n]
     between = _decay_between(log_decay)
     since_start = log_decay.cumsum(dim=-1).exp()[..., None]
     scores = _of_heads(c @ b.transpose(-1, -2), num_heads, dim=1) * between
@@ -97,17 +99,19 @@ def mamba2_scan(
     return _nan_unless(is_finite, _unchunked(y, num_tokens) + x * skip[:, None], state)
 
 
-# The gated delta rule: S <- exp(g) S, S <- S + beta (v - S k) k', y = S q
+# The gated delta rule: S <- S diag(exp(g)), S <- S + beta (v - S k) k', y = S q. In gated delta layers all key channels
+# of a head decay together; in KDA (Kimi delta attention) each has a decay of its own.
 
 
 def delta_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """state [rows, heads, v dim, k dim], q and k [rows, key heads, k dim], v [rows, heads, v dim], g (the logarithm of
-    the decay) and beta [rows, heads]. Returns (y [rows, heads, v dim], the new state).
+    the decay) [rows, heads, 1] or [rows, heads, k dim], beta [rows, heads]. Returns (y [rows, heads, v dim], the new
+    state).
     """
     q, k = (_of_heads(part, v.shape[1], dim=1)[:, :, None] for part in _unit_lengths(q, k))
-    state = state * g.exp()[..., None, None]
+    state = state * g.exp()[:, :, None]
     error = (v - (state * k).sum(dim=-1)) * beta[..., None]
     state = state + error[..., None] * k
     return (state * q).sum(dim=-1), state
@@ -122,21 +126,21 @@ def delta_scan(
     Within a chunk every token corrects what the state and the tokens before it predict: a triangular system, whose
     right side is linear in the state that the chunk begins with.
     """
-    num_tokens, num_heads = g.shape
+    num_tokens, num_heads = beta.shape
     is_finite = _finite_so_far(k, v, beta, g.exp())  # a decay to nothing has a logarithm of minus infinity
     k, v, g, beta = _zero_unless(is_finite, k, v, g, beta)
+    size = CHUNK if g.shape[2] == 1 else min(CHUNK, CHANNEL_CHUNK)
     # Beyond the last token g and beta are 0: nothing decays and nothing is corrected.
-    q, k = (_chunked(_of_heads(part, num_heads, dim=1)).transpose(1, 2) for part in _unit_lengths(q, k))
-    v, g, beta = (_chunked(part).transpose(1, 2) for part in (v, g, beta))  # [chunks, heads, chunk, ..]
+    q, k = (_chunked(_of_heads(part, num_heads, dim=1), size).transpose(1, 2) for part in _unit_lengths(q, k))
+    v, g, beta = (_chunked(part, size).transpose(1, 2) for part in (v, g, beta))  # [chunks, heads, chunk, ..]
     beta = beta[..., None]
-    between = _decay_between(g)
-    since_start = g.cumsum(dim=-1).exp()[..., None]
-    system = (k @ k.transpose(-1, -2)) * between * beta  # its diagonal is taken as ones
+    since_start = g.cumsum(dim=-2).exp()
+    products, scores, to_end = _decayed_products(q, k, g)
+    system = products * beta  # its diagonal is taken as ones
     right = torch.cat((v * beta, k * beta * since_start), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, predicting = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    scores = (q @ k.transpose(-1, -2)) * between
-    q, k = q * since_start, k * between[..., -1, :, None]
+    q, k = q * since_start, k * to_end
     outputs = []
     for i in range(g.shape[0]):
         turned = state.transpose(-1, -2)
@@ -144,6 +148,25 @@ def delta_scan(
         outputs.append(q[i] @ turned + scores[i] @ corrections)
         state = state * since_start[i, :, -1:] + corrections.transpose(-1, -2) @ k[i]
     return _nan_unless(is_finite, _unchunked(torch.stack(outputs), num_tokens), state)
+
+
+def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Products k k' and q k' [chunks, heads, chunk, chunk] of a token and those before it, decayed by what lies between
+    them, and what is left at the chunk's end [chunks, heads, chunk, 1 or k dim] of what each token added. q and k
+    [chunks, heads, chunk, k dim], g [chunks, heads, chunk, 1 or k dim]."""
+    if g.shape[-1] == 1:
+        between = _decay_between(g[..., 0])
+        return k @ k.transpose(-1, -2) * between, q @ k.transpose(-1, -2) * between, between[..., -1, :, None]
+    made = [_channel_products(*chunk) for chunk in zip(q, k, g, strict=True)]
+    products, scores, to_end = map(torch.stack, zip(*made, strict=True))
+    return products, scores, to_end
+
+
+def _channel_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of one chunk whose key channels decay each by itself, without the axis of chunks."""
+    between = _decay_between(g.transpose(-1, -2)).permute(0, 2, 3, 1)  # [heads, i, j, k dim]
+    decayed = between * k[:, None]  # the key of token j as it is left at token i
+    return (decayed @ k[..., None])[..., 0], (decayed @ q[..., None])[..., 0], between[:, -1]
 
 
 def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,9 +202,9 @@ def _of_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=dim, output_size=num_heads)
 
 
-def _chunked(x: Tensor) -> Tensor:
-    """[tokens, ..] -> [chunks, tokens per chunk, ..], filled up with zeros."""
-    size = min(CHUNK, x.shape[0])
+def _chunked(x: Tensor, most: int) -> Tensor:
+    """[tokens, ..] -> [chunks, at most `most` tokens, ..], filled up with zeros."""
+    size = min(most, x.shape[0])
     missing = -x.shape[0] % size
     if missing:
         x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))

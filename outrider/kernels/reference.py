@@ -42,11 +42,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, roundi
     return rms_norm(residual.add_(x), weight, eps)
 
 
-def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, gate_first: bool) -> Tensor:
-    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z), on y or on the result.
+def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, gate_first: bool,
+               activation: str = "silu") -> Tensor:
+    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z) or sigmoid(z), on y or on the
+    result.
 
     weight [size], or [group_size] for all groups. In z's dtype."""
-    gate = F.silu(widened(z))
+    gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](widened(z))
     x = widened(y) * gate if gate_first else widened(y)
     groups = x.unflatten(1, (-1, group_size))
     x = (F.rms_norm(groups, (group_size,), None, eps) * widened(weight).view(-1, group_size)).flatten(1)

@@ -26,6 +26,7 @@ from outrider.layers.decoder import (
 )
 from outrider.layers.embedding import Embedding
 from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+from outrider.layers.kda import KDA, KDANames, KDAShape
 from outrider.layers.latent_attention import LatentAttention, LatentShape
 from outrider.layers.linear import FusedLinear, Linear, TiedLinear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
@@ -44,6 +45,7 @@ from outrider.layers.rotary import (
     RopeParams,
     Rotary,
     StillRotary,
+    Unrotated,
     rope_table,
     rotate,
     yarn_mscale,
@@ -53,10 +55,11 @@ from outrider.layers.router import ExpertTally, Router, SpreadRouting
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
     "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES", "FeedForward",
-    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "LateNormAttention",
-    "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear", "LoadedAdapters", "Mamba2",
-    "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer",
-    "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters", "ScaledLayer", "SelfAttention", "SpreadRouting",
-    "StandIns", "StepContext", "StillRotary", "TiedLinear", "TokenMixer", "Unnormed", "WidthNormAttention",
-    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "KDA", "KDANames",
+    "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear",
+    "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer", "Parameter",
+    "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters", "ScaledLayer",
+    "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "TiedLinear", "TokenMixer",
+    "Unnormed", "Unrotated", "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table",
+    "rotate", "yarn_mscale",
 ]  # fmt: skip

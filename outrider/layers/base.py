@@ -81,6 +81,7 @@ class HeldRows(NamedTuple):
 
     size: int
     held: tuple[range, ...]
+    axis: int = 0  # of the tensor, on which the rows lie
 
 
 class Parameter(Module):
@@ -92,8 +93,10 @@ class Parameter(Module):
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         rows = self.rows
-        cut = None if rows is None else TensorCut((rows.size, *self.tensor.shape[1:]), 0, rows.held)
-        return {prefix: WeightSlot(self.tensor, cut=cut)}
+        if rows is None:
+            return {prefix: WeightSlot(self.tensor)}
+        shape = (*self.tensor.shape[: rows.axis], rows.size, *self.tensor.shape[rows.axis + 1 :])
+        return {prefix: WeightSlot(self.tensor, cut=TensorCut(shape, rows.axis, rows.held))}
 
 
 class FormatModule(Module, Generic[Format]):
@@ -251,6 +254,11 @@ class LayeredModule(Module):
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model does not use it."""
         return name.endswith("rotary_emb.inv_freq")
+
+    def slot_name(self, name: str) -> str:
+        """The name by which the module has a tensor of the checkpoint. Modules override this where files of one family
+        have several names for the same tensor."""
+        return name
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:

@@ -80,7 +80,7 @@ class GatedDeltaMixer(ConvMixer):
         q, k = (part.unflatten(-1, (shape.num_key_heads, shape.key_dim)) for part in (q, k))
         a, b = gates
         g = self.decay * F.softplus(a + self.dt_bias)
-        return q, k, v.unflatten(-1, (shape.num_value_heads, shape.value_dim)), g, b.sigmoid()
+        return q, k, v.unflatten(-1, (shape.num_value_heads, shape.value_dim)), g[..., None], b.sigmoid()
 
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return delta_step(state, *inputs)

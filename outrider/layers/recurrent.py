@@ -117,13 +117,14 @@ class ConvMixer(Module, ABC):
 
 
 class GatedNorm(Module):
-    """RMS norm over groups of the last axis with a gate silu(z) on its input (`gate_first`) or on its output.
+    """RMS norm over groups of the last axis with a gate on its input (`gate_first`) or on its output: silu(z), or
+    sigmoid(z) by `activation`.
 
     weight_size: size of the whole axis, or of one group if all groups share a weight."""
 
     def __init__(self, weight_size: int, group_size: int, eps: float, *, gate_first: bool, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        self.group_size, self.eps, self.gate_first = group_size, eps, gate_first
+                 device: torch.device, activation: str = "silu") -> None:
+        self.group_size, self.eps, self.gate_first, self.activation = group_size, eps, gate_first, activation
         self.weight = torch.empty(weight_size, dtype=dtype, device=device)
         self.rows: HeldRows | None = None  # the part of the weight that this rank holds; None if it holds all
         self._shared: SharedSquares | None = None
@@ -131,7 +132,7 @@ class GatedNorm(Module):
 
     def cut_axis(self, group: RankGroup) -> None:
         """Leave this rank its part of the axis: whole groups, or a part of one that neighbouring ranks share."""
-        assert self.gate_first
+        assert self.gate_first and self.activation == "silu"
         size = self.weight.shape[0]
         share, num_groups = Ranks.from_group(group).share(ModelSize(size)), size // self.group_size
         self.rows = HeldRows(size, (share,))
@@ -150,7 +151,7 @@ class GatedNorm(Module):
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
         """y and z [tokens, size]."""
         if self._shared is None:
-            return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first)
+            return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first, self.activation)
         x = ops.silu_mul(torch.cat((widened(z), widened(y)), dim=1))
         scale = torch.rsqrt(self._shared.sum(x) / self.group_size + self.eps)
         return (x * scale * widened(self.weight)).to(z.dtype)

@@ -105,6 +105,19 @@ class StillRotary(Rotary):
         self.table[:, : head_dim // 2] = 1
 
 
+class Unrotated(Rotary):
+    """A rope that turns nothing: every position has the one row of its table, with cos 1 and sin 0. For layers that
+    take a rope and have been trained without positions."""
+
+    def __init__(self, rotary_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.table = torch.zeros(1, rotary_dim, dtype=wide, device=device)
+        self.table[:, : rotary_dim // 2] = 1
+
+    def at(self, positions: torch.Tensor) -> Angles:
+        return Angles(torch.zeros_like(positions), self)
+
+
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
     """[max_len, cos | sin], one table, so that a step gathers once. Made of whole blocks: the bits of a position do not
     depend on max_len then, although a library may compute the last elements of a tensor by other code."""

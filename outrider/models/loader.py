@@ -70,7 +70,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     missing = set(slots)
     left_over: list[str] = []
     expanded: Counter[str] = Counter()
-    for name, tensor in one_by_one(tensors, slots, expanded):
+    named = map(lambda item: (model.slot_name(item[0]), item[1]), tensors)  # keeps no tensor while the next is read
+    for name, tensor in one_by_one(named, slots, expanded):
         if name in missing:
             _store(name, tensor, slots[name])
             missing.remove(name)

@@ -24,6 +24,7 @@ from outrider.models.gemma4 import Gemma4
 from outrider.models.glm4_moe import Glm4Moe
 from outrider.models.granite import Granite
 from outrider.models.hunyuan import Hunyuan, HunyuanMoe
+from outrider.models.kimi_linear import KimiLinear
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
 from outrider.models.minimax_m2 import MiniMaxM2
 from outrider.models.mixtral import Mixtral
@@ -67,6 +68,7 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "NemotronHForCausalLM": NemotronH,
     "BambaForCausalLM": Bamba,
     "DeepseekV2ForCausalLM": DeepseekV2,
+    "KimiLinearForCausalLM": KimiLinear,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV32ForCausalLM": DeepseekV32,
     "GlmMoeDsaForCausalLM": GlmMoeDsa,

@@ -65,7 +65,8 @@ class WeightUpdate:
                 slot.store(tensor.to(slot.target.dtype))  # converted on the host: the device may be full
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in one_by_one(self._read(), self._slots, Counter()):
+        named = map(lambda item: (self._model.slot_name(item[0]), item[1]), self._read())
+        for name, tensor in one_by_one(named, self._slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
 

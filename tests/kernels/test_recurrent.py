@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from outrider.kernels import recurrent
 from outrider.layers import recurrent as mixers
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.mixers.recurrent.base import Gates, RecurrentState
@@ -18,14 +21,18 @@ from tests.engine.test_no_host_reads import NoHostReads, no_host_reads
 CPU = torch.device("cpu")
 MAMBA = Mamba2Shape(num_heads=6, head_dim=5, num_groups=2, state_size=7, conv_width=4)
 DELTA = GatedDeltaShape(num_key_heads=2, num_value_heads=6, key_dim=7, value_dim=5, conv_width=4)
-KINDS = ("mamba2", "mamba2_limited", "gated_delta")
+KIMI = KDAShape(num_heads=6, head_dim=5, conv_width=4)
+KINDS = ("mamba2", "mamba2_limited", "gated_delta", "kda", "kda_bounded")
 
 
 def make_mixer(kind: str, dtype: torch.dtype, seed: int = 0) -> ConvMixer:
     generator = torch.Generator().manual_seed(seed)
-    mixer: Mamba2Mixer | GatedDeltaMixer
+    mixer: Mamba2Mixer | GatedDeltaMixer | KDAMixer
     if kind == "gated_delta":
         mixer = GatedDeltaMixer(DELTA, dtype=dtype, device=CPU)
+    elif kind.startswith("kda"):
+        bound = -5.0 if kind == "kda_bounded" else None
+        mixer = KDAMixer(replace(KIMI, lower_bound=bound), KDANames(), dtype=dtype, device=CPU)
     else:
         limits = (0.3, 0.8) if kind == "mamba2_limited" else (0.0, float("inf"))
         shape = Mamba2Shape(**vars(MAMBA) | {"dt_limits": limits, "conv_bias": kind == "mamba2"})
@@ -87,6 +94,16 @@ def naive(mixer: ConvMixer, begin: RecurrentState, conv_in: torch.Tensor, gates:
                 decay = torch.exp(-mixer.log_decay[head].exp() * dt)
                 state[head] = state[head] * decay + dt * torch.outer(x, b)
                 y.append(state[head] @ c + mixer.skip[head] * x)
+            elif isinstance(mixer, KDAMixer):
+                q, k, v = (u[30 * part + 5 * head :][:5] for part in range(3))
+                q, k = q / (q @ q + 1e-6).sqrt() / 5**0.5, k / (k @ k + 1e-6).sqrt()
+                step, rate = (gates[0][token] + mixer.dt_bias)[5 * head :][:5], mixer.log_decay[head].exp()
+                bound = mixer.shape.lower_bound
+                g = -rate * (1 + step.exp()).log() if bound is None else bound / (1 + (-rate * step).exp())
+                beta = 1 / (1 + (-gates[1][token, head]).exp())
+                kept = state[head] * g.exp()
+                state[head] = kept + beta * torch.outer(v - kept @ k, k)
+                y.append(state[head] @ q)
             else:
                 assert isinstance(mixer, GatedDeltaMixer)
                 q, k, v = u[7 * (head // 3) :][:7], u[14 + 7 * (head // 3) :][:7], u[28 + 5 * head :][:5]

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers import NothingAttends, StepContext
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers.latent.base import BoundLatentLayer, ChosenPositions, GroupPlan, LatentLayer, LatentNorms
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
@@ -167,6 +169,38 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_KDA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+# Families whose oracle came with this version of transformers.
+KDA_SINCE = "5.22"
+KDA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear": ("KimiLinear", _KDA | {"linear_head_dim": 8, "linear_num_heads": 4}),
+    "kimi_linear_groups": (
+        "KimiLinear",
+        _KDA
+        | {
+            "linear_head_dim": 16,
+            "linear_num_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 48,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -196,7 +230,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
-ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | CLASSICS
+ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | CLASSICS
 _TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 
 
@@ -248,7 +282,8 @@ class DenseAttend:
     sequence."""
 
     def __init__(self, model: Model) -> None:
-        self.layers: dict[int, AttentionLayer] = {layer.index: layer for layer in model.attention_layers}
+        self.layers: dict[int, Any] = {layer.index: layer for layer in model.attention_layers}
+        self.latents: dict[int, torch.Tensor] = {}  # [1, tokens, latent | rope] by layer: a single page
         self.owner = {c.layer: c.layer if c.reads is None else c.reads for c in model.cache_layers()}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
@@ -256,7 +291,10 @@ class DenseAttend:
         self.states: dict[int, RecurrentState] = {}
 
     def mixer(self, layer: int) -> Any:
-        return partial(self.recurrent, layer) if layer in self.mixers else DenseLayer(self, layer)
+        if layer in self.mixers:
+            return partial(self.recurrent, layer)
+        spec = self.layers[layer]
+        return DenseLatentLayer(self, spec) if isinstance(spec, LatentLayer) else DenseLayer(self, layer)
 
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
         mixer = self.mixers[layer]
@@ -305,6 +343,33 @@ class DenseLayer:
 
     def fused(self, qkv: torch.Tensor, rope: Any, norms: Any) -> None:
         return None
+
+
+class DenseLatentLayer:
+    """One latent attention layer of a DenseAttend, without an indexer. All tokens lie in one page."""
+
+    def __init__(self, dense: DenseAttend, layer: LatentLayer) -> None:
+        self._dense, self._layer = dense, layer
+
+    def write(self, compressed: torch.Tensor, norms: LatentNorms,
+              rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, latents = self._layer, self._dense.latents
+        width, count = layer.latent_dim + layer.rope_dim, compressed.shape[0]
+        before = latents.get(layer.index, compressed.new_zeros(1, 0, width))
+        start = before.shape[1]
+        latents[layer.index] = torch.cat((before, compressed.new_zeros(1, count, width)), dim=1)
+        places = torch.arange(start, start + count)
+        none = torch.zeros(count, dtype=torch.int64)
+        contexts = TokenContexts(torch.zeros(1, 1, dtype=torch.int64), none, none, places + 1)
+        plan = GroupPlan(places, contexts, start + count)
+        self._bound = BoundLatentLayer(layer, {"latent": latents[layer.index]}, plan, ChosenPositions())
+        return self._bound.write(compressed, norms, rope)
+
+    def __call__(self, q: torch.Tensor) -> torch.Tensor:
+        return self._bound(q)
+
+    def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
+        return self._bound.values(q, to_values)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:

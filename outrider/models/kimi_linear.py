@@ -1,0 +1,176 @@
+"""Kimi-Linear: KDA layers, some latent attention layers without positions, and experts beside a shared one.
+
+Bailing-hybrid has the same parts in other forms and is derived from this in a file of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.layers import (
+    KDA,
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    KDANames,
+    KDAShape,
+    LatentAttention,
+    LatentShape,
+    LayerNames,
+    MoE,
+    PreNormLayer,
+    Rotary,
+    Router,
+    TokenMixer,
+    Unrotated,
+)
+from outrider.mixers import EveryPosition, LatentLayer
+from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
+from outrider.models.deepseek_v3 import read_sparse_layers
+from outrider.models.hybrid import LINEAR, HybridDecoder
+from outrider.models.nemotron_h import read_rule
+
+LINEAR_SECTION = "linear_attn_config"  # in the makers' own files; transformers writes its keys beside the others
+# Names of keys in the files of these families, by the names that others use.
+OTHER_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
+
+class KimiLinear(HybridDecoder):
+    """KimiLinearForCausalLM."""
+
+    kda_names = KDANames()
+    mixer_name = "self_attn"
+    experts_name = "block_sparse_moe"  # in layers with experts; a dense MLP is `mlp`
+    expert_names = ("w1", "w3", "w2")
+    bias_name = "e_score_correction_bias"
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        refuse_unsupported(config)
+        config = self.in_common_words(config)
+        sizes = Sizes.read(config)
+        super().__init__(config, sizes, dtype=dtype, device=device)
+        self.shape = self._read_latent_shape()
+        self.rotaries = [self.read_rotary(max_len)]
+        self.kda_shape = self.read_kda_shape()
+        kinds = self.read_kinds()
+        self.is_sparse = read_sparse_layers(config)
+        self.attention_layers = [self.latent_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
+        mixers = [self._kda(index) if kind == LINEAR else self.attention(self.latent_layer(index))
+                  for index, kind in enumerate(kinds)]  # fmt: skip
+        self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, KDA)}
+        self.layers = [self.layer(index, mixer, is_sparse)
+                       for index, (mixer, is_sparse) in enumerate(zip(mixers, self.is_sparse, strict=True))]
+
+    def in_common_words(self, config: ConfigReader) -> ConfigReader:
+        for key, only in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1), ("mla_use_nope", True),
+                          ("use_grouped_topk", True), ("tie_word_embeddings", False)):
+            config.must_equal(key, only, default=only)
+        # Nothing rotates, and the heads of both kinds of layers have sizes of their own.
+        config.passes_over("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
+        return with_common_names(config).with_values({"head_dim": None})
+
+    def read_rotary(self, max_len: int | None) -> Rotary:
+        """The rope of the latent layers' shared dimensions."""
+        return Unrotated(self.config.required("qk_rope_head_dim", int), dtype=self.dtype, device=self.device)
+
+    def read_kda_shape(self) -> KDAShape:
+        config = self.config
+        if not config.has(LINEAR_SECTION):
+            return KDAShape(config.required("linear_num_heads", int), config.required("linear_head_dim", int),
+                            config.get("linear_conv_kernel_dim", int, 4, least=1))
+        own = config.section(LINEAR_SECTION)
+        return KDAShape(own.required("num_heads", int), own.required("head_dim", int),
+                        own.get("short_conv_kernel_size", int, 4, least=1))
+
+    def read_kinds(self) -> list[str]:
+        """The kind of each layer: `layer_types`, or lists of layer numbers, which count from 1."""
+        config, num_layers = self.config, self.num_layers
+        if config.has("layer_types") or not config.has(LINEAR_SECTION):
+            kinds = config.required("layer_types", list)
+        else:
+            own = config.section(LINEAR_SECTION)
+            numbers = {LINEAR: own.required("kda_layers", list), FULL: own.required("full_attn_layers", list)}
+            kind_of = {number: kind for kind, listed in numbers.items() for number in listed}
+            kinds = [kind_of.get(number) for number in range(1, num_layers + 1)]
+            if len(kind_of) != sum(map(len, numbers.values())) or set(kind_of) != set(range(1, num_layers + 1)):
+                raise own.refusal("kda_layers", f"with full_attn_layers it must name the layers 1 to {num_layers}")
+        if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
+            raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+        return kinds
+
+    def latent_layer(self, index: int) -> LatentLayer:
+        config = self.config
+        scale = config.required("qk_nope_head_dim", int) + config.required("qk_rope_head_dim", int)
+        return LatentLayer(index, self.sizes.num_heads, config.required("kv_lora_rank", int),
+                           config.required("qk_rope_head_dim", int), scale**-0.5, EveryPosition())
+
+    def attention(self, layer: LatentLayer) -> LatentAttention:
+        return LatentAttention(layer, self.shape, dtype=self.dtype, device=self.device)
+
+    def layer(self, index: int, mixer: TokenMixer, is_sparse: bool) -> DecoderLayer:
+        feed_forward: FeedForward = self.make_mlp(self.sizes.intermediate_size)
+        if is_sparse:
+            feed_forward = self._experts(index)
+        names = LayerNames(mixer=self.mixer_name, mlp=self.experts_name if is_sparse else "mlp")
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
+
+    def slot_name(self, name: str) -> str:
+        """transformers writes dense MLPs under the name that the makers' files have for experts alone."""
+        prefix, found, rest = name.partition(f".{self.experts_name}.")
+        if not found or not prefix.startswith(f"{self.names.layers}."):
+            return name
+        index = prefix.removeprefix(f"{self.names.layers}.")
+        is_dense = index.isdecimal() and int(index) < self.num_layers and not self.is_sparse[int(index)]
+        return f"{prefix}.mlp.{rest}" if is_dense else name
+
+    def _read_latent_shape(self) -> LatentShape:
+        config = self.config
+        config.must_equal("num_key_value_heads", self.sizes.num_heads, default=self.sizes.num_heads)
+        nope_dim = config.required("qk_nope_head_dim", int)
+        whole_dim = nope_dim + config.required("qk_rope_head_dim", int)
+        config.must_equal("qk_head_dim", whole_dim, default=whole_dim)
+        return LatentShape(
+            hidden_size=self.sizes.hidden_size,
+            q_rank=config.optional("q_lora_rank", int, least=1),
+            nope_dim=nope_dim,
+            value_dim=config.required("v_head_dim", int),
+            has_bias=config.get("attention_bias", bool, False),
+            index_rotates_pairs=False,
+        )
+
+    def _kda(self, index: int) -> KDA:
+        return KDA(index, self.sizes.hidden_size, self.kda_shape, self.sizes.eps, names=self.kda_names,
+                   dtype=self.dtype, device=self.device)
+
+    def _experts(self, index: int) -> MoE:
+        hidden_size, rule, dtype, device = self.sizes.hidden_size, read_rule(self.config), self.dtype, self.device
+        width = self.config.required("moe_intermediate_size", int)
+        num_shared = self.config.get("n_shared_experts", int, 1)
+        return MoE(
+            Router(index, hidden_size, rule, has_bias=True, bias_name=self.bias_name, dtype=dtype, device=device),
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation, names=self.expert_names,
+                    dtype=dtype, device=device),
+            shared=self.make_mlp(num_shared * width) if num_shared else None,
+        )
+
+
+def with_common_names(config: ConfigReader) -> ConfigReader:
+    """The config with the names of keys that other families have. Files may have either name, not both."""
+    values = {}
+    for common, other in OTHER_NAMES.items():
+        if config.has(other) and config.has(common) and config.raw(other) != config.raw(common):
+            raise config.refusal(other, f"{common}={config.raw(common)} says something else")
+        if config.has(other):
+            values[common] = config.raw(other)
+    if config.has("num_local_experts"):
+        values["n_routed_experts"] = config.raw("num_local_experts")
+    return config.with_values(values)
