@@ -106,7 +106,8 @@ class KDAMixer(ConvMixer):
         return delta_scan(state, *inputs)
 
     def kernel_params(self) -> MixerParams | None:
-        return None
+        return MixerParams("kda", self.conv_weight, self.conv_bias, self.dt_bias, self.decay, self.shape.num_heads,
+                           lower_bound=self.shape.lower_bound)
 
 
 class KDA(TokenMixer):

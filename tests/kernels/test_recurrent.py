@@ -257,12 +257,14 @@ def test_a_width_of_one_needs_no_tail() -> None:
     assert (y - expected).abs().max() < 1e-12 and (state - states[-1].state).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("gate_first", [True, False])
-def test_gated_norm(gate_first: bool) -> None:
-    norm = GatedNorm(12 if gate_first else 4, 4, 1e-5, gate_first=gate_first, dtype=torch.float64, device=CPU)
+def test_gated_norm(gate_first: bool, activation: str) -> None:
+    norm = GatedNorm(12 if gate_first else 4, 4, 1e-5, gate_first=gate_first, activation=activation,
+                     dtype=torch.float64, device=CPU)
     norm.weight.normal_(1.0)
     y, z = torch.randn(5, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)
-    gate = z * z.sigmoid()
+    gate = z * z.sigmoid() if activation == "silu" else z.sigmoid()
     x = (y * gate if gate_first else y).view(5, 3, 4)
     x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.view(-1, 4)
     expected = x.flatten(1) if gate_first else x.flatten(1) * gate

@@ -1,4 +1,5 @@
-"""The gated delta kernel against the torch backend: ragged steps of folds, known tokens and drafts, and checkpoints.
+"""The gated delta kernel, also with a decay for each key channel (KDA), against the torch backend: ragged steps of
+folds, known tokens and drafts, and checkpoints.
 
 Whatever must not be read is not a number: other rows, drafts that are not pending, dead tokens' inputs, pages."""
 
@@ -26,6 +27,7 @@ from outrider.kernels.triton.recurrent_step import (  # noqa: E402
     StepTensors,
 )
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape  # noqa: E402
 from outrider.mixers.recurrent.base import LayerRows, StepCounts  # noqa: E402
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages  # noqa: E402
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
@@ -33,6 +35,9 @@ from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
 NAN = float("nan")
 SHAPE = GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=7, value_dim=11, conv_width=4)
 SMALL = GatedDeltaShape(num_key_heads=1, num_value_heads=2, key_dim=7, value_dim=5, conv_width=4)
+KDA = KDAShape(num_heads=3, head_dim=11, conv_width=4)
+SMALL_KDA = KDAShape(num_heads=2, head_dim=5, conv_width=4)
+Shape = GatedDeltaShape | KDAShape
 WINDOW, NUM_ROWS, NUM_PAGES, PAGE_ELEMENTS = 3, 9, 64, 150
 LAYER = 5
 
@@ -51,7 +56,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Case:
-    mixer: GatedDeltaMixer
+    mixer: GatedDeltaMixer | KDAMixer
     counts: StepCounts
     rows: LayerRows
     conv_in: torch.Tensor
@@ -79,8 +84,12 @@ class Case:
                     self.pool.double(), kind)
 
 
-def make_mixer(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaMixer:
-    mixer = GatedDeltaMixer(shape, dtype=dtype, device=torch.device("cpu"))
+def make_mixer(shape: Shape, dtype: torch.dtype) -> GatedDeltaMixer | KDAMixer:
+    mixer: GatedDeltaMixer | KDAMixer
+    if isinstance(shape, KDAShape):
+        mixer = KDAMixer(shape, KDANames(), dtype=dtype, device=torch.device("cpu"))
+    else:
+        mixer = GatedDeltaMixer(shape, dtype=dtype, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for slot in mixer.weights("").values():
         slot.target.copy_(torch.empty(slot.shape).normal_(0.0, 0.7, generator=generator))
@@ -89,7 +98,7 @@ def make_mixer(shape: GatedDeltaShape, dtype: torch.dtype) -> GatedDeltaMixer:
 
 
 def make_case(
-    asked: list[Asked], shape: GatedDeltaShape = SMALL, *, num_padded: int = 0, padded_tokens: int = 0, seed: int = 0
+    asked: list[Asked], shape: Shape = SMALL, *, num_padded: int = 0, padded_tokens: int = 0, seed: int = 0
 ) -> Case:
     """Requests in rows 1, 2 ..; padded ones in row 0, which holds no numbers, as do all rows that take no part."""
     generator = torch.Generator().manual_seed(seed)
@@ -104,21 +113,21 @@ def make_case(
 
     pending = torch.tensor([a.pending for a in asked])
     waits = (torch.arange(WINDOW) < pending[:, None])[..., None]
-    spec, heads = mixer.spec, shape.num_value_heads
+    spec = mixer.spec
     rows = LayerRows(kept(*spec.state_shape), kept(spec.conv_width - 1, spec.conv_dim),
                      kept(WINDOW, spec.conv_dim, is_there=waits),
-                     tuple(kept(WINDOW, heads, is_there=waits) for _ in range(2)))
+                     tuple(kept(WINDOW, size, is_there=waits) for size in spec.gate_sizes))
     known = [0 if a.is_dead else a.known for a in asked] + [0] * num_padded
     scheduled = [a.drafts if a.live_drafts is None else a.live_drafts for a in asked]
     drafts = [0 if a.is_dead else n for a, n in zip(asked, scheduled, strict=True)] + [0] * num_padded
     lens = [a.known + a.drafts for a in asked] + [0] * num_padded
     starts = list(accumulate(lens, initial=0))
     tokens = starts[-1] + padded_tokens
-    projected = torch.randn(tokens, spec.conv_dim + 2 * heads + 3, generator=generator) * 1.5
+    projected = torch.randn(tokens, spec.conv_dim + sum(spec.gate_sizes) + 3, generator=generator) * 1.5
     for i in range(count):
         projected[starts[i] + known[i] + drafts[i] : starts[i + 1]] = NAN
     projected[starts[-1] :] = NAN
-    conv_in, first, second, _ = projected.split((spec.conv_dim, heads, heads, 3), dim=1)
+    conv_in, first, second, _ = projected.split((spec.conv_dim, *spec.gate_sizes, 3), dim=1)
     kind = RecurrentKind(((LAYER - 1, spec), (LAYER, spec)), page_bytes=PAGE_ELEMENTS * 4)
     seen = torch.tensor([a.seen for a in asked] + [0] * num_padded)
     waiting = torch.cat((pending, torch.zeros(num_padded, dtype=torch.int64)))
@@ -151,7 +160,7 @@ def make_inputs(case: Case) -> StepInputs:
     counts, rows, mixer = case.counts, case.rows, case.mixer
     size = case.num_requests * WINDOW + case.conv_in.shape[0]
     convolved = torch.full((size, mixer.spec.conv_dim), NAN)
-    wide = [torch.full((size, mixer.shape.num_value_heads), NAN) for _ in range(2)]
+    wide = [torch.full((size, width), NAN) for width in mixer.spec.gate_sizes]
     for i, row in enumerate(counts.rows.tolist()):
         start, pending = int(counts.query_starts[i]), int(counts.pending[i])
         live = int(counts.num_known[i] + counts.num_drafts[i])
@@ -166,7 +175,7 @@ def make_inputs(case: Case) -> StepInputs:
             one = recurrent.causal_conv(seen[j : j + SHAPE.conv_width], mixer.conv_weight, mixer.conv_bias)
             convolved[place] = one[0]
             for gate, made in zip(wide, mixer.inputs(one, tuple(g[j : j + 1] for g in gates))[3:], strict=True):
-                gate[place] = made[0]
+                gate[place] = made[0].flatten()
     return StepInputs(case.conv_in, case.gates, convolved, tuple(wide))
 
 
@@ -186,7 +195,9 @@ def run_kernel(case: Case, device: torch.device, **options: object) -> torch.Ten
     targets, pool = None, case.pool.to(device)
     if counts.targets is not None:
         targets = CheckpointTargets(*moved(counts.targets[:4]))
-    options = {"num_key_heads": case.mixer.shape.num_key_heads, "targets": targets} | options
+    params = case.mixer.kernel_params()
+    assert params is not None
+    options = {"num_key_heads": params.num_groups, "per_channel": params.kind == "kda", "targets": targets} | options
     y = delta_steps(step, StepInputs(conv_in, tuple(gates), convolved, tuple(wide)),
                     LayerTensors(state, tail, window, tuple(windows), pool, case.kind.starts()[LAYER]), **options)
     case.rows = LayerRows(state.cpu(), tail.cpu(), window.cpu(), tuple(gate.cpu() for gate in windows))
@@ -239,21 +250,40 @@ def check(case: Case, device: torch.device, **options: object) -> Case:
     return found
 
 
-def test_a_ragged_step(device: torch.device) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, KDA], ids=["head", "channel"])
+def test_a_ragged_step(device: torch.device, shape: Shape) -> None:
     asked = [Asked(1), Asked(1, 3, pending=3), Asked(2, 2, pending=1, live_drafts=1), Asked(4, pending=2),
              Asked(1, 3, pending=1, is_dead=True), Asked(3, 1, pending=0)]
-    check(make_case(asked, SHAPE, num_padded=2, padded_tokens=3), device)
+    check(make_case(asked, shape, num_padded=2, padded_tokens=3), device)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_steps_with_long_runs(device: torch.device, seed: int) -> None:
     draw = random.Random(seed)
     asked = []
     for known in (draw.choice((5, 16, 32, 33, 70)), draw.randint(1, 4), draw.randint(5, 40), 1):
         drafts = draw.randint(0, 3)
         asked.append(Asked(known, drafts, draw.randint(0, 3), draw.randint(0, drafts), draw.random() < 0.2))
-    case = make_case(asked, SHAPE if seed == 0 else SMALL, num_padded=seed, padded_tokens=2 * seed, seed=seed)
-    check(case, device, chunked=True, chunk=(16, 32, 16)[seed])
+    shape = (SHAPE, SMALL, SMALL, KDA, SMALL_KDA)[seed]
+    case = make_case(asked, shape, num_padded=seed, padded_tokens=2 * seed, seed=seed)
+    check(case, device, chunked=True, chunk=(16, 32, 16, 16, 32)[seed])
+
+
+def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device) -> None:
+    """Decays between two tokens have no two factors that hold for every pair, see `_channel_products`."""
+    case = make_case([Asked(37, 2, 1)], SMALL_KDA)
+    case.gates[0][:, ::3] = torch.where(torch.arange(case.conv_in.shape[0])[:, None] % 5 == 0, 3000.0, -20.0)
+    case.gates[0][3, 1::3] = torch.inf  # a decay to nothing
+    check(case, device, chunked=True)
+
+
+def test_a_channel_that_is_not_finite_fails_no_token_before_it(device: torch.device) -> None:
+    case = make_case([Asked(37)], SMALL_KDA)
+    case.gates[0][21, 2] = NAN
+    y = run_kernel(case, device, chunked=True)
+    heads = y.unflatten(1, (SMALL_KDA.num_heads, -1))
+    assert heads[:21].isfinite().all() and heads[:, 1].isfinite().all(), "the other head goes on"
+    assert heads[21:, 0].isnan().all()
 
 
 def test_checkpoints_at_every_offset(device: torch.device) -> None:

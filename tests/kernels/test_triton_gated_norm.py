@@ -34,8 +34,10 @@ def test_gated_norm(device: torch.device, dtype: torch.dtype, gate_first: bool, 
     y, z = (rows(device, dtype, 3, size, seed=i) for i in range(2))
     z[0, 0], z[0, -1] = 80.0, -80.0
     for weight in (rows(device, dtype, 1, n, seed=2)[0] for n in {size, group_size}):
-        wanted = reference.gated_norm(y.double(), z.double(), weight.double(), group_size, EPS, gate_first)
-        assert_close(gated_norm(y, z, weight, group_size, EPS, gate_first), wanted)
+        for activation in ("silu", "sigmoid"):
+            wanted = reference.gated_norm(y.double(), z.double(), weight.double(), group_size, EPS, gate_first,
+                                          activation)
+            assert_close(gated_norm(y, z, weight, group_size, EPS, gate_first, activation), wanted)
 
 
 @pytest.mark.parametrize("gate_first", [False, True], ids=["gate last", "gate first"])
@@ -67,7 +69,7 @@ def test_relu2(device: torch.device, dtype: torch.dtype) -> None:
 def test_wrappers_name_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     y, weight = rows(device, dtype, 2, 24), rows(device, dtype, 1, 8)[0]
     good = {"y": y, "z": y, "weight": weight, "group_size": 8, "eps": EPS, "gate_first": True}
-    wrong = {"y": y[0], "z": y[:1], "weight": weight[:7], "group_size": 5}
+    wrong = {"y": y[0], "z": y[:1], "weight": weight[:7], "group_size": 5, "activation": "tanh"}
     for argument, value in wrong.items():
         with pytest.raises(ValueError, match=f"gated_norm: {argument} "):
             gated_norm(**(good | {argument: value}))

@@ -20,6 +20,7 @@ from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch  # n
 from outrider.kernels.triton import mamba2, recurrent_inputs  # noqa: E402
 from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
 from outrider.mixers.pool import DevicePool  # noqa: E402
 from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts  # noqa: E402
@@ -36,6 +37,8 @@ def make_mixers(dtype: torch.dtype, device: torch.device) -> dict[int, Recurrent
     made = {
         0: Mamba2Mixer(Mamba2Shape(2, 6, 2, 5, 4, dt_limits=(0.01, 2.0)), dtype=dtype, device=device),
         1: GatedDeltaMixer(GatedDeltaShape(1, 2, 4, 6, 3), dtype=dtype, device=device),
+        2: KDAMixer(KDAShape(2, 5, 3), KDANames(), dtype=dtype, device=device),
+        3: KDAMixer(KDAShape(3, 4, 4, lower_bound=-5.0), KDANames(), dtype=dtype, device=device),
     }
     generator = torch.Generator().manual_seed(0)
     for mixer in made.values():
@@ -68,7 +71,7 @@ class Twins:
     """The same steps in torch and by kernels."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, exact: bool = False, window: int = WINDOW,
-                 layers: tuple[int, ...] = (0, 1)) -> None:
+                 layers: tuple[int, ...] = (0, 1, 2)) -> None:
         self.dtype, self.device, self.rng = dtype, device, Random(1)
         self.limits = Limits(max_requests=5, max_batched_tokens=256, max_len=MAX_LEN, max_drafts=window, vocab_size=8)
         self.mixers = {layer: mixer for layer, mixer in make_mixers(dtype, device).items() if layer in layers}
@@ -222,6 +225,13 @@ def test_without_a_window(device: torch.device) -> None:
         twins.step([Part(life, known)], padded=(1, 2))
 
 
+def test_decays_with_a_lower_bound(device: torch.device, dtype: torch.dtype) -> None:
+    twins = Twins(dtype, device, layers=(3,))
+    life, other = twins.admit(1), twins.admit(2)
+    assert twins.step([Part(life, 18, 2, 1), Part(other, 1, 3, 3)], [twins.target(life, PAGE)], padded=(1, 2)) == [True]
+    twins.step([Part(other, 2, 1), Part(life, 1)])
+
+
 @pytest.mark.parametrize(("known", "exact"), [(33, False), (6, True), pytest.param(70, False, marks=pytest.mark.long)])
 def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bool) -> None:
     """From nothing, with drafts behind, and behind pending drafts; cut by boundaries."""
@@ -268,6 +278,7 @@ def test_a_token_that_is_not_finite_in_a_chunk(device: torch.device, bad_at: int
 @pytest.mark.parametrize(("layer", "columns"), [
     (0, slice(0, 12)), (0, slice(12, 22)), (0, slice(22, 32)), (0, slice(32, None)),  # x, B, C, dt
     (1, slice(0, 4)), (1, slice(4, 8)), (1, slice(8, 20)), (1, slice(20, 22)), (1, slice(22, None)),  # q, k, v, g, beta
+    (2, slice(0, 10)), (2, slice(10, 20)), (2, slice(20, 30)), (2, slice(30, 40)), (2, slice(40, None)),
 ])  # fmt: skip
 def test_each_input_of_a_chunk_that_is_not_finite(device: torch.device, layer: int, columns: slice) -> None:
     twins = Twins(torch.float32, device, layers=(layer,))

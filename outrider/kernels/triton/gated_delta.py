@@ -1,4 +1,5 @@
-"""The gated delta rule over a ragged batch: fold, known tokens, store, drafts, as one launch per layer.
+"""The gated delta rule over a ragged batch: fold, known tokens, store, drafts, as one launch per layer. A head decays
+as a whole, or each of its key channels by itself (KDA).
 
 `kernels/recurrent.py` is the specification. A program has some value rows of one head of one request: it reads its part
 of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. What the
@@ -45,6 +46,7 @@ from outrider.kernels.triton.recurrent_step import (
 CHUNK = 16  # tokens that products handle at once; with 32 a thread's part of them does not fit into its registers
 _EPS = tl.constexpr(NORM_EPS)
 _SHORT_RUN = tl.constexpr(SHORT_RUN)
+_LEAST = tl.constexpr(-1000.0)  # of a channel's logarithm in a chunk: its decay is 0, and products with 0 are not NaN
 
 
 # What programs hand around
@@ -88,14 +90,15 @@ class _Part(NamedTuple):
     q: tl.tensor  # [k dim]
     k: tl.tensor  # [k dim]
     v: tl.tensor  # [tile]
-    g: tl.tensor  # the logarithm of the decay
+    first_g: tl.tensor
+    g: tl.tensor  # the logarithm of the decay; [k dim] where each channel has its own
     beta: tl.tensor
     y: tl.tensor  # [tile]
 
 
 @triton.jit
 def _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr, TILE: tl.constexpr,
-             KEYS: tl.constexpr):
+             KEYS: tl.constexpr, DECAYS: tl.constexpr):
     key, value = tl.arange(0, KEYS), tile * TILE + tl.arange(0, TILE)
     has_key, has_value = key < sizes.key_dim, value < sizes.value_dim
     first_q = convolved + head // (sizes.heads // KEY_HEADS) * sizes.key_dim
@@ -103,8 +106,13 @@ def _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr
     y = head * sizes.value_dim + value
     v = convolved + 2 * KEY_HEADS * sizes.key_dim + y
     element, has = y[:, None] * sizes.key_dim + key[None, :], has_value[:, None] & has_key[None, :]
-    return _Part(head, has_value, has_key, element, has, first_q, first_k, first_q + key, first_k + key, v, g + head,
-                 beta + head, out + y)
+    first_g = g + head * DECAYS
+    if DECAYS > 1:
+        of_g = first_g + key
+    else:
+        of_g = first_g
+    return _Part(head, has_value, has_key, element, has, first_q, first_k, first_q + key, first_k + key, v, first_g,
+                 of_g, beta + head, out + y)
 
 
 @triton.jit
@@ -118,7 +126,7 @@ def _save(state, seen, request, part, saves, sizes):
 
 
 @triton.jit
-def _token_inputs(place, end, request, part, sizes):
+def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
     """Inputs as projections and convolution leave them; 0 from place `end` on."""
     is_there = place < end
     index = (place + tl.where(place < request.pending, request.folded, request.fresh)).to(tl.int64)
@@ -126,20 +134,26 @@ def _token_inputs(place, end, request, part, sizes):
     q = tl.load(part.q + row, mask=part.has_key & is_there, other=0.0)
     k = tl.load(part.k + row, mask=part.has_key & is_there, other=0.0)
     v = tl.load(part.v + row, mask=part.has_value & is_there, other=0.0)
-    g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
+    if DECAYS > 1:
+        g = tl.load(part.g + index * (sizes.heads * DECAYS), mask=part.has_key & is_there, other=0.0)
+    else:
+        g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
     beta = tl.load(part.beta + index * sizes.heads, mask=is_there, other=0.0)
     return q, k, v, g, beta
 
 
 @triton.jit
-def _walk(state, begin, end, request, part, saves, sizes, scale, SAVES: tl.constexpr):
+def _walk(state, begin, end, request, part, saves, sizes, scale, SAVES: tl.constexpr, DECAYS: tl.constexpr):
     """Places begin to end - 1, one after the other, each loaded while the one before it is worked on."""
-    q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes)
+    q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes, DECAYS)
     for place in range(begin, end):
-        next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes)
+        next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes, DECAYS)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * scale)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
-        state = state * tl.exp(g)
+        if DECAYS > 1:
+            state = state * tl.exp(g)[None, :]
+        else:
+            state = state * tl.exp(g)
         error = (v - tl.sum(state * k[None, :], axis=1)) * beta
         state = state + error[:, None] * k[None, :]
         y = tl.sum(state * q[None, :], axis=1)
@@ -192,8 +206,55 @@ def _key_products(part, inputs, is_there, sizes, scale, TOKENS: tl.constexpr, PI
 
 
 @triton.jit
-def _chunk(state, begin, end, must_finish, request, part, sizes, scale, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
-           PIECE: tl.constexpr, PRECISION: tl.constexpr):
+def _channel_logs(part, index, key, valid, sizes, DECAYS: tl.constexpr):
+    """The logarithms [tokens, keys] of the decays of key channels `key` [1, keys]. 0 where no token is."""
+    g = tl.load(part.first_g + (index * (sizes.heads * DECAYS))[:, None] + key, mask=valid, other=0.0)
+    return tl.maximum(g, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _channel_products(part, index, is_there, sizes, scale, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
+                      LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """`_key_products` where every channel decays by itself between two tokens: k k' of a token and those before it, q
+    k' with the token itself too, both decayed, else 0.
+
+    A decay between two tokens has no two factors that hold for all pairs: their exponentials would overflow. So pairs
+    are taken level by level, from neighbours up: the later one in the second half of a block of 2, 4, 8 .. tokens, the
+    earlier one in its first half. What the middle leaves of the earlier token, and the later token of the middle, are
+    both at most 1. Sums of the steps between are products with masks, see `_chunk`."""
+    token = tl.arange(0, TOKENS)
+    row, column = token[:, None], token[None, :]
+    inputs = (index * sizes.conv_dim)[:, None]
+    kk, qk = tl.zeros([TOKENS, TOKENS], dtype=tl.float32), tl.zeros([TOKENS, TOKENS], dtype=tl.float32)
+    k_square, q_square = tl.zeros([TOKENS], dtype=tl.float32), tl.zeros([TOKENS], dtype=tl.float32)
+    own = tl.zeros([TOKENS], dtype=tl.float32)  # q k of each token
+    for first in range(0, sizes.key_dim, PIECE):
+        key = first + tl.arange(0, PIECE)[None, :]
+        valid = is_there[:, None] & (key < sizes.key_dim)
+        k = tl.load(part.first_k + inputs + key, mask=valid, other=0.0)
+        q = tl.load(part.first_q + inputs + key, mask=valid, other=0.0)
+        g = _channel_logs(part, index, key, valid, sizes, DECAYS)
+        for level in tl.static_range(LEVELS):
+            half_row, half_column = row >> level, column >> level
+            is_late = half_row % 2 == 1
+            is_between = (half_row == half_column) & tl.where(is_late, column <= row, column > row)
+            left = tl.exp(tl.dot(tl.where(is_between, 1.0, 0.0), g, input_precision=PRECISION))
+            late_k, late_q = k * left, q * left
+            is_pair = is_late & (half_row == half_column + 1)
+            kk += tl.where(is_pair, tl.dot(late_k, tl.trans(late_k), input_precision=PRECISION), 0.0)
+            qk += tl.where(is_pair, tl.dot(late_q, tl.trans(late_k), input_precision=PRECISION), 0.0)
+        k_square += tl.sum(k * k, axis=1)
+        q_square += tl.sum(q * q, axis=1)
+        own += tl.sum(q * k, axis=1)
+    of_k, of_q = tl.rsqrt(k_square + _EPS), tl.rsqrt(q_square + _EPS) * scale
+    qk += tl.where(row == column, own[:, None], 0.0)
+    kk = kk * of_k[:, None] * of_k[None, :]
+    return kk, qk * of_q[:, None] * of_k[None, :], of_q[:, None], of_k[:, None]
+
+
+@triton.jit
+def _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
+           LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """Known tokens at places begin to end - 1, at most TOKENS. Every token corrects what the state and the tokens
     before it predict: a triangular system. Decays between tokens are sums of the steps between, not differences of sums
     from the start, which lose the small steps beside large ones. Where no token is, all inputs are 0.
@@ -206,34 +267,49 @@ def _chunk(state, begin, end, must_finish, request, part, sizes, scale, TOKENS: 
     inputs = (index * sizes.conv_dim)[:, None]
     has_key = is_there[:, None] & part.has_key[None, :]
     has_value = is_there[:, None] & part.has_value[None, :]
-    g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
     beta = tl.load(part.beta + index * sizes.heads, mask=is_there, other=0.0)[:, None]
-    kk, qk, of_q, of_k = _key_products(part, inputs, is_there, sizes, scale, TOKENS, PIECE, PRECISION)
     row, column = token[:, None], token[None, :]
-    between = tl.exp(tl.cumsum(tl.where(row > column, g[:, None], 0.0), axis=0))
-    since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
-    below = tl.where(row > column, kk * between * beta, 0.0)
+    if DECAYS > 1:
+        kk, qk, of_q, of_k = _channel_products(part, index, is_there, sizes, scale, DECAYS, TOKENS, LEVELS, PIECE,
+                                               PRECISION)
+        g = _channel_logs(part, index, tl.arange(0, part.q.shape[0])[None, :], has_key, sizes, DECAYS)
+        since_start = tl.exp(tl.cumsum(g, axis=0))
+    else:
+        kk, qk, of_q, of_k = _key_products(part, inputs, is_there, sizes, scale, TOKENS, PIECE, PRECISION)
+        g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
+        between = tl.exp(tl.cumsum(tl.where(row > column, g[:, None], 0.0), axis=0))
+        since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
+        kk, qk = kk * between, qk * between
+    below = tl.where(row > column, kk * beta, 0.0)
     inverse = _unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
     k = tl.load(part.k[None, :] + inputs, mask=has_key, other=0.0) * of_k
     v = tl.load(part.v[None, :] + inputs, mask=has_value, other=0.0)
-    errors = (v - since_start * tl.dot(k, tl.trans(state), input_precision=PRECISION)) * beta
-    corrections = tl.dot(inverse, errors, input_precision=PRECISION)
     q = tl.load(part.q[None, :] + inputs, mask=has_key, other=0.0) * of_q
-    y = since_start * tl.dot(q, tl.trans(state), input_precision=PRECISION)
-    y = tl.dot(tl.where(row >= column, qk * between, 0.0), corrections, y, input_precision=PRECISION)
+    if DECAYS > 1:
+        errors = (v - tl.dot(k * since_start, tl.trans(state), input_precision=PRECISION)) * beta
+        y = tl.dot(q * since_start, tl.trans(state), input_precision=PRECISION)
+    else:
+        errors = (v - since_start * tl.dot(k, tl.trans(state), input_precision=PRECISION)) * beta
+        y = since_start * tl.dot(q, tl.trans(state), input_precision=PRECISION)
+    corrections = tl.dot(inverse, errors, input_precision=PRECISION)
+    y = tl.dot(tl.where(row >= column, qk, 0.0), corrections, y, input_precision=PRECISION)
     at = part.y[None, :] + ((request.token_row + begin + token).to(tl.int64) * sizes.out_dim)[:, None]
     tl.store(at, y.to(part.y.dtype.element_ty), mask=has_value)
     is_finite = tl.sum(zero_or_nan(corrections)) == 0.0
     if is_finite | must_finish:
-        to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
-        state = state * tl.exp(tl.sum(g, axis=0))
+        if DECAYS > 1:
+            to_end = tl.exp(tl.dot(tl.where(column > row, 1.0, 0.0), g, input_precision=PRECISION))
+            state = state * tl.exp(tl.sum(g, axis=0))[None, :]
+        else:
+            to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
+            state = state * tl.exp(tl.sum(g, axis=0))
         state = tl.dot(tl.trans(corrections), k * to_end, state, input_precision=PRECISION)
     return state, is_finite
 
 
 @triton.jit
-def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
-          PIECE: tl.constexpr, PRECISION: tl.constexpr):
+def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
+          LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
     """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
     token by token; behind that token everything is lost, and chunks are whole again."""
     begin, most, is_lost = request.pending, TOKENS, False
@@ -243,8 +319,8 @@ def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, TOKENS
             seen = request.begin
             end = next_boundary(seen + begin, seen + end, request.index, saves) - seen
         must_finish = is_lost | (most == 1)
-        state, is_finite = _chunk(state, begin, end, must_finish, request, part, sizes, scale, TOKENS, LEVELS, PIECE,
-                                  PRECISION)
+        state, is_finite = _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS, TOKENS, LEVELS,
+                                  PIECE, PRECISION)
         is_lost = is_lost | ((most == 1) & (not is_finite))
         if is_finite | must_finish:
             if SAVES:
@@ -266,16 +342,16 @@ def _delta_kernel(
     gate_windows, out, saves, layer_word, num_pages, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, TILE: tl.constexpr,
     KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
-    CHUNKED: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr,
-    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    CHUNKED: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     release_dependents(PDL)
     wait_for_inputs(PDL)
     tile, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
     sizes = _Sizes(CONV_DIM, HEADS, HEADS * VALUE_DIM, VALUE_DIM, KEY_DIM, PAGE_WORDS)
-    part = _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS, TILE, KEYS)
+    part = _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS, TILE, KEYS, DECAYS)
     live = tl.where(known > 0, known + drafts, 0)
     column = head * VALUE_DIM + tile * TILE + tl.arange(0, TILE)
     clear_dead(out, HEADS * VALUE_DIM, column, part.has_value, index, requests, live, start, stop, tokens, counts)
@@ -286,17 +362,19 @@ def _delta_kernel(
         state = tl.load(cells, mask=part.has, other=0.0)
         is_long = CHUNKED & (known > _SHORT_RUN)
         end = tl.where(is_long, pending, request.known_end)
-        state = _walk(state, 0, end, request, part, saves, sizes, scale, PAGE_WORDS > 0)
+        state = _walk(state, 0, end, request, part, saves, sizes, scale, PAGE_WORDS > 0, DECAYS)
         if CHUNKED:
             if is_long:
-                state = _scan(state, request, part, saves, sizes, scale, PAGE_WORDS > 0, TOKENS, LEVELS, PIECE,
-                              PRECISION)
+                state = _scan(state, request, part, saves, sizes, scale, PAGE_WORDS > 0, DECAYS, TOKENS, LEVELS,
+                              PIECE, PRECISION)
         if not FOLD_ONLY:
             tl.store(cells, state, mask=part.has)
-            _walk(state, request.known_end, request.known_end + drafts, request, part, saves, sizes, scale, False)
+            _walk(state, request.known_end, request.known_end + drafts, request, part, saves, sizes, scale, False,
+                  DECAYS)
             keep_inputs(
                 head * TILES + tile, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
-                tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, 2, PARTS, CHANNELS, TAIL, DRAFTS,
+                tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS * DECAYS, 2, PARTS, CHANNELS, TAIL,
+                DRAFTS,
             )  # fmt: skip
 
 
@@ -311,16 +389,18 @@ def delta_config(requests: int, heads: int, value_dim: int, device: torch.device
 def delta_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
     targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
-    config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
+    config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3", per_channel: bool = False,
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
-    share a key head. chunked: requests with more than SHORT_RUN known tokens go in chunks of `chunk`, a power of two.
-    fold_only: rows that ended; writes nothing but checkpoints."""
+    share a key head. per_channel: g has a number for each key channel of a head, not one for the head. chunked:
+    requests with more than SHORT_RUN known tokens go in chunks of `chunk`, a power of two. fold_only: rows that ended;
+    writes nothing but checkpoints."""
     name = "delta_steps"
-    sizes = check_step(name, step, inputs, layer, targets)
+    num_heads, _, num_channels = layer.state.shape[1:]
+    decays = num_channels if per_channel else 1
+    sizes = check_step(name, step, inputs, layer, targets, gate_sizes=(num_heads * decays, num_heads))
     heads, value_dim, key_dim, device = sizes.heads, sizes.dim, sizes.n, layer.state.device
-    require(len(inputs.gates) == 2, name, "inputs.gates", f"are {len(inputs.gates)}, not those of g and beta")
     ok = num_key_heads > 0 and heads % num_key_heads == 0
     require(ok, name, "num_key_heads", f"is {num_key_heads} for {heads} value heads")
     ok = sizes.conv_dim == 2 * num_key_heads * key_dim + heads * value_dim
@@ -342,7 +422,7 @@ def delta_steps(
         layer.conv_in, layer.gates, out, saves, layer_word, num_pages, key_dim**-0.5,
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
         TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
-        PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only, **keep_sizes(sizes, heads * num_tiles),
-        PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
+        DECAYS=decays, PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
+        **keep_sizes(sizes, heads * num_tiles), PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -246,7 +246,7 @@ def _mamba2_kernel(
         if not FOLD_ONLY:
             keep_inputs(
                 head * SPLITS + split, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
-                tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, 1, PARTS, CHANNELS, TAIL, DRAFTS,
+                tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS, 1, PARTS, CHANNELS, TAIL, DRAFTS,
             )  # fmt: skip
 
 
@@ -268,7 +268,7 @@ def mamba2_steps(
     more than SHORT_RUN known tokens go in chunks, those of `long_runs` in chunks side by side. fold_only: rows that
     ended; writes nothing but checkpoints."""
     name = "mamba2_steps"
-    sizes = check_step(name, step, inputs, layer, targets)
+    sizes = check_step(name, step, inputs, layer, targets, gate_sizes=(layer.state.shape[1],))
     heads, dim, n, device = sizes.heads, sizes.dim, sizes.n, layer.state.device
     for argument, tensor in (("decay", decay), ("skip", skip)):
         require_tensor(name, argument, tensor, (heads,), device, (torch.float32,))

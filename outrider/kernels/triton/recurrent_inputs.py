@@ -26,19 +26,21 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors, input_of, load_counts
 
-GateKind = Literal["mamba2", "delta"]
+GateKind = Literal["mamba2", "delta", "kda"]
 PROMPT_TOKENS = 1024  # of a step from which on it is taken to hold prompts
 _MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk over their own, one by one
 
 
 class GateParams(NamedTuple):
     """How raw gates become those of the recurrence: dt of mamba2 is softplus(dt + dt_bias) within limits; g of delta is
-    decay * softplus(a + dt_bias), and beta sigmoid(b)."""
+    decay * softplus(a + dt_bias), and beta sigmoid(b). kda is like delta with a and dt_bias for each key channel; with
+    a lower bound g is the bound times sigmoid(-decay * (a + dt_bias))."""
 
     kind: GateKind
-    dt_bias: torch.Tensor  # [heads] float32
+    dt_bias: torch.Tensor  # [heads] float32; [heads * k dim] of kda
     decay: torch.Tensor  # [heads] float32, below zero
     limits: tuple[float, float] = (0.0, float("inf"))
+    lower_bound: float | None = None
 
 
 class ConvParams(NamedTuple):
@@ -122,29 +124,59 @@ def _convolve(
 
 
 @triton.jit
+def _raw_gate(gate, stride, window, j, row, start, pending, column, valid, SIZE: tl.constexpr, WINDOW: tl.constexpr):
+    """Columns [COLUMNS] of a gate of SIZE numbers, of tokens j [ROWS] of a request, wherever they lie."""
+    token = (start + j).to(tl.int64)[:, None]
+    is_new = valid & (j >= 0)[:, None]
+    value = tl.load(gate + token * stride + column[None, :], mask=is_new, other=0.0)
+    if WINDOW > 0:
+        kept = row * (WINDOW * SIZE) + (j + pending)[:, None] * SIZE + column[None, :]
+        is_kept = valid & (j < 0)[:, None]
+        value = tl.where(is_new, value, tl.load(window + kept, mask=is_kept, other=0.0))
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _open_channels(target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+                   DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr):
+    """This program's channels of the logarithms of the decays, where each channel has its own. As `_open_gates`."""
+    size: tl.constexpr = HEADS * DECAYS
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_column = column < size
+    valid = exists[:, None] & is_column[None, :]
+    step = _raw_gate(gating.gates[0], gating.strides[0], gating.windows[0], j, row, start, pending, column, valid, size,
+                     WINDOW)  # fmt: skip
+    step += _load_columns(gating.dt_bias, column, is_column, j.shape[0])
+    decay = _load_columns(gating.decay, column // DECAYS, is_column, j.shape[0])
+    if IS_BOUNDED:
+        g = gating.low * _sigmoid(-decay * step)
+    else:
+        g = decay * _softplus(step)
+    tl.store(gating.wide_gates[0] + target.to(tl.int64)[:, None] * size + column[None, :], g, mask=valid)
+
+
+@triton.jit
 def _open_gates(
     target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    DECAYS: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results."""
+    """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results. Without those
+    that have a number for each channel."""
     head = tl.arange(0, HEAD_TILE)
     is_head = head < HEADS
     valid = exists[:, None] & is_head[None, :]
-    token = (start + j).to(tl.int64)[:, None]
     at = target.to(tl.int64)[:, None] * HEADS + head[None, :]
-    is_new = valid & (j >= 0)[:, None]
-    is_kept = valid & (j < 0)[:, None]
-    first = tl.load(gating.gates[0] + token * gating.strides[0] + head[None, :], mask=is_new, other=0.0)
-    if WINDOW > 0:
-        kept = row * (WINDOW * HEADS) + (j + pending)[:, None] * HEADS + head[None, :]
-        first = tl.where(is_new, first, tl.load(gating.windows[0] + kept, mask=is_kept, other=0.0))
-    step = _softplus(first.to(tl.float32) + _load_columns(gating.dt_bias, head, is_head, j.shape[0]))
+    if DECAYS == 1:
+        first = _raw_gate(gating.gates[0], gating.strides[0], gating.windows[0], j, row, start, pending, head, valid,
+                          HEADS, WINDOW)  # fmt: skip
+        step = _softplus(first + _load_columns(gating.dt_bias, head, is_head, j.shape[0]))
     if IS_DELTA:
-        tl.store(gating.wide_gates[0] + at, step * _load_columns(gating.decay, head, is_head, j.shape[0]), mask=valid)
-        second = tl.load(gating.gates[1] + token * gating.strides[1] + head[None, :], mask=is_new, other=0.0)
-        if WINDOW > 0:
-            second = tl.where(is_new, second, tl.load(gating.windows[1] + kept, mask=is_kept, other=0.0))
-        tl.store(gating.wide_gates[1] + at, _sigmoid(second.to(tl.float32)), mask=valid)
+        if DECAYS == 1:
+            decay = _load_columns(gating.decay, head, is_head, j.shape[0])
+            tl.store(gating.wide_gates[0] + at, step * decay, mask=valid)
+        second = _raw_gate(gating.gates[1], gating.strides[1], gating.windows[1], j, row, start, pending, head, valid,
+                           HEADS, WINDOW)  # fmt: skip
+        tl.store(gating.wide_gates[1] + at, _sigmoid(second), mask=valid)
     else:
         # A card's plain minimum drops NaN.
         step = tl.maximum(step, gating.low, propagate_nan=tl.PropagateNan.ALL)
@@ -155,8 +187,8 @@ def _open_gates(
 @triton.jit
 def _compute_block(
     token, token_end, counts, request_of, requests, conv, gating, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr,
-    HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, DECAYS: tl.constexpr,
+    IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; those without a
     request count as dead tokens of the last one."""
@@ -172,8 +204,12 @@ def _compute_block(
             _convolve(target, j, exists, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS, True)
         else:
             _convolve(target, j, exists, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS)
+        if DECAYS > 1:
+            if tl.program_id(1) * CHANNELS < HEADS * DECAYS:
+                _open_channels(target, j, exists, row, start, pending, gating, HEADS, WINDOW, DECAYS, IS_BOUNDED,
+                               CHANNELS)  # fmt: skip
         if tl.program_id(1) == 0:
-            _open_gates(target, j, exists, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, HEAD_TILE)
+            _open_gates(target, j, exists, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, DECAYS, HEAD_TILE)
         token += count
 
 
@@ -207,8 +243,8 @@ def _inputs_kernel(
     counts, request_of, requests, tokens, lanes, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
     weight, bias, dt_bias, decay, low, high, convolved, wide_gates,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_DELTA: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    IS_DELTA: tl.constexpr, DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr,
+    HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of axis 0: ROWS token rows each, then `lanes` programs for the pending drafts of each request."""
     release_dependents(PDL)
@@ -220,7 +256,7 @@ def _inputs_kernel(
     if ROWS > 1 and program < num_blocks:
         _compute_block(
             program * ROWS, tl.minimum(tokens, program * ROWS + ROWS), counts, request_of, requests, conv, gating,
-            CONV_DIM, WIDTH, WINDOW, HEADS, HAS_BIAS, IS_DELTA, CHANNELS, HEAD_TILE, ROWS,
+            CONV_DIM, WIDTH, WINDOW, HEADS, HAS_BIAS, IS_DELTA, DECAYS, IS_BOUNDED, CHANNELS, HEAD_TILE, ROWS,
         )  # fmt: skip
     else:
         row, start, pending, first, end, step, base = _own_tokens(
@@ -229,8 +265,13 @@ def _inputs_kernel(
         for place in range(first, end, step):
             j = place + tl.arange(0, 1)
             _convolve(base + j, j, j == place, row, start, pending, conv, CONV_DIM, WIDTH, WINDOW, HAS_BIAS, CHANNELS)
+            if DECAYS > 1:
+                if tl.program_id(1) * CHANNELS < HEADS * DECAYS:
+                    _open_channels(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, DECAYS,
+                                   IS_BOUNDED, CHANNELS)  # fmt: skip
             if tl.program_id(1) == 0:
-                _open_gates(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, HEAD_TILE)
+                _open_gates(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, DECAYS,
+                            HEAD_TILE)  # fmt: skip
 
 
 def inputs_tile(tokens: int) -> tuple[int, int, int]:
@@ -245,7 +286,7 @@ def recurrent_inputs(
     step: StepTensors, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...], layer: LayerTensors, conv: ConvParams,
     gate: GateParams, *, fold_only: bool = False, tile: tuple[int, int, int] | None = None,
 ) -> StepInputs:
-    """conv_in [tokens, conv dim] and gates [tokens, heads] each, as the projections leave them. Results of dead tokens
+    """conv_in [tokens, conv dim] and gates [tokens, n] each, as the projections leave them. Results of dead tokens
     and of drafts that are not pending are undefined."""
     name, device, wide = "recurrent_inputs", conv_in.device, (torch.float32,)
     requests, (tokens, conv_dim), window = step.counts.shape[1], conv_in.shape, layer.conv_in.shape[1]
@@ -256,15 +297,21 @@ def recurrent_inputs(
     require_tensor(name, "conv.weight", conv.weight, (width, conv_dim), device, wide, 2)
     require_tensor(name, "layer.tail", layer.tail, (num_rows, width - 1, conv_dim), device, (conv_in.dtype,), 3)
     require_tensor(name, "layer.conv_in", layer.conv_in, (num_rows, window, conv_dim), device, (conv_in.dtype,), 3)
-    for given in (gate.dt_bias, gate.decay):
-        require_tensor(name, "gate", given, (heads,), device, wide)
-    require(len(gates) == (2 if gate.kind == "delta" else 1), name, "gates", f"are {len(gates)} of {gate.kind}")
-    for raw in gates:
-        require_tensor(name, "gates", raw, (tokens, heads), device, (conv_in.dtype,))
+    decays = layer.state.shape[3] if gate.kind == "kda" else 1
+    sizes = (heads,) if gate.kind == "mamba2" else (heads * decays, heads)
+    require_tensor(name, "gate", gate.dt_bias, sizes[:1], device, wide)
+    require_tensor(name, "gate", gate.decay, (heads,), device, wide)
+    require(len(gates) == len(sizes), name, "gates", f"are {len(gates)} of {gate.kind}")
+    require(sizes[0] <= conv_dim, name, "gates", f"have more columns than conv_in ({conv_dim})")
+    for raw, size in zip(gates, sizes, strict=True):
+        require_tensor(name, "gates", raw, (tokens, size), device, (conv_in.dtype,))
+    bounded = gate.lower_bound is not None
+    require(not bounded or gate.kind == "kda", name, "gate", f"has a lower bound, and is of {gate.kind}")
+    low, high = (gate.lower_bound, 0.0) if gate.lower_bound is not None else gate.limits
     rows = requests * window + tokens
     made = StepInputs(
         conv_in, gates, torch.empty(rows, conv_dim, dtype=torch.float32, device=device),
-        tuple(torch.empty(rows, heads, dtype=torch.float32, device=device) for _ in gates),
+        tuple(torch.empty(rows, size, dtype=torch.float32, device=device) for size in sizes),
     )  # fmt: skip
     lanes = min(window, max(1, _MAX_LANES // max(1, requests)))
     token_rows, channels, num_warps = tile or inputs_tile(tokens)
@@ -275,10 +322,10 @@ def recurrent_inputs(
         _inputs_kernel[grid](
             step.counts, step.request_of, requests, tokens, max(1, lanes), conv_in, conv_in.stride(0), gates,
             tuple(g.stride(0) for g in gates), layer.tail, layer.conv_in, layer.gates, conv.weight,
-            conv.weight if conv.bias is None else conv.bias, gate.dt_bias, gate.decay, *gate.limits, made.convolved,
+            conv.weight if conv.bias is None else conv.bias, gate.dt_bias, gate.decay, low, high, made.convolved,
             made.wide_gates, CONV_DIM=conv_dim, WIDTH=width, WINDOW=window, HEADS=heads,
-            HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind == "delta", CHANNELS=channels,
-            HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only, ROWS=token_rows, PDL=pdl, num_warps=num_warps,
-            **pdl_options(pdl),
+            HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind != "mamba2", DECAYS=decays,
+            IS_BOUNDED=bounded, CHANNELS=channels, HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only,
+            ROWS=token_rows, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
         )  # fmt: skip
     return made

@@ -48,7 +48,7 @@ class LayerTensors(NamedTuple):
     state: torch.Tensor  # [ROWS, heads, dim, n] float32
     tail: torch.Tensor  # [ROWS, conv width - 1, conv dim]
     conv_in: torch.Tensor  # [ROWS, window, conv dim]
-    gates: tuple[torch.Tensor, ...]  # [ROWS, window, heads] each
+    gates: tuple[torch.Tensor, ...]  # [ROWS, window, n] each
     pool: torch.Tensor  # [pages, page elements] in the model's dtype
     checkpoint_start: int  # bytes of a checkpoint before this layer's state, which its tail follows
 
@@ -58,9 +58,9 @@ class StepInputs(NamedTuple):
     The pending token f of request r is at index r * window + f, token row t at requests * window + t."""
 
     conv_in: torch.Tensor  # [tokens, conv dim]
-    gates: tuple[torch.Tensor, ...]  # [tokens, heads] each
+    gates: tuple[torch.Tensor, ...]  # [tokens, n] each
     convolved: torch.Tensor  # [requests * window + tokens, conv dim] float32
-    wide_gates: tuple[torch.Tensor, ...]  # [requests * window + tokens, heads] float32 each
+    wide_gates: tuple[torch.Tensor, ...]  # [requests * window + tokens, n] float32 each
 
 
 class TargetPointers(NamedTuple):
@@ -152,12 +152,12 @@ def next_boundary(at, end, request, saves):
 @triton.jit
 def keep_inputs(
     part, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
-    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GATES: tl.constexpr,
-    PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
+    CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, FIRST_GATE: tl.constexpr,
+    GATES: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Store the row's tail and window after a step: this program's share of the channels, which no other program reads
     or writes. The tail's new inputs may come from its old ones and from the window, so they are read before anything
-    is stored."""
+    is stored. FIRST_GATE: numbers of the first gate of a token; the other gates have one for each head."""
     per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
     lane = tl.arange(0, CHANNELS)
     channel = (part * per_part + lane)[None, :]
@@ -176,8 +176,13 @@ def keep_inputs(
         kept = (draft < drafts) & is_own
         value = tl.load(conv_in + source * conv_stride + channel, mask=kept, other=0.0)
         tl.store(window + row * (WINDOW * CONV_DIM) + draft * CONV_DIM + channel, value, mask=kept)
+        first: tl.constexpr = 0 if FIRST_GATE == HEADS else 1
+        if first == 1:  # a share of the channels each
+            is_gate = (lane < per_part)[None, :] & (channel < FIRST_GATE) & (draft < drafts)
+            wide = tl.load(gates[0] + source * gate_strides[0] + channel, mask=is_gate, other=0.0)
+            tl.store(gate_windows[0] + row * (WINDOW * FIRST_GATE) + draft * FIRST_GATE + channel, wide, mask=is_gate)
         if part < HEADS:  # one column of the gates each, for the first programs
-            for g in tl.static_range(GATES):
+            for g in tl.static_range(first, GATES):
                 gate = tl.load(gates[g] + source * gate_strides[g] + part, mask=draft < drafts, other=0.0)
                 cell = gate_windows[g] + row * (WINDOW * HEADS) + draft * HEADS + part
                 tl.store(cell, gate, mask=draft < drafts)
@@ -211,8 +216,9 @@ class StepSizes(NamedTuple):
 
 
 def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTensors,
-               targets: CheckpointTargets | None) -> StepSizes:
-    """Check shapes, dtypes and devices of a state kernel's arguments."""
+               targets: CheckpointTargets | None, gate_sizes: tuple[int, ...]) -> StepSizes:
+    """Check shapes, dtypes and devices of a state kernel's arguments. gate_sizes: numbers of each gate of a token, the
+    first at most as many as inputs of the convolution."""
     device, dtype = layer.state.device, inputs.conv_in.dtype
     requests, tokens = step.counts.shape[1], inputs.conv_in.shape[0]
     num_rows, heads, dim, n = layer.state.shape
@@ -226,10 +232,13 @@ def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTen
     require_tensor(name, "layer.conv_in", layer.conv_in, (num_rows, window, conv_dim), device, (dtype,), 3)
     require_tensor(name, "inputs.conv_in", inputs.conv_in, (tokens, conv_dim), device, FLOATS)
     require_tensor(name, "inputs.convolved", inputs.convolved, (scratch, conv_dim), device, wide, 2)
-    for kept, raw, made in zip(layer.gates, inputs.gates, inputs.wide_gates, strict=True):
-        require_tensor(name, "layer.gates", kept, (num_rows, window, heads), device, (dtype,), 3)
-        require_tensor(name, "inputs.gates", raw, (tokens, heads), device, (dtype,))
-        require_tensor(name, "inputs.wide_gates", made, (scratch, heads), device, wide, 2)
+    for given in (layer.gates, inputs.gates, inputs.wide_gates):
+        require(len(given) == len(gate_sizes), name, "gates", f"are {len(given)}, not {len(gate_sizes)}")
+    require(gate_sizes[0] in range(heads, conv_dim + 1), name, "gates", f"have {gate_sizes[0]} numbers of a token")
+    for size, kept, raw, made in zip(gate_sizes, layer.gates, inputs.gates, inputs.wide_gates, strict=True):
+        require_tensor(name, "layer.gates", kept, (num_rows, window, size), device, (dtype,), 3)
+        require_tensor(name, "inputs.gates", raw, (tokens, size), device, (dtype,))
+        require_tensor(name, "inputs.wide_gates", made, (scratch, size), device, wide, 2)
     if targets is not None:
         count = targets.boundary.shape[0]
         require_tensor(name, "targets.starts", targets.starts, (requests + 1,), device, int64)

@@ -1,4 +1,4 @@
-"""Layers that keep a state per row: Mamba-2 and gated delta."""
+"""Layers that keep a state per row: Mamba-2, gated delta and KDA."""
 
 from outrider.kernels.recurrent import CheckpointTargets
 from outrider.mixers.recurrent.base import RecurrentStep

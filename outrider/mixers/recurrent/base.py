@@ -46,14 +46,15 @@ class ScanOutput(NamedTuple):
 class MixerParams:
     """Parameters of a mixer that kernels need beside its spec. float32; heads as in the state's shape."""
 
-    kind: Literal["mamba2", "delta"]
+    kind: Literal["mamba2", "delta", "kda"]
     conv_weight: torch.Tensor  # [conv_width, conv_dim]
     conv_bias: torch.Tensor | None
-    dt_bias: torch.Tensor  # [heads]
+    dt_bias: torch.Tensor  # [heads]; [heads * k dim] of kda
     decay: torch.Tensor  # [heads], below zero
     num_groups: int  # groups of heads that share B and C, or q and k
     skip: torch.Tensor | None = None  # [heads] D of Mamba-2, the weight of the input itself
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    lower_bound: float | None = None  # of the logarithms of kda's decays
 
 
 class RecurrentMixer(Protocol):

@@ -64,7 +64,7 @@ class LayerKernels:
         assert params is not None, f"layer {layer} has no kernels"
         own = LayerTensors(rows.state, rows.tail, rows.conv_in, rows.gates, pages.pool, pages.starts[layer])
         conv = ConvParams(params.conv_weight, params.conv_bias)
-        gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits)
+        gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits, params.lower_bound)
         inputs = recurrent_inputs(self._step, conv_in, gates, own, conv, gate, fold_only=self._fold_only)
         if self._targets is not None:
             save_tails(self._step, conv_in, own, self._targets)
@@ -74,10 +74,11 @@ class LayerKernels:
         # With `exact`, one tile size serves any number of requests, so that bits do not depend on the number.
         heads, dim = own.state.shape[1:3]
         exact, targets = self._layers.exact, self._targets
-        if params.kind == "delta":
+        if params.kind != "mamba2":
             config = delta_config(1, heads, dim, own.state.device, chunked=False) if exact else None
             return delta_steps(self._step, inputs, own, num_key_heads=params.num_groups, targets=targets,
-                               chunked=self._chunked, fold_only=self._fold_only, config=config)
+                               chunked=self._chunked, fold_only=self._fold_only, config=config,
+                               per_channel=params.kind == "kda")
         assert params.skip is not None
         config = mamba2_config(1, dim, chunked=False) if exact else None
         return mamba2_steps(self._step, inputs, own, params.decay, params.skip, num_groups=params.num_groups,
