@@ -121,6 +121,8 @@ class Compression(Module):
 
 
 class LatentAttention(TokenMixer):
+    out_name = "o_proj"
+
     def __init__(self, layer: LatentLayer, shape: LatentShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.layer, self.shape = layer, shape
         self.index = layer.attends_to if isinstance(layer.attends_to, IndexedPositions) else None
@@ -141,7 +143,7 @@ class LatentAttention(TokenMixer):
         q_norm = [] if self.q_norm is None else [("q_a_layernorm", self.q_norm)]
         key_norm = [] if self.key_norm is None else [("indexer.k_norm", self.key_norm)]
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
-                ("kv_b_proj", self.expansion), *key_norm, ("o_proj", self.out)]
+                ("kv_b_proj", self.expansion), *key_norm, (self.out_name, self.out)]
 
     def cut_sizes(self) -> Sequence[CutSize]:
         return (CutSize(("num_attention_heads",), self.layer.num_heads),)
@@ -165,7 +167,11 @@ class LatentAttention(TokenMixer):
         rope = RopeRows(angles.positions, angles.table)
         compressed_q, weights = bound.write(self.compress(x, context), self._norms(), rope)
         queries = self.queries(x if self.q_norm is None else compressed_q, context)
-        return self.out(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)), context)
+        return self.leave(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)), x, context)
+
+    def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """values [tokens, heads * value] of the layer's input x [tokens, hidden] -> [tokens, hidden]."""
+        return self.out(values, context)
 
     def _norms(self) -> LatentNorms:
         return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale,

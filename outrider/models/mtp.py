@@ -16,6 +16,7 @@ import torch
 from outrider.kernels import ops
 from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm, StepContext
 from outrider.mixers import AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
+from outrider.models.bailing_hybrid import BailingHybrid
 from outrider.models.base import Decoder, Hidden, Model
 from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v2 import DeepseekV2
@@ -244,9 +245,26 @@ def _describe_nothing(target: Decoder) -> MTPDescription:
     raise no_module(target.config.source)
 
 
+def _describe_bailing(target: BailingHybrid) -> MTPDescription:
+    """One more layer with latent attention and experts."""
+    target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
+    module = f"{target.names.layers}.{target.num_layers}"
+    names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
+                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=target.num_layers,
+                     norm=f"{module}.final_layernorm",
+                     shared=(f"{module}.word_embeddings.weight", f"{module}.shared_head.head.weight"))
+
+    def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
+        layer, latent = target.predicting_layer(index)
+        return [layer], [latent]
+
+    return MTPDescription(layers, target.sizes.eps, names)
+
+
 register_mtp(Llama, _describe_llama)
 register_mtp(Glm4Moe, _describe_glm)
 register_mtp(DeepseekV2, _describe_nothing)
+register_mtp(BailingHybrid, _describe_bailing)
 register_mtp(DeepseekV3, _describe_deepseek)
 register_mtp(Qwen3Next, _describe_qwen)
 register_mtp(NemotronH, _describe_nemotron_h)

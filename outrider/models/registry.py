@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outrider.models.bailing_hybrid import BailingHybrid
 from outrider.models.bamba import Bamba
 from outrider.models.base import Model
 from outrider.models.classifier import LlamaClassifier, MistralClassifier, Qwen2Classifier, Qwen3Classifier
@@ -69,6 +70,7 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "BambaForCausalLM": Bamba,
     "DeepseekV2ForCausalLM": DeepseekV2,
     "KimiLinearForCausalLM": KimiLinear,
+    "BailingHybridForCausalLM": BailingHybrid,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV32ForCausalLM": DeepseekV32,
     "GlmMoeDsaForCausalLM": GlmMoeDsa,

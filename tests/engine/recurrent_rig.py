@@ -19,6 +19,7 @@ from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limit
 from outrider.core.checked_request import NO_REQUEST
 from outrider.layers import StepContext
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts
@@ -45,6 +46,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_value_head_dim": 8,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
     },
+    "kda": _SIZES | {
+        "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 3, "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 8,
+        "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 4,
+        "num_experts_per_token": 2, "moe_intermediate_size": 16,
+    },
 }  # fmt: skip
 
 
@@ -66,6 +74,7 @@ def mixers() -> dict[int, RecurrentMixer]:
     made = {
         0: Mamba2Mixer(Mamba2Shape(2, 4, 1, 4, 4), dtype=torch.float64, device=CPU),
         1: GatedDeltaMixer(GatedDeltaShape(1, 2, 4, 4, 3), dtype=torch.float64, device=CPU),
+        2: KDAMixer(KDAShape(2, 4, 3), KDANames(), dtype=torch.float64, device=CPU),
     }
     generator = torch.Generator().manual_seed(0)
     for mixer in made.values():

@@ -85,6 +85,12 @@ FAMILIES |= {  # some contexts have more positions than an indexer chooses, some
     "deepseek_v32": _LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "num_hidden_layers": 2},
     "glm_moe_dsa": _LATENT | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]},
 }
+FAMILIES["kimi_linear"] = _SIZES | {
+    "architectures": ["KimiLinearForCausalLM"], "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 19,
+    "layer_types": [LINEAR, FULL, LINEAR], "linear_head_dim": 9, "linear_num_heads": 3, "linear_conv_kernel_dim": 4,
+    "qk_rope_head_dim": 6, "qk_nope_head_dim": 7, "v_head_dim": 9, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 13,
+}  # fmt: skip
 SHARED = prompt_of(0, 32, VOCAB)
 LOUD = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.2, seed=13, max_tokens=LENGTH,
                       logprobs=VOCAB, ignore_eos=True)  # fmt: skip
@@ -173,7 +179,7 @@ MTP = Cell("mtp", {"max_num_batched_tokens": 40, "overlap": True}, "mtp")
 MATES, CHUNKS, PREEMPTED, SCRIPTED, HITS = CELLS
 SOME_CELLS = {  # latent attention is slow on a CPU
     "deepseek_v3": [SCRIPTED], "deepseek_v32": [CHUNKS, HITS], "glm_moe_dsa": [PREEMPTED, MTP],
-    "qwen3_next": [*CELLS, MTP],
+    "qwen3_next": [*CELLS, MTP], "kimi_linear": [CHUNKS, SCRIPTED, HITS],
 }  # fmt: skip
 CASES = [(family, cell) for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]
 

@@ -200,7 +200,26 @@ KDA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
-}
+    # transformers reads the size of a rotating part back as that of a KDA head.
+    "bailing_hybrid": ("BailingHybrid", _KDA | {"head_dim": 16, "n_group": 4, "topk_group": 2,
+                                                "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
+    "bailing_hybrid_free": (
+        "BailingHybrid",
+        _KDA
+        | {
+            "head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "kda_safe_gate": False,
+            "first_k_dense_replace": 1,
+            "layer_group_size": 3,
+            "layer_types": None,
+            "short_conv_kernel_size": 3,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 0.7,
+                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
+        },
+    ),
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

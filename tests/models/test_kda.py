@@ -10,21 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from outrider.layers import StepContext
+from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from tests.models.oracle import (
     KDA_FAMILIES,
     KDA_SINCE,
+    DenseAttend,
     all_logits,
     assert_chunked_equals_whole,
     assert_greedy_text_equals,
     assert_logits_equal,
     hf_logits,
     load,
+    make_folder,
     tokens_of,
 )
+from tests.models.test_hybrid_mtp import drafts_of, head_of
 
 Folders = Callable[[str], Path]
 _INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
@@ -81,3 +87,115 @@ def test_configs_that_cannot_be_served(folder_of: Folders, changes: dict[str, An
     config = makers_config(folder_of("kimi_linear")) | changes
     with pytest.raises(ConfigError, match=message):
         build_model(config, dtype=torch.float32, device="meta")
+
+
+# The multi-token-prediction module of Bailing-hybrid: latent attention with a gate for each head, and experts.
+
+
+def make_module(folder: Path) -> Path:
+    """A Bailing-hybrid folder with a module behind its last layer: random tensors like those of the last layer."""
+    make_folder("bailing_hybrid", folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    num_layers, hidden = read_config(folder)["num_hidden_layers"], tensors["model.norm.weight"].shape[0]
+    last, module = (f"model.layers.{number}." for number in (num_layers - 1, num_layers))
+    shapes = {module + name.removeprefix(last): tensor.shape for name, tensor in tensors.items()
+              if name.startswith(last)}  # fmt: skip
+    shapes |= {f"{module}{name}.weight": torch.Size([hidden]) for name in ("enorm", "hnorm", "final_layernorm")}
+    shapes[f"{module}eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
+    generator = torch.Generator().manual_seed(3)
+    made = {name: torch.empty(shape).normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+            for name, shape in shapes.items()}  # fmt: skip
+    save_file(tensors | made, path)
+    return folder
+
+
+class NaiveModule:
+    """One request, everything from scratch, written from the tensors."""
+
+    def __init__(self, folder: Path, target: Model) -> None:
+        self.config: dict[str, Any] = read_config(folder)
+        self.target = target
+        tensors = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.embedding, self.head = tensors["model.word_embeddings.weight"], tensors["lm_head.weight"]
+        prefix = f"model.layers.{self.config['num_hidden_layers']}."
+        self.t = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    def drafts(self, known: list[int], k: int) -> tuple[list[int], torch.Tensor]:
+        """k drafts after `known`, and the logits of each."""
+        history = torch.tensor(known[:-1])
+        hidden = self.target.forward(history, StepContext(DenseAttend(self.target), torch.arange(len(history)))).final
+        chosen: list[int] = []
+        logits = []
+        for _ in range(k):
+            output = self.module(torch.tensor([*known, *chosen][1:]), hidden)
+            logits.append(output[-1] @ self.head.T)
+            chosen.append(int(logits[-1].argmax()))
+            hidden = torch.cat((hidden, output[-1:]))
+        return chosen, torch.stack(logits)
+
+    def module(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat((self.norm(self.embedding[tokens], "enorm"), self.norm(hidden, "hnorm")), dim=1)
+        x = joined @ self.t["eh_proj.weight"].T
+        x = x + self.attention(self.norm(x, "input_layernorm"))
+        x = x + self.experts(self.norm(x, "post_attention_layernorm"))
+        return self.norm(x, "final_layernorm")
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.t[f"{name}.weight"]
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        heads, nope, turning, value = 4, 24, 16, 20
+        q = (x @ self.t["attention.q_proj.weight"].T).view(-1, heads, nope + turning)
+        latent, key = (x @ self.t["attention.kv_a_proj_with_mqa.weight"].T).split((32, turning), dim=1)
+        latent = self.norm(latent, "attention.kv_a_layernorm")
+        expanded = (latent @ self.t["attention.kv_b_proj.weight"].T).view(-1, heads, nope + value)
+        q_turned, key = self.rope(q[..., nope:]), self.rope(key[:, None])[:, 0]
+        out = torch.zeros(len(x), heads, value, dtype=x.dtype)
+        for row in range(len(x)):
+            for head in range(heads):
+                scores = expanded[: row + 1, head, :nope] @ q[row, head, :nope] + key[: row + 1] @ q_turned[row, head]
+                weights = (scores * (nope + turning) ** -0.5).softmax(0)
+                out[row, head] = weights @ expanded[: row + 1, head, nope:]
+        gate = (x @ self.t["attention.g_proj.weight"].T).sigmoid()
+        return (out * gate[..., None]).flatten(1) @ self.t["attention.dense.weight"].T
+
+    def rope(self, x: torch.Tensor) -> torch.Tensor:
+        """Row i is slot i + 1, at position i; neighbours turn together."""
+        frequencies = 1000.0 ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
+        angles = torch.arange(len(x))[:, None, None] * frequencies
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+
+    def experts(self, x: torch.Tensor) -> torch.Tensor:
+        config, out = self.config, self.mlp(x, "mlp.shared_experts")
+        scores = (x @ self.t["mlp.gate.weight"].T).sigmoid()
+        for row in range(len(x)):
+            ranked = scores[row] + self.t["mlp.gate.expert_bias"]
+            groups = ranked.view(config["num_expert_group"], -1)
+            best = groups.topk(2).values.sum(1).topk(config["topk_group"]).indices
+            allowed = torch.full_like(groups, -torch.inf)
+            allowed[best] = 0.0
+            ids = (ranked + allowed.flatten()).topk(config["num_experts_per_token"]).indices
+            weights = scores[row][ids] / scores[row][ids].sum() * config["routed_scaling_factor"]
+            for weight, expert in zip(weights, ids.tolist(), strict=True):
+                out[row] += weight * self.mlp(x[row], f"mlp.experts.{expert}")
+        return out
+
+    def mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
+        gate, up = (x @ self.t[f"{prefix}.{name}_proj.weight"].T for name in ("gate", "up"))
+        return gate * gate.sigmoid() * up @ self.t[f"{prefix}.down_proj.weight"].T
+
+
+def test_drafts_of_the_module_equal_a_naive_reference(tmp_path: Path) -> None:
+    folder = make_module(tmp_path)
+    target = load(folder, torch.float64)
+    head, reference, seen = head_of(folder, target), NaiveModule(folder, target), set()
+    for seed, chunks in ((1, ()), (2, (1, 5)), (3, (7,))):
+        known = tokens_of(seed, 12).tolist()
+        expected, expected_logits = reference.drafts(known, 3)
+        chosen, logits = drafts_of(head, target, known, 3, chunks)
+        assert chosen == expected
+        assert (logits - expected_logits).abs().max() < 1e-9
+        seen |= set(chosen)
+    assert len(seen) > 4, "constant drafts would hide mistakes"

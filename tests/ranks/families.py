@@ -23,6 +23,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen3_5": {"linear_num_key_heads": 4},
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "kimi_linear": {"mlp_layer_types": ["dense", *["sparse"] * 4]},
+    "kimi_linear_groups": {"linear_num_heads": 4, "first_k_dense_replace": 1},
+    "bailing_hybrid": {"linear_head_dim": 16},
+    "bailing_hybrid_free": {"linear_head_dim": 16},
 }
 
 
@@ -31,6 +35,9 @@ def config_of(family: str) -> dict[str, Any]:
         return gemma4.TARGETS[family.removeprefix("gemma4_")] | {"architectures": ["Gemma4ForCausalLM"]}
     name, values = oracle.ALL[family]
     config = oracle.BASE | values | CHANGES.get(family, {}) | {"architectures": [f"{name}ForCausalLM"]}
+    if name in ("KimiLinear", "BailingHybrid"):  # names that transformers translates when it writes a config
+        other = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
+        config = {other.get(key, key): value for key, value in config.items() if value is not None}
     if name == "NemotronH":
         del config["num_hidden_layers"]  # the pattern says it
     return config
@@ -59,7 +66,7 @@ class Text:
 
     def __init__(self, model: Model) -> None:
         self.model, self.length = model, 0
-        is_latent = isinstance(model.attention_layers[0], LatentLayer)
+        is_latent = isinstance(model.attention_layers[0], LatentLayer) and not model.recurrent_layers
         self._paged = PagedModel(model) if is_latent else None
         self._dense = None if is_latent else oracle.DenseAttend(model)
 
