@@ -28,13 +28,14 @@ from outrider.commands.parser import (
     counts_flag,
 )
 from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
+from outrider.commands.training_flags import TRAIN_EXAMPLES, add_training_flags
 from outrider.core.status_line import CLEAR, is_terminal
 from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
 LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "benchmarks.throughput",
-           "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality")
+           "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality", "commands.train_drafter")
 
 EXAMPLES = """examples:
   outrider demo
@@ -115,6 +116,8 @@ def build_parser() -> Parser:
     _add_verify(commands)
     add_simulate_flags(_add(commands, "simulate", "capacity of one or many engines, from measured costs and a load",
                             SIMULATE_EXAMPLES, usage="COSTS [flags]"))
+    add_training_flags(_add(commands, "train-drafter", "train a draft head for a model, on the model's own answers",
+                            TRAIN_EXAMPLES, module="commands.train_drafter", usage="MODEL --out DIR [flags]"))
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
                "examples:\n  outrider env\n  outrider env smollm2\n")
     add_model(env, default=None)

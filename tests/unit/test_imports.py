@@ -31,7 +31,7 @@ COLUMNS = [
     {"engine", "sched"},
     {"simulation"},
     {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "replicas", "commands",
-     "benchmarks", "ray", "cli", "__main__"},
+     "benchmarks", "training", "ray", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "cache", "sched", "engine", "simulation", "compat", "front", "llm",

@@ -1,0 +1,96 @@
+"""generate_texts: lets the engine answer prompts, and stores prompts with their answers shard by shard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.core import RequestOutput, SamplingParams
+from outrider.llm import LLM
+from outrider.training.prompts import SelfPrompts
+from outrider.training.settings import TrainingSettings
+from outrider.training.texts import TextStore, TrainingText
+
+SELF_PROMPT_TOKENS = 128  # longest prompt that the target writes
+MAX_SEED = 1 << 62
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Which prompt each text has, and how it is answered."""
+
+    settings: TrainingSettings
+    num_texts: int
+    prompts: list[list[int]]  # of a file; empty if the target writes them
+
+    def prompt_of(self, index: int) -> list[int]:
+        return self.prompts[index % len(self.prompts)]
+
+    def is_greedy(self, index: int) -> bool:
+        """Every other text; a prompt that comes again is answered the other way, and from the third time on sampled."""
+        if not self.prompts:
+            return index % 2 == 0
+        turn, place = divmod(index, len(self.prompts))
+        return turn < 2 and (turn + place) % 2 == 0
+
+    def seed_of(self, index: int, is_prompt: bool = False) -> int:
+        return (self.settings.seed * 2_000_003 + 2 * index + is_prompt) % MAX_SEED
+
+    def params(self, index: int) -> SamplingParams:
+        temperature = 0.0 if self.is_greedy(index) else self.settings.temperature
+        return SamplingParams(temperature=temperature, seed=self.seed_of(index), detokenize=False,
+                              max_tokens=self.settings.max_answer_tokens)
+
+    def prompt_params(self, index: int) -> SamplingParams:
+        """Of a request that writes a prompt."""
+        most = min(SELF_PROMPT_TOKENS, self.settings.max_prompt_tokens)
+        return SamplingParams(temperature=1.0, seed=self.seed_of(index, is_prompt=True), max_tokens=most,
+                              detokenize=False)
+
+
+def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *, shard_texts: int,
+                   report: Callable[[str], None]) -> None:
+    """Generate all shards that are missing. Which texts a shard has depends on its number and `shard_texts` alone."""
+    total = plan.num_texts
+    known = {text.prompt for text in store.read_all()} if not plan.prompts else set()
+    for shard, start in enumerate(range(0, total, shard_texts)):
+        if store.has_shard(shard):
+            continue
+        began = time.perf_counter()
+        indexes = list(range(start, min(total, start + shard_texts)))
+        prompts = {index: plan.prompt_of(index) for index in indexes} if plan.prompts else _written(
+            llm, plan, own, indexes, known)
+        asked = list(prompts)
+        outputs = _finished(llm, [prompts[index] for index in asked], [plan.params(index) for index in asked])
+        texts = [
+            TrainingText((*prompts[index], *answer), len(prompts[index]), plan.is_greedy(index))
+            for index, output in zip(asked, outputs, strict=True)
+            if (answer := output.outputs[0].token_ids)
+        ]
+        store.write(shard, texts)
+        tokens, seconds = sum(len(text.answer) for text in texts), time.perf_counter() - began
+        report(f"texts {indexes[-1] + 1} of {total}: {len(texts)} answers of {tokens} tokens in {seconds:.1f} s "
+               f"({tokens / seconds:.0f} tokens/s)")
+
+
+def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int],
+             known: set[tuple[int, ...]]) -> dict[int, list[int]]:
+    """Prompts that the target writes, without those that it wrote before (`known`, which grows)."""
+    seeds = [own.seed_prompt(index) for index in indexes]
+    outputs = _finished(llm, seeds, [plan.prompt_params(index) for index in indexes])
+    prompts: dict[int, list[int]] = {}
+    for index, seed, output in zip(indexes, seeds, outputs, strict=True):
+        prompt = own.prompt_from(seed, list(output.outputs[0].token_ids), llm.engine.eos_ids)
+        if prompt and tuple(prompt) not in known and len(prompt) <= plan.settings.max_prompt_tokens:
+            known.add(tuple(prompt))
+            prompts[index] = prompt
+    return prompts
+
+
+def _finished(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=params, use_tqdm=False) if prompts else []
+    errors = [output.outputs[0].error for output in outputs if output.outputs[0].finish_reason == "error"]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(outputs)} requests failed: {errors[0]}")
+    return outputs

@@ -1,0 +1,75 @@
+"""Eagle3Trainee: an EAGLE-3 head in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from outrider.models.base import Decoder, Model
+from outrider.training.eagle3_network import LAYER, Eagle3Network, weight_shapes
+from outrider.training.eagle3_sizes import HeadSizes, read_taps
+from outrider.training.export import write_drafter
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import TaughtTexts
+from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.vocabulary import DraftVocabulary
+
+OUTPUT = "lm_head.weight"
+
+
+class Eagle3Trainee(Trainee):
+    """The head begins with the target's final norm and output rows, and random weights between."""
+
+    def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
+        self._target, self._vocabulary = target, vocabulary
+        self.num_passes = settings.passes
+        self.sizes = HeadSizes.for_target(target, settings)
+        fresh = fresh_weights(self.sizes, target, vocabulary, settings.seed)
+        self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
+        self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
+        self._network = Eagle3Network(self.sizes, self.weights)
+
+    @classmethod
+    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        return read_taps(target, settings)
+
+    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        width = taught.tokens.shape[1]
+        embeds = self._target.embed_tokens.format.look_up(taught.tokens.flatten()).detach()
+        passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.taps, self.num_passes)
+        output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
+        assert output is not None
+        for own_rows, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
+            yield F.linear(states[own_rows // width, own_rows % width - 1], output)
+
+    def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
+        tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
+        size = len(self._vocabulary.ids)
+        if file_form == "speculators":
+            config = self.sizes.speculators_config(size, self.num_passes, card.target_name)
+            tensors = {name.replace(f"{LAYER}.", "layers.0."): tensor for name, tensor in tensors.items()}
+        else:
+            config = self.sizes.hf_config(size)
+        write_drafter(folder, config, tensors, self._vocabulary, "eagle3", self.num_passes, card)
+
+
+def fresh_weights(sizes: HeadSizes, target: Model, vocabulary: DraftVocabulary,
+                  seed: int) -> dict[str, torch.Tensor]:
+    """Float32 on the target's device. Drawn on the host, so that every device begins with the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(sizes, len(vocabulary.ids)).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape)
+        else:
+            weights[name] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+    rows = target.lm_head.format.dense()
+    if rows is not None:
+        weights[OUTPUT] = rows[vocabulary.ids.to(rows.device)]
+    if isinstance(target, Decoder):
+        weights["norm.weight"] = target.norm.scale
+    # Copies outside of inference mode: the target's tensors stay its own.
+    return {name: weight.detach().to(target.device, torch.float32).clone() for name, weight in weights.items()}

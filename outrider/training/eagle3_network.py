@@ -1,0 +1,122 @@
+"""The arithmetic of an EAGLE-3 head for training: what `models.eagle` computes, as torch operations with gradients.
+
+Passes are unrolled as drafting makes them. Pass 0 runs at every token p (slot p of the head's cache) with the target's
+hidden state of p - 1. Pass s runs after the drafts before it: with token p + s, which is the true one, and with the
+head's own state of pass s - 1. Its query sees the slots of pass 0 up to p, and of the passes after it the one slot on
+its own way:
+
+    pass 0   slot 1  2  3 ... p          filled with the target's states
+    pass 1                       p+1     token p+1, own state of pass 0 at p
+    pass 2                           p+2 token p+2, own state of pass 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from outrider.training.eagle3_sizes import HeadSizes
+
+LAYER = "midlayer"
+
+
+class Eagle3Network:
+    """A head's passes over padded texts. Weights are float32 and named as in the exported file."""
+
+    def __init__(self, sizes: HeadSizes, weights: Mapping[str, torch.Tensor]) -> None:
+        self._sizes, self._weights = sizes, weights
+        self._scale = sizes.head_dim**-0.5
+
+    def passes(self, embeds: torch.Tensor, taps: torch.Tensor, num_passes: int) -> Iterator[torch.Tensor]:
+        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds: [texts,
+        length, hidden] embeddings of the tokens; taps: [texts, length, taps, hidden]."""
+        embeds = self._norm(f"{LAYER}.input_layernorm", embeds[:, 1:])
+        hidden = self._consume(taps[:, :-1])
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index in range(num_passes):
+            count = embeds.shape[1] - index
+            if count < 1:
+                return
+            hidden = hidden[:, :count]
+            x = torch.cat((embeds[:, index:], self._norm(f"{LAYER}.hidden_norm", hidden)), dim=-1)
+            positions = torch.arange(index, index + count, device=x.device)
+            keys.append(self._rotate(self._heads("k", x), positions))
+            values.append(self._heads("v", x))
+            query = self._rotate(self._heads("q", x), positions)
+            mixed = self._attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values])
+            stream = hidden + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
+            stream = stream + self._mlp(self._norm(f"{LAYER}.post_attention_layernorm", stream))
+            output = self._norm("norm", stream)
+            yield output
+            hidden = stream if self._sizes.is_classic else output
+
+    def _consume(self, taps: torch.Tensor) -> torch.Tensor:
+        if not self._sizes.is_classic:
+            normed = [self._norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps.unbind(dim=2))]
+            taps = torch.stack(normed, dim=2)
+        return self._linear("fc", taps.flatten(2).float()).float()
+
+    def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
+        """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
+        count, heads * dim]."""
+        kv_heads, count = self._sizes.num_kv_heads, query.shape[2]
+        query = query.unflatten(1, (kv_heads, -1))  # [texts, kv heads, group, count, dim]
+        shared = query.flatten(2, 3) @ keys[0].transpose(-1, -2)
+        is_later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+        scores = [shared.unflatten(2, (-1, count)).masked_fill(is_later, float("-inf"))]
+        scores += [(query * key[:, :, None]).sum(dim=-1, keepdim=True) for key in keys[1:]]
+        shares = (torch.cat([score.float() for score in scores], dim=-1) * self._scale).softmax(dim=-1)
+        filled = shares[..., :count].flatten(2, 3).to(values[0].dtype) @ values[0]
+        mixed = filled.unflatten(2, (-1, count))
+        for index, value in enumerate(values[1:]):
+            mixed = mixed + shares[..., count + index, None] * value[:, :, None]
+        return mixed.flatten(1, 2).transpose(1, 2).flatten(2)
+
+    def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(f"{LAYER}.self_attn.{name}_proj", x).unflatten(-1, (-1, self._sizes.head_dim)).transpose(1, 2)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [texts, heads, count, dim]. Slot p turns by p - 1."""
+        dim = self._sizes.head_dim
+        steps = torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim
+        angles = positions[:, None] * self._sizes.rope_theta**-steps
+        cos, sin = angles.cos(), angles.sin()
+        one, two = x.float().chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (self._linear(f"{LAYER}.mlp.{name}_proj", x) for name in ("gate", "up"))
+        return self._linear(f"{LAYER}.mlp.down_proj", F.silu(gate) * up)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weights[f"{name}.weight"])
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
+
+
+def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the exported file that is a weight, by name."""
+    hidden, width = sizes.hidden_size, sizes.intermediate_size
+    queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(sizes.taps) * hidden),
+        f"{LAYER}.input_layernorm.weight": (hidden,),
+        f"{LAYER}.hidden_norm.weight": (hidden,),
+        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
+        f"{LAYER}.self_attn.q_proj.weight": (queries, 2 * hidden),
+        f"{LAYER}.self_attn.k_proj.weight": (others, 2 * hidden),
+        f"{LAYER}.self_attn.v_proj.weight": (others, 2 * hidden),
+        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
+        f"{LAYER}.mlp.gate_proj.weight": (width, hidden),
+        f"{LAYER}.mlp.up_proj.weight": (width, hidden),
+        f"{LAYER}.mlp.down_proj.weight": (hidden, width),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab_size, hidden),
+    }
+    if not sizes.is_classic:
+        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(len(sizes.taps))}
+    return shapes

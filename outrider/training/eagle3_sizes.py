@@ -1,0 +1,104 @@
+"""HeadSizes: the shape of an EAGLE-3 head for a target, and the configs that describe it to serving engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.models.base import Decoder, Model
+from outrider.training.settings import TrainingSettings
+
+TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    eps: float
+    rope_theta: float
+    taps: tuple[int, ...]
+    has_usual_taps: bool
+    is_classic: bool  # no norms of taps and of fed-back states
+
+    @classmethod
+    def for_target(cls, target: Model, settings: TrainingSettings) -> HeadSizes:
+        """A layer like the target's own where its sizes are those of an ordinary layer, otherwise one in the usual
+        proportions: experts are narrow, and latent attention has wide heads."""
+        hidden = target.hidden_size
+        sizes = target.sizes if isinstance(target, Decoder) else None
+        if sizes is not None and hidden // 2 <= sizes.num_heads * sizes.head_dim <= 2 * hidden and not sizes.head_dim % 2:
+            num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        else:
+            head_dim = next(dim for dim in (128, 64, 32, 16, 8, 4, 2) if hidden % dim == 0 and hidden // dim >= 8)
+            num_heads = hidden // head_dim
+            num_kv_heads = next(count for count in (num_heads // 4, num_heads) if count and num_heads % count == 0)
+        own_width = 0 if sizes is None else sizes.intermediate_size
+        width = own_width if 2 * hidden <= own_width <= 8 * hidden else 3 * hidden
+        taps = read_taps(target, settings)
+        return cls(hidden, width, num_heads, num_kv_heads, head_dim, target.vocab_size, target.max_positions,
+                   sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), taps,
+                   has_usual_taps=taps == usual_taps(target), is_classic=settings.classic)
+
+    def layer_config(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama", "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1, "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim, "vocab_size": self.vocab_size, "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.eps, "rope_theta": self.rope_theta, "hidden_act": "silu", "attention_bias": False,
+            "mlp_bias": False, "tie_word_embeddings": False,
+        }  # fmt: skip
+
+    def norm_config(self) -> dict[str, Any]:
+        return {} if self.is_classic else {"fc_norm": True, "norm_output": True}
+
+    def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
+        """The form of the original EAGLE-3 checkpoints. Engines number layers differently in the key that names taps,
+        so it is left out where the taps are the usual ones, which every engine takes without it."""
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **self.layer_config(),
+                  "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16", **self.norm_config()}
+        return config if self.has_usual_taps else config | {"eagle_config": {TAPS_KEY: list(self.taps)}}
+
+    def speculators_config(self, draft_vocab_size: int, num_drafts: int, target_name: str) -> dict[str, Any]:
+        """The form of the speculators library."""
+        config = {
+            "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+            "transformer_layer_config": self.layer_config(), "draft_vocab_size": draft_vocab_size,
+            "norm_before_residual": False, "dtype": "bfloat16", **self.norm_config(),
+            "speculators_config": {
+                "algorithm": "eagle3", "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_drafts}],
+                "verifier": {"name_or_path": target_name, "architectures": []},
+            },
+        }  # fmt: skip
+        return config if self.has_usual_taps else config | {TAPS_KEY: list(self.taps)}
+
+
+def usual_taps(target: Model) -> tuple[int, ...]:
+    count = target.num_layers
+    return (2, count // 2, count - 3)
+
+
+def read_taps(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+    """The residual streams after so many layers. Raises ValueError where the target does not have them."""
+    count, taps = target.num_layers, settings.taps or usual_taps(target)
+    if all(0 <= tap <= count for tap in taps):
+        return taps
+    if settings.taps:
+        raise ValueError(f"taps={list(taps)}: the target has {count} layers, so taps are 0 (the embedding) to {count}")
+    raise ValueError(f"the target has {count} layers and not the three residual streams that EAGLE-3 reads by default: "
+                     f"name others with --taps, from 0 (the embedding) to {count}")
+
+
+def _rope_theta(target: Model) -> float:
+    """The base of the target's rope, if it has one for all layers."""
+    values = target.config.values if isinstance(target, Decoder) else {}
+    for section in (values, values.get("rope_parameters") or {}, values.get("rope_scaling") or {}):
+        if isinstance(section.get("rope_theta"), int | float):
+            return float(section["rope_theta"])
+    return 10000.0

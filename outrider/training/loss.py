@@ -1,0 +1,75 @@
+"""The loss of a drafter on texts, and its acceptance there. Both are the same for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.training.teacher import TaughtTexts
+from outrider.training.trainee import Trainee
+
+
+def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pass_weights: Sequence[float],
+              num_texts: int) -> torch.Tensor:
+    """The part of a step's loss that a micro-batch adds. num_texts: of the whole step.
+
+    A pass's loss is the cross-entropy of the drafter's distribution against the target's over the same tokens, at
+    places where the target's likeliest token is one of them (`is_known`). Its mean is taken over a text first and then
+    over texts, so that long answers do not outweigh short ones."""
+    width = taught.tokens.shape[1]
+    chosen = []
+    for index in range(trainee.num_passes):
+        drafted = taught.best.roll(-index, dims=1)  # what the target says after the drafts before this one
+        chosen.append((taught.may_draft(index + 1) & is_known[drafted]).flatten().nonzero()[:, 0])
+    total = torch.zeros((), device=taught.tokens.device)
+    for index, logits in enumerate(trainee.logits(taught, chosen)):
+        rows, logits = chosen[index], logits.float()
+        wanted = taught.logits.flatten(0, 1)[rows + index].softmax(dim=-1)
+        losses = logits.logsumexp(dim=-1) - (wanted * logits).sum(dim=-1)
+        text_of = rows // width
+        counts = torch.bincount(text_of, minlength=len(taught.lengths))
+        total = total + pass_weights[index] * (losses / counts[text_of]).sum() / num_texts
+    return total
+
+
+def pass_weights(num_passes: int, decay: float) -> list[float]:
+    """Weights of the passes, which fall by `decay` and add up to 1."""
+    raw = [decay**index for index in range(num_passes)]
+    return [weight / sum(raw) for weight in raw]
+
+
+@dataclass(frozen=True)
+class HeldOutAcceptance:
+    """How many drafts the target would accept, counted at every place of held-out greedy answers."""
+
+    num_places: int
+    num_accepted: tuple[int, ...]  # by position: places where this draft and all before it are the target's tokens
+
+    def __add__(self, other: HeldOutAcceptance) -> HeldOutAcceptance:
+        counts = zip(self.num_accepted, other.num_accepted, strict=True)
+        return HeldOutAcceptance(self.num_places + other.num_places, tuple(one + two for one, two in counts))
+
+    @property
+    def by_position(self) -> list[float]:
+        return [count / max(1, self.num_places) for count in self.num_accepted]
+
+    @property
+    def mean_run(self) -> float:
+        """Tokens a step would yield on average, if it began at any place."""
+        return 1 + sum(self.by_position)
+
+
+@torch.no_grad()
+def held_out_acceptance(trainee: Trainee, taught: TaughtTexts, ids: torch.Tensor) -> HeldOutAcceptance:
+    """ids: the drafter's tokens as the target's. In a greedy text the true tokens are the target's likeliest ones, so a
+    chain of right drafts has the inputs that drafting would give it."""
+    rows = taught.may_draft(trainee.num_passes).flatten().nonzero()[:, 0]
+    is_right = torch.ones_like(rows, dtype=torch.bool)
+    best, counts = taught.best.flatten(), []
+    for index, logits in enumerate(trainee.logits(taught, [rows] * trainee.num_passes)):
+        is_right = is_right & (ids[logits.argmax(dim=-1)] == best[rows + index])
+        counts.append(int(is_right.sum()))
+    counts += [0] * (trainee.num_passes - len(counts))  # of texts that are too short for so many drafts
+    return HeldOutAcceptance(len(rows), tuple(counts))

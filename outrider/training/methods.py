@@ -1,0 +1,25 @@
+"""METHODS: the kinds of drafters that can be trained, by name. No torch: a method's own file is imported when it runs.
+
+A method is one file with a subclass of `training.trainee.Trainee`, and its line here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.training.trainee import Trainee
+
+METHODS: dict[str, str] = {"eagle3": "outrider.training.eagle3:Eagle3Trainee"}
+
+
+def register_method(name: str, path: str) -> None:
+    """Add a method. path: "package.module:Class" of its `Trainee`."""
+    METHODS[name] = path
+
+
+def trainee_class(name: str) -> type[Trainee]:
+    module, _, attribute = METHODS[name].partition(":")
+    found: type[Trainee] = getattr(import_module(module), attribute)
+    return found

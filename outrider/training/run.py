@@ -1,0 +1,131 @@
+"""train_drafter: a whole run, from a loaded target to the files of its drafter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from outrider.config import EngineConfig
+from outrider.engine.text import Tokenizer
+from outrider.llm import LLM
+from outrider.models.base import Model
+from outrider.training.answers import AnswerPlan, generate_texts
+from outrider.training.checkpoint import Evaluation, TrainingCheckpoint
+from outrider.training.methods import trainee_class
+from outrider.training.prompts import SelfPrompts, read_prompts
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import Teacher
+from outrider.training.texts import SplitTexts, TextStore, count_answer_tokens, split_texts
+from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.trainer import Trainer
+from outrider.training.vocabulary import DraftVocabulary
+from outrider.training.workspace import Workspace
+
+SHARD_BATCHES = 4  # texts of a shard, in full batches of the engine
+BYTES_PER_TOKEN = 4
+SPARE_BYTES = 64 << 20
+
+
+class ServedTarget(Protocol):
+    """A target that is loaded once and that engines are made around."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def llm(self, config: EngineConfig) -> LLM: ...
+
+
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """How a run ended."""
+
+    num_steps: int
+    num_training_texts: int
+    coverage: float
+    evaluations: list[Evaluation]
+    best: Evaluation
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {"steps": self.num_steps, "texts": self.num_training_texts, "vocabulary_coverage": round(self.coverage, 4),
+                "best_step": self.best.step, "mean_run": round(self.best.acceptance.mean_run, 3),
+                "accepted_by_position": [round(rate, 3) for rate in self.best.acceptance.by_position],
+                "seconds": round(self.seconds, 1)}  # fmt: skip
+
+
+def train_drafter(target: ServedTarget, config: EngineConfig, settings: TrainingSettings, workspace: Workspace, *,
+                  prompts_file: Path | None = None, report: Callable[[str], None] = print) -> TrainedDrafter:
+    """Generate texts, train, and write the drafter. Goes on where an earlier run in the workspace was killed."""
+    began, model = time.perf_counter(), target.model
+    if model.classes is not None:
+        raise ValueError(f"{target.name} scores classes and generates no text that a drafter could be trained on")
+    most = min(model.max_positions, config.max_model_len or model.max_positions)
+    if settings.max_text_tokens >= most:
+        raise ValueError(f"texts of {settings.max_text_tokens} tokens (max_prompt_tokens + max_answer_tokens) do not "
+                         f"fit the {most} positions of {target.name}: lower one of them")
+    method = trainee_class(settings.method)
+    taps = method.taps_for(model, settings)
+    prompts = [] if prompts_file is None else read_prompts(prompts_file, target.tokenizer, vocab_size=model.vocab_size,
+                                                           max_tokens=settings.max_prompt_tokens)
+    settings = settings.with_num_texts(len(prompts))
+    assert settings.num_texts is not None
+    workspace.check_room(settings.num_texts * settings.max_text_tokens * BYTES_PER_TOKEN + SPARE_BYTES,
+                         "the texts of this run")
+    workspace.open(settings.as_json() | {"model": target.name})
+    texts = _texts(target, config, settings, workspace, prompts, report)
+    vocabulary = DraftVocabulary.from_counts(count_answer_tokens(texts.training, model.vocab_size),
+                                             settings.draft_vocab_size)
+    report(f"vocabulary: {len(vocabulary.ids)} of {model.vocab_size} tokens, {vocabulary.coverage:.2%} of the answers")
+    trainee = method(model, settings, vocabulary)
+    workspace.check_room(2 * TrainingCheckpoint.num_bytes(trainee.num_parameters) + SPARE_BYTES,
+                         "the checkpoint of this run")
+    with Teacher(config, model, taps, vocabulary, max_text_tokens=settings.max_text_tokens,
+                 micro_tokens=settings.micro_tokens) as teacher:
+        trainer = Trainer(trainee, teacher, texts, vocabulary, settings, workspace, device=model.device,
+                          peak_rate=settings.rate_for(model.hidden_size), report=report)
+        if workspace.checkpoint.exists():
+            trainer.resume(TrainingCheckpoint.read(workspace.checkpoint))
+        trainer.run()
+    done = TrainedDrafter(trainer.num_steps_done, len(texts.training), vocabulary.coverage, trainer.evaluations,
+                          trainer.best, time.perf_counter() - began)
+    trainee.export(workspace.folder, _card(target.name, trainee, settings, done), settings.file_form)
+    report(f"wrote {workspace.folder}: mean run {done.best.acceptance.mean_run:.3f} on held-out text")
+    return done
+
+
+def _texts(target: ServedTarget, config: EngineConfig, settings: TrainingSettings, workspace: Workspace,
+           prompts: list[list[int]], report: Callable[[str], None]) -> SplitTexts:
+    assert settings.num_texts is not None
+    store, plan = TextStore(workspace.inner), AnswerPlan(settings, settings.num_texts, prompts)
+    own = SelfPrompts(target.tokenizer, target.model.vocab_size)
+    answering = replace(config, max_model_len=settings.max_text_tokens + 1)
+    with target.llm(answering) as llm:
+        shard_texts = SHARD_BATCHES * llm.engine.limits.max_requests
+        generate_texts(llm, plan, store, own, shard_texts=shard_texts, report=report)
+    texts = split_texts(store.read_all(), settings.held_out)
+    if not texts.training or not texts.held_out:
+        raise ValueError(f"{len(texts.training)} texts to train on and {len(texts.held_out)} greedy ones to measure "
+                         "with are too few: raise --num-texts, or give more prompts")
+    return texts
+
+
+def _card(target_name: str, trainee: Trainee, settings: TrainingSettings, done: TrainedDrafter) -> DrafterCard:
+    rates = ", ".join(f"{rate:.2f}" for rate in done.best.acceptance.by_position)
+    return DrafterCard(target_name, [
+        f"- {trainee.num_parameters / 1e6:.2f}M trained parameters; draft vocabulary {settings.draft_vocab_size}, which "
+        f"covers {done.coverage:.2%} of the answers it was trained on.",
+        f"- Trained on {done.num_training_texts} answers of the model (half greedy, half at temperature "
+        f"{settings.temperature}), {done.num_steps} steps of {settings.batch_tokens} tokens, {settings.passes} unrolled "
+        f"passes, seed {settings.seed}.",
+        f"- On {done.best.acceptance.num_places} places of held-out greedy answers: accepted by position {rates}; mean "
+        f"run {done.best.acceptance.mean_run:.2f} tokens.",
+    ])  # fmt: skip

@@ -1,0 +1,58 @@
+"""Trainee: a drafter in training, as every method implements it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.models.base import Model
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import TaughtTexts
+from outrider.training.vocabulary import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class DrafterCard:
+    """What the README beside an exported drafter says."""
+
+    target_name: str
+    lines: list[str]  # how the drafter was made and what it reached, as Markdown
+
+
+class Trainee(ABC):
+    """Weights in float32 under the names of the exported file, and their loss on texts. Made as
+    Class(target, settings, vocabulary); `load` may replace the fresh weights afterwards."""
+
+    weights: dict[str, torch.Tensor]  # trained ones
+    num_passes: int
+
+    @classmethod
+    @abstractmethod
+    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        """The target's residual streams that the method reads. Raises ValueError for a target that has none for it."""
+
+    @abstractmethod
+    def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None: ...
+
+    @abstractmethod
+    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """For each pass the logits [rows, draft vocabulary] of draft `pass` after some tokens. rows: for each pass the
+        indexes (text * length + position) of the last known tokens."""
+
+    @abstractmethod
+    def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
+        """Write the drafter in the form that serving engines load."""
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take over weights of a checkpoint."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(weights[name])
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.weights.values())

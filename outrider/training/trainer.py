@@ -1,0 +1,143 @@
+"""Trainer: the loop of training steps, with evaluations, checkpoints and the decision to stop early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from outrider.training.batches import BatchPlan, micro_batches
+from outrider.training.checkpoint import Evaluation, TrainingCheckpoint
+from outrider.training.loss import HeldOutAcceptance, held_out_acceptance, pass_weights, text_loss
+from outrider.training.optimizer import DrafterOptimizer
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import Teacher
+from outrider.training.texts import SplitTexts
+from outrider.training.trainee import Trainee
+from outrider.training.vocabulary import DraftVocabulary
+from outrider.training.workspace import Workspace
+
+LEAST_GAIN = 0.005  # of the mean run, to count as better
+REPORT_SECONDS = 5.0
+
+
+class Trainer:
+    def __init__(self, trainee: Trainee, teacher: Teacher, texts: SplitTexts, vocabulary: DraftVocabulary,
+                 settings: TrainingSettings, workspace: Workspace, *, device: torch.device, peak_rate: float,
+                 report: Callable[[str], None]) -> None:
+        self._trainee, self._teacher, self._texts, self._settings = trainee, teacher, texts, settings
+        self._workspace, self._device, self._report = workspace, device, report
+        self._plan = BatchPlan(tuple(len(text.tokens) for text in texts.training), settings.batch_tokens,
+                               settings.micro_tokens, settings.epochs, settings.seed)
+        self._optimizer = DrafterOptimizer(trainee.weights, settings, peak_rate=peak_rate,
+                                           num_steps=self._plan.num_steps)
+        self._is_known, self._ids = vocabulary.is_known.to(device), vocabulary.ids.to(device)
+        self._pass_weights = pass_weights(settings.passes, settings.pass_decay)
+        self._every = max(1, self._plan.num_steps // settings.evaluations)
+        # The state of the run. The optimizer's moments stay with the optimizer until a checkpoint is written.
+        self._state = TrainingCheckpoint(0, trainee.weights, {}, {})
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        return self._state.evaluations
+
+    @property
+    def best(self) -> Evaluation:
+        return max(self.evaluations, key=lambda evaluation: evaluation.acceptance.mean_run)
+
+    @property
+    def num_steps_done(self) -> int:
+        return self._state.step
+
+    def resume(self, saved: TrainingCheckpoint) -> None:
+        self._trainee.load(saved.weights)
+        if saved.moments:
+            self._optimizer.load(saved.moments, saved.step)
+        self._state = replace(saved, weights=self._trainee.weights, moments={})
+        self._report(f"resumed after step {saved.step} of {self._plan.num_steps}")
+
+    def run(self) -> None:
+        """Train to the end or until acceptance no longer grows; the best weights are the trainee's afterwards."""
+        self._report(f"training {self._trainee.num_parameters / 1e6:.2f}M parameters on "
+                     f"{len(self._texts.training)} texts of {sum(self._plan.lengths)} tokens, "
+                     f"{self._plan.num_steps} steps; {len(self._texts.held_out)} texts held out")
+        last_saved = last_told = time.perf_counter()
+        while self._state.step < self._plan.num_steps and not self._has_stalled():
+            began = time.perf_counter()
+            loss = self._train_step(self._state.step)
+            self._advance(loss)
+            done, now = self._state.step, time.perf_counter()
+            if now - last_told >= REPORT_SECONDS or done == self._plan.num_steps:
+                tokens = sum(self._plan.lengths[index] for index in self._plan.texts_of(done - 1))
+                self._report(f"step {done} of {self._plan.num_steps}: loss {loss:.3f}, rate "
+                             f"{self._optimizer.rate(done - 1):.1e}, {tokens / (now - began):.0f} tokens/s")
+                last_told = now
+            if done % self._every == 0 or done == self._plan.num_steps:
+                self._evaluate()
+            if time.perf_counter() - last_saved >= self._settings.save_seconds:
+                self._save()
+                last_saved = time.perf_counter()
+        if not self._state.evaluations:
+            self._evaluate()
+        self._save()
+        self._trainee.load(self._state.best)
+
+    def _train_step(self, step: int) -> float:
+        groups = self._plan.micro_batches(step)
+        num_texts, total = sum(map(len, groups)), 0.0
+        self._optimizer.zero_gradients()
+        for group in groups:
+            taught = self._teacher.teach([self._texts.training[index] for index in group])
+            with self._arithmetic():
+                loss = text_loss(self._trainee, taught, self._is_known, self._pass_weights, num_texts)
+            if loss.requires_grad:  # else no place of these texts can be learned from
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = self._optimizer.apply(step)
+        if not (torch.isfinite(torch.tensor([total, norm])).all()):
+            raise RuntimeError(f"step {step + 1}: the loss is {total} and the gradient's norm {norm}; lower "
+                               "--learning-rate")
+        return total
+
+    def _advance(self, loss: float) -> None:
+        self._state = replace(self._state, step=self._state.step + 1, losses=[*self._state.losses, loss])
+
+    def _evaluate(self) -> None:
+        acceptance = self.measure()
+        losses, state = self._state.losses, self._state
+        is_best = not state.evaluations or acceptance.mean_run > self.best.acceptance.mean_run
+        found = Evaluation(state.step, sum(losses) / max(1, len(losses)), acceptance)
+        best = {name: weight.detach().clone() for name, weight in self._trainee.weights.items()}
+        self._state = replace(state, best=best if is_best else state.best, losses=[],
+                              evaluations=[*state.evaluations, found])
+        rates = " ".join(f"{rate:.2f}" for rate in acceptance.by_position)
+        self._report(f"held out after step {state.step}: accepted by position {rates}, mean run "
+                     f"{acceptance.mean_run:.3f}; mean loss {found.loss:.3f}")
+
+    def measure(self) -> HeldOutAcceptance:
+        """Acceptance on the held-out texts, with the weights as they are."""
+        texts = self._texts.held_out
+        lengths = [len(text.tokens) for text in texts]
+        total = HeldOutAcceptance(0, (0,) * self._settings.passes)
+        for group in micro_batches(range(len(texts)), lengths, self._settings.micro_tokens):
+            taught = self._teacher.teach([texts[index] for index in group])
+            with self._arithmetic():
+                total = total + held_out_acceptance(self._trainee, taught, self._ids)
+        return total
+
+    def _has_stalled(self) -> bool:
+        """Whether the last `patience` evaluations brought nothing over the best before them."""
+        runs, patience = [evaluation.acceptance.mean_run for evaluation in self.evaluations], self._settings.patience
+        if len(runs) <= patience:
+            return False
+        return max(runs[-patience:]) < max(runs[:-patience]) + LEAST_GAIN
+
+    def _save(self) -> None:
+        replace(self._state, moments=self._optimizer.state()).write(self._workspace.checkpoint)
+
+    def _arithmetic(self) -> AbstractContextManager[object]:
+        """bfloat16 products on a GPU, over weights that stay float32."""
+        return torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()

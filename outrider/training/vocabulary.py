@@ -1,0 +1,38 @@
+"""DraftVocabulary: the tokens that a head can draft, chosen by how often the target says them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """Tokens of the target, by rising id. Token i of the head is token `ids[i]` of the target."""
+
+    ids: torch.Tensor  # [draft vocabulary] int64, on the host
+    target_size: int
+    coverage: float  # share of the counted tokens that the head knows
+
+    @classmethod
+    def from_counts(cls, counts: torch.Tensor, size: int) -> DraftVocabulary:
+        """The `size` most frequent tokens. Among equally frequent ones those with the lower id come first, so that a
+        vocabulary does not depend on the machine."""
+        target_size = len(counts)
+        order = torch.argsort(counts, descending=True, stable=True)
+        ids = order[: min(size, target_size)].sort().values
+        total = int(counts.sum())
+        return cls(ids, target_size, int(counts[ids].sum()) / total if total else 0.0)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """d2t of the exported file: what is added to a token of the head to get the target's."""
+        return self.ids - torch.arange(len(self.ids))
+
+    @property
+    def is_known(self) -> torch.Tensor:
+        """t2d of the exported file: [target vocabulary] bool."""
+        known = torch.zeros(self.target_size, dtype=torch.bool)
+        known[self.ids] = True
+        return known

@@ -1,0 +1,81 @@
+"""The output folder of a training run: what it may hold at the start, what it has room for, and how files get there.
+
+The trained drafter lies in the folder itself; `training/` below it keeps the texts, the settings and the checkpoint
+that a resumed run goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.training.settings import changed_settings
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Workspace:
+    folder: Path
+
+    @property
+    def inner(self) -> Path:
+        return self.folder / "training"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.inner / "checkpoint.safetensors"
+
+    @property
+    def _settings(self) -> Path:
+        return self.inner / "settings.json"
+
+    def check_empty(self, *, resume: bool) -> None:
+        """Refuse a folder that holds anything, unless the run resumes what is in it."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"--out: {self.folder} is not a folder")
+        if not self.folder.exists() or resume:
+            return
+        if any(self.folder.iterdir()):
+            advice = "--resume goes on with it" if self._settings.exists() else "name another folder"
+            raise ValueError(f"--out: {self.folder} is not empty: {advice}")
+
+    def check_room(self, needed: int, what: str) -> None:
+        """Refuse to begin what would fill the disk."""
+        existing = next(path for path in (self.folder, *self.folder.resolve().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < needed:
+            raise ValueError(f"--out: {what} needs {needed / GIB:.2f} GiB, and {existing} has {free / GIB:.2f} GiB "
+                             "free: free some, or name a folder on another disk")
+
+    def open(self, settings: dict[str, Any]) -> None:
+        """Make the folders, and note the settings, or hold a resumed run to those that are noted."""
+        self.inner.mkdir(parents=True, exist_ok=True)
+        if not self._settings.exists():
+            write_text(self._settings, json.dumps(settings, indent=2) + "\n")
+            return
+        before = json.loads(self._settings.read_text(encoding="utf-8"))
+        if changed := changed_settings(before, settings):
+            listed = ", ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in changed)
+            raise ValueError(f"--resume: the run in {self.folder} has other settings: {listed}")
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file atomically: under another name first, then renamed. A killed process leaves the old file."""
+    other = path.with_name(path.name + ".part")
+    try:
+        write(other)
+        with open(other, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(other, path)
+    finally:
+        other.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    replace_file(path, lambda other: other.write_text(text, encoding="utf-8"))
