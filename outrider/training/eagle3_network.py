@@ -57,7 +57,7 @@ class Eagle3Network:
         if not self._sizes.is_classic:
             normed = [self._norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps.unbind(dim=2))]
             taps = torch.stack(normed, dim=2)
-        return self._linear("fc", taps.flatten(2).float()).float()
+        return _wide(self._linear("fc", _wide(taps.flatten(2))))
 
     def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
         """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
@@ -68,7 +68,7 @@ class Eagle3Network:
         is_later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
         scores = [shared.unflatten(2, (-1, count)).masked_fill(is_later, float("-inf"))]
         scores += [(query * key[:, :, None]).sum(dim=-1, keepdim=True) for key in keys[1:]]
-        shares = (torch.cat([score.float() for score in scores], dim=-1) * self._scale).softmax(dim=-1)
+        shares = (torch.cat([_wide(score) for score in scores], dim=-1) * self._scale).softmax(dim=-1)
         filled = shares[..., :count].flatten(2, 3).to(values[0].dtype) @ values[0]
         mixed = filled.unflatten(2, (-1, count))
         for index, value in enumerate(values[1:]):
@@ -81,10 +81,10 @@ class Eagle3Network:
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [texts, heads, count, dim]. Slot p turns by p - 1."""
         dim = self._sizes.head_dim
-        steps = torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim
+        steps = torch.arange(0, dim, 2, device=x.device, dtype=_wide(x).dtype) / dim
         angles = positions[:, None] * self._sizes.rope_theta**-steps
         cos, sin = angles.cos(), angles.sin()
-        one, two = x.float().chunk(2, dim=-1)
+        one, two = _wide(x).chunk(2, dim=-1)
         return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,12 @@ class Eagle3Network:
         return F.linear(x, self._weights[f"{name}.weight"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
+        return F.rms_norm(_wide(x), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least: norms, angles and softmax are not computed in 16 bits."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:

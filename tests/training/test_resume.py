@@ -1,0 +1,83 @@
+"""A run that was killed goes on where its last checkpoint was, and ends with the weights of a run that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.training.checkpoint import TrainingCheckpoint
+from outrider.training.workspace import Workspace
+from tests.training.runs import train
+
+RUN = {"passes": 2, "epochs": 3, "evaluations": 3}
+
+
+class Killed(BaseException):
+    """Raised where a process would be killed: no handler of the package takes it."""
+
+
+def kill_at(words: str) -> object:
+    def report(line: str) -> None:
+        if words in line:
+            raise Killed
+
+    return report
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", **RUN)
+    # Killed while texts are generated, again after the first evaluation, and again after the second one.
+    for words in ("texts 24", "held out after step 2", "held out after step 4"):
+        with pytest.raises(Killed):
+            train(tmp_path / "killed", report=kill_at(words), **RUN)
+    lines: list[str] = []
+    resumed = train(tmp_path / "killed", report=lines.append, **RUN)
+    assert any("resumed after step 3" in line for line in lines)
+    assert resumed.evaluations == whole.evaluations and resumed.num_steps == whole.num_steps == 6
+    for name in ("model.safetensors", "training/checkpoint.safetensors"):
+        one, two = (load_file(tmp_path / run / name) for run in ("whole", "killed"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one), name
+
+
+def test_a_finished_run_is_exported_again_without_training(tmp_path: Path) -> None:
+    train(tmp_path / "head", **RUN)
+    before = load_file(tmp_path / "head" / "model.safetensors")
+    (tmp_path / "head" / "model.safetensors").unlink()
+    lines: list[str] = []
+    train(tmp_path / "head", report=lines.append, **RUN | {"file_form": "speculators"})
+    assert not any(line.startswith("step ") for line in lines)
+    after = load_file(tmp_path / "head" / "model.safetensors")
+    assert after.keys() == {name.replace("midlayer.", "layers.0.") for name in before}
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    train(tmp_path / "head", **RUN)
+    with pytest.raises(ValueError, match="passes was 2 and is 3"):
+        train(tmp_path / "head", **RUN | {"passes": 3})
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = Workspace(tmp_path)
+    workspace.open({})
+    weights = {"w": torch.ones(3)}
+    TrainingCheckpoint(1, weights, {}, {}).write(workspace.checkpoint)
+
+    def full_disk(*args: object, **kwargs: object) -> None:
+        Path(str(args[1])).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.training.checkpoint.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        TrainingCheckpoint(2, weights, {}, {}).write(workspace.checkpoint)
+    assert TrainingCheckpoint.read(workspace.checkpoint).step == 1
+    assert [path.name for path in workspace.inner.iterdir() if "part" in path.name] == []
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        TrainingCheckpoint.read(tmp_path / "checkpoint.safetensors")

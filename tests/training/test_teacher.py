@@ -1,0 +1,96 @@
+"""What a head is taught is what the engine computes, for full, sliding-window and recurrent layers; and the head that is
+trained computes what the engine's head does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.training.eagle3 import Eagle3Trainee
+from outrider.training.eagle3_network import Eagle3Network
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import Teacher
+from outrider.training.texts import TrainingText
+from outrider.training.trainee import DrafterCard
+from outrider.training.vocabulary import DraftVocabulary
+from tests.drafters.rig import DraftRig
+from tests.engine.harness import Ask, Rig, greedy
+from tests.training.runs import LANGUAGES, SMALL, engine_config, loaded, prompts_of
+
+FAMILIES = tuple(LANGUAGES)  # full attention, sliding windows, Mamba-2
+SIZES: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 128, "num_pages": 300}
+CHECKED = 4
+
+
+def whole_vocabulary(name: str) -> DraftVocabulary:
+    return DraftVocabulary.from_counts(torch.ones(loaded(name).model.vocab_size), loaded(name).model.vocab_size)
+
+
+def greedy_texts(name: str) -> list[TrainingText]:
+    with Rig(loaded(name, torch.float64).model, **SIZES) as rig:
+        prompts = prompts_of(name, CHECKED)
+        outputs = rig.run([Ask(prompt, greedy(12 + index)) for index, prompt in enumerate(prompts)])
+    return [TrainingText((*prompt, *output.outputs[0].token_ids), len(prompt), True)
+            for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def teacher_of(name: str, taps: tuple[int, ...] = (1, 2, 4)) -> Teacher:
+    return Teacher(engine_config(name), loaded(name, torch.float64).model, taps, whole_vocabulary(name),
+                   max_text_tokens=60, micro_tokens=128)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_teachers_choices_are_the_engines_text(name: str) -> None:
+    texts = greedy_texts(name)
+    with teacher_of(name) as teacher:
+        together = teacher.teach(texts)
+        alone = [teacher.teach([text]) for text in texts]
+    for index, text in enumerate(texts):
+        length = len(text.tokens)
+        said = together.best[index, text.answer_from - 1 : length - 1].tolist()
+        assert said == list(text.answer)
+        torch.testing.assert_close(together.taps[index, :length], alone[index].taps[0], rtol=0, atol=1e-9)
+        places = together.may_draft(2)[index].nonzero()[:, 0].tolist()
+        assert places == list(range(text.answer_from - 1, length - 2))
+
+
+def test_taps_are_the_residual_streams_that_were_asked_for() -> None:
+    """Tap 0 is the embedding, and the last one leads to the logits through the final norm."""
+    model, (text, *_) = loaded("target", torch.float64).model, greedy_texts("target")
+    with teacher_of("target", (0, 4)) as teacher:
+        taught = teacher.teach([text])
+    first, last = taught.taps[0].unbind(dim=1)
+    torch.testing.assert_close(first, model.embed_tokens.weight[list(text.tokens)])
+    logits = model.norm(last) @ model.lm_head.format.dense().T  # type: ignore[attr-defined, union-attr]
+    torch.testing.assert_close(logits.float(), taught.logits[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("classic", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_head_in_training_drafts_as_the_engines_head_does(name: str, classic: bool, tmp_path: Path) -> None:
+    """Random weights, float64, every proposal of four requests."""
+    model = loaded(name, torch.float64).model
+    settings = TrainingSettings(**SMALL | {"classic": classic, "passes": 3, "seed": 5})
+    vocabulary = DraftVocabulary.from_counts(torch.arange(model.vocab_size) % 7, 40)
+    trainee = Eagle3Trainee(model, settings, vocabulary)
+    trainee.load({key: torch.randn_like(weight) * 0.3 if weight.dim() == 1 else weight.detach()
+                  for key, weight in trainee.weights.items()})  # fmt: skip
+    trainee.export(tmp_path, DrafterCard("tiny", []), "hf")
+    weights = {key: weight.detach().bfloat16().double() for key, weight in trainee.weights.items()}
+    network = Eagle3Network(trainee.sizes, weights)
+    config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "auto": False}
+    with DraftRig(model, speculative_config=config, **SIZES) as rig:
+        rig.run([Ask(prompt, greedy(10)) for prompt in prompts_of(name, CHECKED)])
+        proposals = rig.proposals
+    assert len(proposals) > 20
+    with teacher_of(name) as teacher:
+        for proposal in proposals:
+            tokens = torch.tensor([(*proposal.known, *proposal.drafts)])
+            taught = teacher.teach([TrainingText(tuple(tokens[0].tolist()), 1, True)])
+            states = network.passes(model.embed_tokens.format.look_up(tokens[0])[None], taught.taps, 3)
+            last = len(proposal.known) - 1
+            scores = [state[0, last - 1] @ weights["lm_head.weight"].T for state in states]
+            assert tuple(int(vocabulary.ids[score.argmax()]) for score in scores) == proposal.drafts
