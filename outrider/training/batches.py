@@ -32,7 +32,7 @@ class BatchPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Equal in every epoch, so that the number of a step says where it is."""
-        return max(1, sum(self.lengths) // self.batch_tokens)
+        return min(len(self.lengths), -(-sum(self.lengths) // self.batch_tokens))
 
     @property
     def num_steps(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,14 @@ from outrider.training.checkpoint import TrainingCheckpoint
 from outrider.training.workspace import Workspace
 from tests.training.runs import train
 
-RUN = {"passes": 2, "epochs": 3, "evaluations": 3}
+RUN: dict[str, Any] = {"passes": 2, "epochs": 3, "evaluations": 3}
 
 
 class Killed(BaseException):
     """Raised where a process would be killed: no handler of the package takes it."""
 
 
-def kill_at(words: str) -> object:
+def kill_at(words: str) -> Callable[[str], None]:
     def report(line: str) -> None:
         if words in line:
             raise Killed

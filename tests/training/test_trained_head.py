@@ -14,7 +14,7 @@ from outrider import LLM, SamplingParams, cli
 from outrider.core.outputs import RequestOutput
 from tests.training.runs import ASSETS, ENGINE, prompts_of, write_prompts
 
-NUM_DRAFTS = 3
+NUM_DRAFTS = 2
 NAMES = {
     "fc.weight", "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight",
     "midlayer.post_attention_layernorm.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trained")
     prompts = write_prompts(path / "prompts.jsonl", prompts_of("target", 160))
     flags = {"out": path / "head", "prompts": prompts, "max-prompt-tokens": 24, "max-answer-tokens": 40, "taps": "1,2,4",
-             "draft-vocab-size": 64, "batch-tokens": 512, "micro-tokens": 512, "epochs": 6, "learning-rate": 5e-3,
+             "draft-vocab-size": 64, "batch-tokens": 384, "micro-tokens": 384, "epochs": 5, "learning-rate": 8e-3,
              "passes": NUM_DRAFTS, "evaluations": 3, "dtype": "float32", "device": "cpu", "num-pages": 300}  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     assert cli.main(["train-drafter", str(ASSETS / "target"), *words]) == 0
@@ -56,7 +56,7 @@ def test_the_heads_mean_run_is_far_above_that_of_ngrams(folder: Path) -> None:
     head, same = mean_run({"method": "eagle3", "model": str(folder)})
     assert plain == 1 and same == text
     assert head >= ngram + 0.5, (head, ngram)
-    assert head > 2.5
+    assert head > 2.2
 
 
 def test_the_file_has_the_names_that_engines_load(folder: Path) -> None:
