@@ -63,5 +63,5 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--freeze-output", action="store_true", help="keep the target's own rows as the output layer")
     group.add_argument("--file-form", choices=FILE_FORMS, default=PLAIN.file_form,
                        help="of the original checkpoints, or of the speculators library (default: %(default)s)")
-    add_engine_flags(parser, skip=("speculative_config", "enable_prefix_caching", "max_model_len", "tensor_parallel_size",
-                                   "kv_events_config", "logits_processors"))
+    add_engine_flags(parser, skip=("speculative_config", "enable_prefix_caching", "max_model_len",
+                                   "tensor_parallel_size", "kv_events_config", "logits_processors"))

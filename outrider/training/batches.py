@@ -1,7 +1,7 @@
 """Which texts each training step computes: a function of the settings and the number of the step alone.
 
-A step has whole texts of about `batch_tokens` tokens. It is computed in micro-batches of texts of similar length, padded
-to the longest.
+A step has whole texts of about `batch_tokens` tokens. It is computed in micro-batches of texts of similar length,
+padded to the longest.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Eagle3Network:
         self._scale = sizes.head_dim**-0.5
 
     def passes(self, embeds: torch.Tensor, taps: torch.Tensor, num_passes: int) -> Iterator[torch.Tensor]:
-        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds: [texts,
-        length, hidden] embeddings of the tokens; taps: [texts, length, taps, hidden]."""
+        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds:
+        [texts, length, hidden] embeddings of the tokens; taps: [texts, length, taps, hidden]."""
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds[:, 1:])
         hidden = self._consume(taps[:, :-1])
         keys: list[torch.Tensor] = []
@@ -76,7 +76,8 @@ class Eagle3Network:
         return mixed.flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(f"{LAYER}.self_attn.{name}_proj", x).unflatten(-1, (-1, self._sizes.head_dim)).transpose(1, 2)
+        projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)
+        return projected.unflatten(-1, (-1, self._sizes.head_dim)).transpose(1, 2)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [texts, heads, count, dim]. Slot p turns by p - 1."""

@@ -32,7 +32,8 @@ class HeadSizes:
         proportions: experts are narrow, and latent attention has wide heads."""
         hidden = target.hidden_size
         sizes = target.sizes if isinstance(target, Decoder) else None
-        if sizes is not None and hidden // 2 <= sizes.num_heads * sizes.head_dim <= 2 * hidden and not sizes.head_dim % 2:
+        own_heads = 0 if sizes is None or sizes.head_dim % 2 else sizes.num_heads * sizes.head_dim
+        if sizes is not None and hidden // 2 <= own_heads <= 2 * hidden:
             num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
         else:
             head_dim = next(dim for dim in (128, 64, 32, 16, 8, 4, 2) if hidden % dim == 0 and hidden // dim >= 8)

@@ -34,13 +34,13 @@ def card_text(method: str, num_drafts: int, card: DrafterCard, name: str) -> str
         "---",
         f"# A drafter for {card.target_name}",
         "",
-        f"An {method.upper().replace('EAGLE3', 'EAGLE-3')} head for speculative decoding, made by `outrider train-drafter`"
-        " from answers of the model itself. A drafter changes how fast a model answers, never what it answers.",
+        f"A drafter of method `{method}` for speculative decoding, made by `outrider train-drafter` from answers of "
+        "the model itself. It changes how fast the model answers, never what it answers.",
         "",
         f"    LLM({json.dumps(card.target_name)}, speculative_config={speculative})",
         "",
         *card.lines,
         "",
-        "The folder `training`, if it is there, holds the texts and the checkpoint of the run; the drafter works without.",
+        "The folder `training`, if it is there, holds texts and a checkpoint of the run; the drafter works without it.",
     ]
     return "\n".join(lines) + "\n"

@@ -5,21 +5,9 @@ A method is one file with a subclass of `training.trainee.Trainee`, and its line
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from outrider.training.trainee import Trainee
-
 METHODS: dict[str, str] = {"eagle3": "outrider.training.eagle3:Eagle3Trainee"}
 
 
 def register_method(name: str, path: str) -> None:
     """Add a method. path: "package.module:Class" of its `Trainee`."""
     METHODS[name] = path
-
-
-def trainee_class(name: str) -> type[Trainee]:
-    module, _, attribute = METHODS[name].partition(":")
-    found: type[Trainee] = getattr(import_module(module), attribute)
-    return found

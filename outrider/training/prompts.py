@@ -1,7 +1,7 @@
 """Prompts to train on: read from a file, or written by the target itself.
 
-A chat model that is given the beginning of a user's turn writes a question (Magpie, arXiv 2406.08464). A model without a
-chat template continues from its first token.
+A chat model that is given the beginning of a user's turn writes a question (Magpie, arXiv 2406.08464). A model without
+a chat template continues from its first token.
 """
 
 from __future__ import annotations

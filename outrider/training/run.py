@@ -14,12 +14,11 @@ from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.training.answers import AnswerPlan, generate_texts
 from outrider.training.checkpoint import Evaluation, TrainingCheckpoint
-from outrider.training.methods import trainee_class
 from outrider.training.prompts import SelfPrompts, read_prompts
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import Teacher
 from outrider.training.texts import SplitTexts, TextStore, count_answer_tokens, split_texts
-from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.trainee import DrafterCard, Trainee, trainee_class
 from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import DraftVocabulary
 from outrider.training.workspace import Workspace
@@ -56,8 +55,9 @@ class TrainedDrafter:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        return {"steps": self.num_steps, "texts": self.num_training_texts, "vocabulary_coverage": round(self.coverage, 4),
-                "best_step": self.best.step, "mean_run": round(self.best.acceptance.mean_run, 3),
+        return {"steps": self.num_steps, "texts": self.num_training_texts,
+                "vocabulary_coverage": round(self.coverage, 4), "best_step": self.best.step,
+                "mean_run": round(self.best.acceptance.mean_run, 3),
                 "accepted_by_position": [round(rate, 3) for rate in self.best.acceptance.by_position],
                 "seconds": round(self.seconds, 1)}  # fmt: skip
 
@@ -121,11 +121,11 @@ def _texts(target: ServedTarget, config: EngineConfig, settings: TrainingSetting
 def _card(target_name: str, trainee: Trainee, settings: TrainingSettings, done: TrainedDrafter) -> DrafterCard:
     rates = ", ".join(f"{rate:.2f}" for rate in done.best.acceptance.by_position)
     return DrafterCard(target_name, [
-        f"- {trainee.num_parameters / 1e6:.2f}M trained parameters; draft vocabulary {settings.draft_vocab_size}, which "
-        f"covers {done.coverage:.2%} of the answers it was trained on.",
+        f"- {trainee.num_parameters / 1e6:.2f}M trained parameters; the draft vocabulary covers {done.coverage:.2%} of "
+        "the answers it was trained on.",
         f"- Trained on {done.num_training_texts} answers of the model (half greedy, half at temperature "
-        f"{settings.temperature}), {done.num_steps} steps of {settings.batch_tokens} tokens, {settings.passes} unrolled "
-        f"passes, seed {settings.seed}.",
+        f"{settings.temperature}), {done.num_steps} steps of {settings.batch_tokens} tokens, {settings.passes} "
+        f"unrolled passes, seed {settings.seed}.",
         f"- On {done.best.acceptance.num_places} places of held-out greedy answers: accepted by position {rates}; mean "
         f"run {done.best.acceptance.mean_run:.2f} tokens.",
     ])  # fmt: skip

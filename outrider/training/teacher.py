@@ -54,7 +54,8 @@ class Teacher:
         self._recorder = TapRecorder(taps, model.hidden_size, model.dtype)
         config = replace(config, speculative_config=None, enable_prefix_caching=False, enforce_eager=True,
                          max_model_len=max_text_tokens + 1, max_num_batched_tokens=micro_tokens, max_step_ms=None,
-                         max_num_seqs=min(MAX_MICRO_TEXTS, micro_tokens), **_page_memory(config, model.device))
+                         max_num_seqs=min(MAX_MICRO_TEXTS, micro_tokens),
+                         gpu_memory_utilization=_memory_share(config, model.device))
         self._llm = LLM.around(engine_around(config, Worker(config, model, drafter=self._recorder)))
 
     def __enter__(self) -> Self:
@@ -110,10 +111,10 @@ class Teacher:
         return torch.cat([own for own, _ in parts]), torch.cat([best for _, best in parts])
 
 
-def _page_memory(config: EngineConfig, device: torch.device) -> dict[str, float]:
-    """On a GPU: a small part of the memory for pages, since training needs the rest. On a CPU pages take memory when
-    they are first written."""
-    if device.type != "cuda" or config.num_pages is not None or config.kv_cache_memory_bytes is not None:
-        return {}
+def _memory_share(config: EngineConfig, device: torch.device) -> float:
+    """On a GPU: what is in use and a small part for pages, since training needs the rest. On a CPU pages take memory
+    when they are first written."""
+    if device.type != "cuda":
+        return config.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": min(0.9, (total - free) / total + CACHE_SHARE)}
+    return min(config.gpu_memory_utilization, (total - free) / total + CACHE_SHARE)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from outrider.models.base import Model
+from outrider.training.methods import METHODS
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
 from outrider.training.vocabulary import DraftVocabulary
@@ -56,3 +58,10 @@ class Trainee(ABC):
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.weights.values())
+
+
+def trainee_class(method: str) -> type[Trainee]:
+    """The class of a method, whose file is imported now."""
+    module, _, name = METHODS[method].partition(":")
+    found: type[Trainee] = getattr(import_module(module), name)
+    return found

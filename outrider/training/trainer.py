@@ -94,7 +94,7 @@ class Trainer:
             with self._arithmetic():
                 loss = text_loss(self._trainee, taught, self._is_known, self._pass_weights, num_texts)
             if loss.requires_grad:  # else no place of these texts can be learned from
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             total += float(loss.detach())
         norm = self._optimizer.apply(step)
         if not (torch.isfinite(torch.tensor([total, norm])).all()):

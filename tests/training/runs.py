@@ -50,8 +50,8 @@ def write_prompts(path: Path, prompts: list[list[int]]) -> Path:
     return path
 
 
-def train(folder: Path, name: str = "target", *, num_prompts: int = 24, report: Callable[[str], None] = lambda line: None,
-          **settings: Any) -> TrainedDrafter:
+def train(folder: Path, name: str = "target", *, num_prompts: int = 24,
+          report: Callable[[str], None] = lambda line: None, **settings: Any) -> TrainedDrafter:
     """A run in a folder, which a run before it may have left behind."""
     prompts = write_prompts(folder.with_name(folder.name + ".jsonl"), prompts_of(name, num_prompts))
     return train_drafter(loaded(name), engine_config(name), TrainingSettings(**(SMALL | settings)), Workspace(folder),

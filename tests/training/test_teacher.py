@@ -1,5 +1,5 @@
-"""What a head is taught is what the engine computes, for full, sliding-window and recurrent layers; and the head that is
-trained computes what the engine's head does."""
+"""What a head is taught is what the engine computes, for full, sliding-window and recurrent layers; and the head that
+is trained computes what the engine's head does."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head trained by the command."""
     path = tmp_path_factory.mktemp("trained")
     prompts = write_prompts(path / "prompts.jsonl", prompts_of("target", 160))
-    flags = {"out": path / "head", "prompts": prompts, "max-prompt-tokens": 24, "max-answer-tokens": 40, "taps": "1,2,4",
-             "draft-vocab-size": 64, "batch-tokens": 384, "micro-tokens": 384, "epochs": 5, "learning-rate": 8e-3,
+    flags = {"out": path / "head", "prompts": prompts, "max-prompt-tokens": 24, "max-answer-tokens": 40,
+             "taps": "1,2,4", "draft-vocab-size": 64, "batch-tokens": 384, "micro-tokens": 384, "epochs": 5,
+             "learning-rate": 8e-3,
              "passes": NUM_DRAFTS, "evaluations": 3, "dtype": "float32", "device": "cpu", "num-pages": 300}  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     assert cli.main(["train-drafter", str(ASSETS / "target"), *words]) == 0

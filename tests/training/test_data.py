@@ -1,0 +1,129 @@
+"""Prompts, answers, vocabulary and batches: what a run is trained on is a function of its settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LLM
+from outrider.commands.loading import load
+from outrider.config import EngineConfig
+from outrider.engine.text import Tokenizer
+from outrider.training.answers import AnswerPlan, generate_texts
+from outrider.training.batches import BatchPlan
+from outrider.training.loss import HeldOutAcceptance, pass_weights
+from outrider.training.prompts import SelfPrompts, read_prompts
+from outrider.training.settings import TrainingSettings
+from outrider.training.texts import TextStore, TrainingText, split_texts
+from outrider.training.vocabulary import DraftVocabulary
+from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
+
+TEMPLATE = "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|begin|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_folder(path, CONFIGS["llama"] | {"vocab_size": 260, "eos_token_id": 257})
+    byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return path
+
+
+def test_prompts_of_every_form(tmp_path: Path, chat_model: Path) -> None:
+    tokenizer = Tokenizer.from_folder(chat_model)
+    chat = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    forms = ["Hi", {"prompt": "Hi"}, {"question": "Hi", "answer": "?"}, {"turns": ["Hi", "More"], "category": "chat"},
+             {"messages": [{"role": "user", "content": "Hi"}]}]
+    for form in forms:
+        (tmp_path / "one.jsonl").write_text(json.dumps(form))
+        assert read_prompts(tmp_path / "one.jsonl", tokenizer, vocab_size=260, max_tokens=64) == [chat], form
+    (tmp_path / "all.json").write_text(json.dumps([*forms, {"prompt_token_ids": [5, 6]}]))
+    assert read_prompts(tmp_path / "all.json", tokenizer, vocab_size=260, max_tokens=64) == [chat, [5, 6]]
+    (tmp_path / "lines.txt").write_text("Hi\n\nHi\nHo\n")
+    assert len(read_prompts(tmp_path / "lines.txt", tokenizer, vocab_size=260, max_tokens=64)) == 2
+
+
+def test_a_chat_model_is_asked_with_the_beginning_of_a_users_turn(chat_model: Path) -> None:
+    tokenizer = Tokenizer.from_folder(chat_model)
+    own = SelfPrompts(tokenizer, 260)
+    seed = own.seed_prompt(3)
+    assert tokenizer.decode(seed, skip_special_tokens=False) == "<|begin|>user\n" and own.seed_prompt(4) == seed
+    wanted = tokenizer.encode_chat([{"role": "user", "content": "Why?"}])
+    assert own.prompt_from(seed, [*tokenizer.encode(" Why?\n"), 257], (257,)) == wanted
+    assert own.prompt_from(seed, [257], (257,)) is None
+
+
+def test_a_model_without_a_template_continues_single_tokens() -> None:
+    own = SelfPrompts(None, 100)
+    assert [own.seed_prompt(index) for index in (0, 7, 107)] == [[0], [7], [7]]
+    assert own.prompt_from([7], [8, 9], ()) == [7, 8, 9]
+
+
+def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, chat_model: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half greedy and half sampled, no prompt twice; a shard that is missing is made again as it was."""
+    config = EngineConfig(str(chat_model), device="cpu", dtype="float64", num_pages=200, max_num_seqs=4)
+    monkeypatch.setattr("outrider.training.answers.SELF_PROMPT_TOKENS", 24)
+    settings = TrainingSettings(max_prompt_tokens=150, max_answer_tokens=8)
+    target, lines = load(config), list[str]()
+    own, plan = SelfPrompts(target.tokenizer, 260), AnswerPlan(settings, 12, [])
+    stores = [TextStore(tmp_path), TextStore(tmp_path / "again")]
+    (tmp_path / "again").mkdir()
+    with target.llm(config) as llm:
+        assert isinstance(llm, LLM)
+        generate_texts(llm, plan, stores[0], own, shard_texts=5, report=lines.append)
+        stores[1].write(0, list(stores[0].read(0)))
+        generate_texts(llm, plan, stores[1], own, shard_texts=5, report=lines.append)
+    texts = stores[0].read_all()
+    assert texts == stores[1].read_all() and len(lines) == 3 + 2
+    assert len({text.prompt for text in texts}) == len(texts) > 6
+    assert 3 < sum(text.is_greedy for text in texts) < len(texts)
+    assert all(1 <= len(text.answer) <= 8 for text in texts)
+
+
+def test_a_prompt_of_a_file_that_comes_again_is_answered_the_other_way() -> None:
+    plan = AnswerPlan(TrainingSettings(), 9, [[1], [2], [3]])
+    assert [plan.prompt_of(index)[0] for index in range(9)] == [1, 2, 3] * 3
+    assert [plan.is_greedy(index) for index in range(9)] == [True, False, True, False, True, False] + [False] * 3
+    assert len({plan.seed_of(index) for index in range(9)}) == 9
+
+
+def test_answers_to_one_prompt_are_all_held_out_or_none() -> None:
+    texts = [TrainingText((index // 2, 5, 6), 1, index % 2 == 0) for index in range(200)]
+    split = split_texts(texts, 0.1)
+    assert len(split.held_out) == 10 and all(text.is_greedy for text in split.held_out)
+    assert len(split.training) == 180
+    assert not {text.prompt for text in split.held_out} & {text.prompt for text in split.training}
+    assert split_texts(texts[::-1], 0.1).held_out == split.held_out[::-1]
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
+    vocabulary = DraftVocabulary.from_counts(torch.tensor([0, 5, 1, 9, 0, 5, 1]), 4)
+    assert vocabulary.ids.tolist() == [1, 2, 3, 5] and vocabulary.coverage == 20 / 21
+    assert vocabulary.offsets.tolist() == [1, 1, 1, 2]
+    assert vocabulary.is_known.tolist() == [False, True, True, True, False, True, False]
+    assert DraftVocabulary.from_counts(torch.tensor([1, 2]), 8).ids.tolist() == [0, 1]
+
+
+def test_every_epoch_has_each_text_once_in_its_own_order() -> None:
+    lengths = tuple(5 + index % 40 for index in range(300))
+    plan = BatchPlan(lengths, batch_tokens=500, micro_tokens=120, epochs=2, seed=3)
+    orders = [[index for step in range(start, start + plan.steps_per_epoch) for index in plan.texts_of(step)]
+              for start in (0, plan.steps_per_epoch)]
+    assert all(sorted(order) == list(range(300)) for order in orders) and orders[0] != orders[1]
+    for step in range(plan.num_steps):
+        groups = plan.micro_batches(step)
+        assert sorted(index for group in groups for index in group) == sorted(plan.texts_of(step))
+        assert all(len(group) * max(lengths[index] for index in group) <= 120 for group in groups)
+        assert sum(lengths[index] for index in plan.texts_of(step)) < 700
+    assert BatchPlan(lengths, 500, 120, 2, seed=4).texts_of(0) != plan.texts_of(0)
+
+
+def test_weights_of_passes_and_mean_runs() -> None:
+    assert pass_weights(3, 0.5) == [4 / 7, 2 / 7, 1 / 7]
+    both = HeldOutAcceptance(10, (8, 4)) + HeldOutAcceptance(10, (4, 0))
+    assert both.by_position == [0.6, 0.2] and both.mean_run == 1.8

@@ -1,0 +1,98 @@
+"""Bad input to `outrider train-drafter` gets one clear line, before the model is loaded where that is possible."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from outrider import cli
+from outrider.commands.loading import Loaded
+from outrider.config import EngineConfig
+from outrider.training.run import train_drafter
+from outrider.training.settings import TrainingSettings
+from outrider.training.workspace import Workspace
+from tests.engine.harness import tiny_model
+from tests.training.runs import ASSETS, SMALL, engine_config, loaded, prompts_of, train, write_prompts
+
+TARGET = ASSETS / "target"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    status = cli.main(["train-drafter", *map(str, words)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert status == 2 and len(lines) == 1, lines
+    return lines[0]
+
+
+def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "head")
+    assert "--out" in refused(capsys, TARGET)
+    assert "'medusa' is not one of eagle3" in refused(capsys, TARGET, *out, "--method", "medusa")
+    assert "passes must be" in refused(capsys, TARGET, *out, "--passes", 99)
+    assert "raise micro_tokens" in refused(capsys, TARGET, *out, "--micro-tokens", 64)
+    assert "there is no file" in refused(capsys, TARGET, *out, "--prompts", tmp_path / "nothing.txt")
+    assert "train-drafter` has no flag --speculative-config" in refused(
+        capsys, TARGET, *out, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_folder_that_is_not_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not empty: name another folder" in refused(capsys, TARGET, "--out", tmp_path)
+    Workspace(tmp_path).open({})
+    assert "is not empty: --resume goes on with it" in refused(capsys, TARGET, "--out", tmp_path)
+    assert "is not a folder" in refused(capsys, TARGET, "--out", tmp_path / "notes.txt")
+
+
+def test_a_target_without_the_taps(tmp_path: Path) -> None:
+    """The usual three need three layers at least; a number beyond the layers is no tap."""
+    with pytest.raises(ValueError, match="the target has 4 layers, so taps are 0"):
+        train(tmp_path / "head", taps=(1, 5))
+    shallow = Loaded("shallow", tiny_model("llama"), None, ())
+    with pytest.raises(ValueError, match=r"has 2 layers and not the three residual streams.*--taps"):
+        train_drafter(shallow, EngineConfig("shallow"), TrainingSettings(**SMALL | {"taps": ()}),
+                      Workspace(tmp_path / "head"))
+    assert not (tmp_path / "head").exists()
+
+
+def test_texts_longer_than_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="do not fit the 512 positions"):
+        train(tmp_path / "head", max_prompt_tokens=256, max_answer_tokens=256, micro_tokens=1024)
+
+
+def test_too_little_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
+    with pytest.raises(ValueError, match=r"the texts of this run needs .* GiB, and .* has 0.00 GiB free"):
+        train(tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
+def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
+    def read(name: str, content: str) -> None:
+        (tmp_path / name).write_text(content)
+        train_drafter(loaded("target"), engine_config("target"), TrainingSettings(**SMALL),
+                      Workspace(tmp_path / "head"), prompts_file=tmp_path / name)
+
+    for name, content, words in (
+        ("a.jsonl", '{"prompt_token_ids": [1, 2]}\n{"answer": "x"}', r"line 2 must be a text, or an object"),
+        ("a.jsonl", '{"prompt_token_ids": [128]}', "token ids below 128"),
+        ("a.jsonl", "{", "line 1 is not valid JSON"),
+        ("a.json", '{"prompt": "x"}', "must hold a list"),
+        ("a.txt", "Hello", "the model has no tokenizer files"),
+        ("a.txt", "\n", "it has no prompt"),
+        ("a.jsonl", json.dumps({"prompt_token_ids": [1] * 40}), "longer than 24 tokens"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(name, content)
+
+
+def test_too_few_texts_to_hold_any_out(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", prompts_of("target", 1))
+    with pytest.raises(ValueError, match="are too few: raise --num-texts"):
+        train_drafter(loaded("target"), engine_config("target"), TrainingSettings(**SMALL),
+                      Workspace(tmp_path / "head"), prompts_file=prompts)
