@@ -24,6 +24,7 @@ PLAIN = TrainingSettings()
 # (flag, what its text is read by, its place holder, its help)
 FLAGS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("num-texts", count_flag, "N", "answers to train on (default: one for each prompt of --prompts, else 4096)"),
+    ("shard-texts", count_flag, "N", "answers that are generated together, and lost if the run is killed meanwhile"),
     ("max-prompt-tokens", count_flag, "N", "longer prompts are left out"),
     ("max-answer-tokens", count_flag, "N", "longest answer"),
     ("temperature", number_flag(0.01, 2), "T", "of every other answer; the rest are greedy"),

@@ -24,6 +24,13 @@ class AnswerPlan:
     num_texts: int
     prompts: list[list[int]]  # of a file; empty if the target writes them
 
+    def indexes_of(self, shard: int) -> range:
+        size = self.settings.shard_texts
+        return range(shard * size, min(self.num_texts, (shard + 1) * size))
+
+    def missing_shards(self, store: TextStore) -> list[int]:
+        return [shard for shard in range(-(-self.num_texts // self.settings.shard_texts)) if not store.has_shard(shard)]
+
     def prompt_of(self, index: int) -> list[int]:
         return self.prompts[index % len(self.prompts)]
 
@@ -49,18 +56,16 @@ class AnswerPlan:
                               detokenize=False)
 
 
-def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *, shard_texts: int,
+def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *,
                    report: Callable[[str], None]) -> None:
-    """Generate all shards that are missing. Which texts a shard has depends on its number and `shard_texts` alone."""
-    total = plan.num_texts
+    """Generate all shards that are missing."""
     known = {text.prompt for text in store.read_all()} if not plan.prompts else set()
-    for shard, start in enumerate(range(0, total, shard_texts)):
-        if store.has_shard(shard):
-            continue
-        began = time.perf_counter()
-        indexes = list(range(start, min(total, start + shard_texts)))
-        prompts = {index: plan.prompt_of(index) for index in indexes} if plan.prompts else _written(
-            llm, plan, own, indexes, known)
+    for shard in plan.missing_shards(store):
+        began, indexes = time.perf_counter(), plan.indexes_of(shard)
+        if plan.prompts:
+            prompts = {index: plan.prompt_of(index) for index in indexes}
+        else:
+            prompts = _written(llm, plan, own, indexes, known)
         asked = list(prompts)
         outputs = _finished(llm, [prompts[index] for index in asked], [plan.params(index) for index in asked])
         texts = [
@@ -70,7 +75,7 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
         ]
         store.write(shard, texts)
         tokens, seconds = sum(len(text.answer) for text in texts), time.perf_counter() - began
-        report(f"texts {indexes[-1] + 1} of {total}: {len(texts)} answers of {tokens} tokens in {seconds:.1f} s "
+        report(f"texts {indexes[-1] + 1} of {plan.num_texts}: {len(texts)} answers of {tokens} tokens in {seconds:.1f} s "
                f"({tokens / seconds:.0f} tokens/s)")
 
 

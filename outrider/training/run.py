@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import DraftVocabulary
 from outrider.training.workspace import Workspace
 
-SHARD_BATCHES = 4  # texts of a shard, in full batches of the engine
 BYTES_PER_TOKEN = 4
 SPARE_BYTES = 64 << 20
 
@@ -80,7 +80,8 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     assert settings.num_texts is not None
     workspace.check_room(settings.num_texts * settings.max_text_tokens * BYTES_PER_TOKEN + SPARE_BYTES,
                          "the texts of this run")
-    workspace.open(settings.as_json() | {"model": target.name})
+    digest = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else None
+    workspace.open(settings.as_json() | {"model": target.name, "prompts": digest})
     texts = _texts(target, config, settings, workspace, prompts, report)
     vocabulary = DraftVocabulary.from_counts(count_answer_tokens(texts.training, model.vocab_size),
                                              settings.draft_vocab_size)
@@ -107,10 +108,9 @@ def _texts(target: ServedTarget, config: EngineConfig, settings: TrainingSetting
     assert settings.num_texts is not None
     store, plan = TextStore(workspace.inner), AnswerPlan(settings, settings.num_texts, prompts)
     own = SelfPrompts(target.tokenizer, target.model.vocab_size)
-    answering = replace(config, max_model_len=settings.max_text_tokens + 1)
-    with target.llm(answering) as llm:
-        shard_texts = SHARD_BATCHES * llm.engine.limits.max_requests
-        generate_texts(llm, plan, store, own, shard_texts=shard_texts, report=report)
+    if plan.missing_shards(store):
+        with target.llm(replace(config, max_model_len=settings.max_text_tokens + 1)) as llm:
+            generate_texts(llm, plan, store, own, report=report)
     texts = split_texts(store.read_all(), settings.held_out)
     if not texts.training or not texts.held_out:
         raise ValueError(f"{len(texts.training)} texts to train on and {len(texts.held_out)} greedy ones to measure "

@@ -19,6 +19,7 @@ MAY_CHANGE = ("file_form", "patience", "save_seconds")
 class TrainingSettings:
     method: Annotated[str, OneOf(METHODS)] = "eagle3"
     num_texts: Count | None = None  # answers that are generated; None: one for each prompt, or DEFAULT_TEXTS
+    shard_texts: Count = 512  # texts that are generated and stored together
     max_prompt_tokens: Count = 512  # longer prompts are left out
     max_answer_tokens: Count = 512
     temperature: Annotated[float, Range(0.01, 2)] = 0.8  # of every other answer; the rest are greedy

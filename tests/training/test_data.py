@@ -68,16 +68,16 @@ def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, cha
     """Half greedy and half sampled, no prompt twice; a shard that is missing is made again as it was."""
     config = EngineConfig(str(chat_model), device="cpu", dtype="float64", num_pages=200, max_num_seqs=4)
     monkeypatch.setattr("outrider.training.answers.SELF_PROMPT_TOKENS", 24)
-    settings = TrainingSettings(max_prompt_tokens=150, max_answer_tokens=8)
+    settings = TrainingSettings(max_prompt_tokens=150, max_answer_tokens=8, shard_texts=5)
     target, lines = load(config), list[str]()
     own, plan = SelfPrompts(target.tokenizer, 260), AnswerPlan(settings, 12, [])
     stores = [TextStore(tmp_path), TextStore(tmp_path / "again")]
     (tmp_path / "again").mkdir()
     with target.llm(config) as llm:
         assert isinstance(llm, LLM)
-        generate_texts(llm, plan, stores[0], own, shard_texts=5, report=lines.append)
+        generate_texts(llm, plan, stores[0], own, report=lines.append)
         stores[1].write(0, list(stores[0].read(0)))
-        generate_texts(llm, plan, stores[1], own, shard_texts=5, report=lines.append)
+        generate_texts(llm, plan, stores[1], own, report=lines.append)
     texts = stores[0].read_all()
     assert texts == stores[1].read_all() and len(lines) == 3 + 2
     assert len({text.prompt for text in texts}) == len(texts) > 6

@@ -60,6 +60,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path / "head", **RUN)
     with pytest.raises(ValueError, match="passes was 2 and is 3"):
         train(tmp_path / "head", **RUN | {"passes": 3})
+    with pytest.raises(ValueError, match="prompts was .* and is "):
+        train(tmp_path / "head", num_prompts=23, **RUN | {"num_texts": 24})
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
