@@ -22,7 +22,7 @@ class AnswerPlan:
 
     settings: TrainingSettings
     num_texts: int
-    prompts: list[list[int]]  # of a file; empty if the target writes them
+    prompts: list[list[int]]  # of a file; the target writes those that are missing
 
     def indexes_of(self, shard: int) -> range:
         size = self.settings.shard_texts
@@ -31,15 +31,14 @@ class AnswerPlan:
     def missing_shards(self, store: TextStore) -> list[int]:
         return [shard for shard in range(-(-self.num_texts // self.settings.shard_texts)) if not store.has_shard(shard)]
 
-    def prompt_of(self, index: int) -> list[int]:
-        return self.prompts[index % len(self.prompts)]
+    def prompt_of(self, index: int) -> list[int] | None:
+        """A prompt of the file; None if the target writes it: each prompt of the file is answered at most twice."""
+        return self.prompts[index % len(self.prompts)] if index < 2 * len(self.prompts) else None
 
     def is_greedy(self, index: int) -> bool:
-        """Every other text; a prompt that comes again is answered the other way, and from the third time on sampled."""
-        if not self.prompts:
-            return index % 2 == 0
-        turn, place = divmod(index, len(self.prompts))
-        return turn < 2 and (turn + place) % 2 == 0
+        """Every other text is; a prompt that comes again is answered the other way."""
+        is_second = len(self.prompts) <= index < 2 * len(self.prompts)
+        return (index - len(self.prompts) + 1 if is_second else index) % 2 == 0
 
     def seed_of(self, index: int, is_prompt: bool = False) -> int:
         return (self.settings.seed * 2_000_003 + 2 * index + is_prompt) % MAX_SEED
@@ -59,13 +58,11 @@ class AnswerPlan:
 def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *,
                    report: Callable[[str], None]) -> None:
     """Generate all shards that are missing."""
-    known = {text.prompt for text in store.read_all()} if not plan.prompts else set()
+    known = {text.prompt for text in store.read_all()}
     for shard in plan.missing_shards(store):
         began, indexes = time.perf_counter(), plan.indexes_of(shard)
-        if plan.prompts:
-            prompts = {index: plan.prompt_of(index) for index in indexes}
-        else:
-            prompts = _written(llm, plan, own, indexes, known)
+        given = {index: prompt for index in indexes if (prompt := plan.prompt_of(index)) is not None}
+        prompts = given | _written(llm, plan, own, [index for index in indexes if index not in given], known)
         asked = list(prompts)
         outputs = _finished(llm, [prompts[index] for index in asked], [plan.params(index) for index in asked])
         texts = [
@@ -75,8 +72,8 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
         ]
         store.write(shard, texts)
         tokens, seconds = sum(len(text.answer) for text in texts), time.perf_counter() - began
-        report(f"texts {indexes[-1] + 1} of {plan.num_texts}: {len(texts)} answers of {tokens} tokens in {seconds:.1f} s "
-               f"({tokens / seconds:.0f} tokens/s)")
+        report(f"texts {indexes[-1] + 1} of {plan.num_texts}: {len(texts)} answers of {tokens} tokens in "
+               f"{seconds:.1f} s ({tokens / seconds:.0f} tokens/s)")
 
 
 def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int],

@@ -86,10 +86,13 @@ def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, cha
 
 
 def test_a_prompt_of_a_file_that_comes_again_is_answered_the_other_way() -> None:
-    plan = AnswerPlan(TrainingSettings(), 9, [[1], [2], [3]])
-    assert [plan.prompt_of(index)[0] for index in range(9)] == [1, 2, 3] * 3
-    assert [plan.is_greedy(index) for index in range(9)] == [True, False, True, False, True, False] + [False] * 3
-    assert len({plan.seed_of(index) for index in range(9)}) == 9
+    for count in (3, 4):
+        plan = AnswerPlan(TrainingSettings(), 12, [[token] for token in range(count)])
+        given = [plan.prompt_of(index) for index in range(12)]
+        assert given == [*plan.prompts, *plan.prompts, *[None] * (12 - 2 * count)]  # the target writes the rest
+        ways = [plan.is_greedy(index) for index in range(12)]
+        assert [not way for way in ways[:count]] == ways[count : 2 * count] and sum(ways) == 6
+        assert len({plan.seed_of(index, is_prompt) for index in range(12) for is_prompt in (True, False)}) == 24
 
 
 def test_answers_to_one_prompt_are_all_held_out_or_none() -> None:
