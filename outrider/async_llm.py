@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any, Never, cast
 
+from outrider.adapters.loading import load, need_registry
+from outrider.adapters.request import LoRARequest, one_for_each
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.output_reader import OutputReader
@@ -23,7 +26,7 @@ from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
-from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
+from outrider.front import Front, refuse_misplaced, refuse_sampling_field
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
@@ -44,30 +47,53 @@ class AsyncLLM(Front):
         self._owner = EngineThread(engine)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                       request_id: str | None = None, *, lora_request: None = None, priority: int = 0,
+                       request_id: str | None = None, *, lora_request: LoRARequest | None = None, priority: int = 0,
                        **misplaced: Never) -> AsyncGenerator[RequestOutput, None]:
         """Raises ValueError for a request that cannot be served. The last output is finished. `output_kind` of the
         parameters says whether an output has everything so far or the new part."""
         refuse_misplaced(self.generate, misplaced)
-        refuse_adapter(lora_request)
         params = need_sampling_params(SamplingParams() if sampling_params is None else sampling_params)
-        async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
+        async with aclosing(self._grow(prompt, params, request_id, priority, lora_request)) as outputs:
             async for output in outputs:
                 yield cast(RequestOutput, output)
 
     async def encode(self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None,
-                     *, lora_request: None = None, priority: int = 0) -> AsyncGenerator[PoolingRequestOutput, None]:
+                     *, lora_request: LoRARequest | None = None,
+                     priority: int = 0) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The pooled hidden states of one prompt, in the last output, as a tensor."""
-        refuse_adapter(lora_request)
         params = PoolingParams() if pooling_params is None else pooling_params
-        async with aclosing(self._grow(prompt, params, request_id, priority)) as outputs:
+        async with aclosing(self._grow(prompt, params, request_id, priority, lora_request)) as outputs:
             async for output in outputs:
                 self._as_tensors([cast(PoolingRequestOutput, output)])
                 yield cast(PoolingRequestOutput, output)
 
-    async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0) -> list[CheckedRequest]:
-        """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, and a long text
-        is tokenized, in a thread."""
+    async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0,
+                    lora_request: LoRARequest | None = None) -> list[CheckedRequest]:
+        """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, a long text is
+        tokenized, and an adapter that is not there is loaded, beside the engine."""
+        checked = await self._check(prompts, params, priority)
+        (asked,) = one_for_each(lora_request, 1)
+        if asked is None:
+            return checked
+        registry = need_registry(self.engine.adapters)
+        number = await load(registry, self._owner.call, asked)
+        self._owner.call(lambda: registry.release(number))
+        return [replace(request, adapter=number) for request in checked]
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter, so that its first request need not wait for it."""
+        registry = need_registry(self.engine.adapters)
+        number = await load(registry, self._owner.call, lora_request)
+        await asyncio.wrap_future(self._owner.call(lambda: registry.release(number)))
+        return True
+
+    async def remove_lora(self, lora_name: str) -> bool:
+        """Forget an adapter; requests that have it end with it. UnknownAdapter if there is none of this name."""
+        registry = need_registry(self.engine.adapters)
+        await asyncio.wrap_future(self._owner.call(lambda: registry.remove(lora_name)))
+        return True
+
+    async def _check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int) -> list[CheckedRequest]:
         checks, num = self.engine.checks, len(prompts)
 
         def check() -> list[CheckedRequest]:
@@ -94,9 +120,9 @@ class AsyncLLM(Front):
             while not stream.is_done:
                 yield await stream.next()
 
-    async def _grow(self, prompt: Prompt, params: RequestParams, request_id: str | None,
-                    priority: int) -> AsyncGenerator[Output, None]:
-        (request,) = await self.check([prompt], params, priority)
+    async def _grow(self, prompt: Prompt, params: RequestParams, request_id: str | None, priority: int,
+                    lora_request: LoRARequest | None) -> AsyncGenerator[Output, None]:
+        (request,) = await self.check([prompt], params, priority, lora_request)
         async with aclosing(self.follow(request, request_id)) as outputs:
             async for output in outputs:
                 yield output
@@ -116,14 +142,14 @@ class AsyncLLM(Front):
         return request_id
 
     async def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
-                   request_id: str | None = None, priority: int = 0,
+                   request_id: str | None = None, priority: int = 0, lora_request: LoRARequest | None = None,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
         """One conversation through the model's chat template."""
         for name, value in options.items():
             refuse_sampling_field(self.chat, name, value)
         token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
-        async with aclosing(self.generate(token_ids, sampling_params, request_id=request_id,
-                                          priority=priority)) as outputs:
+        async with aclosing(self.generate(token_ids, sampling_params, request_id=request_id, priority=priority,
+                                          lora_request=lora_request)) as outputs:
             async for output in outputs:
                 yield output
 

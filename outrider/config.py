@@ -78,6 +78,11 @@ class EngineConfig:
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     kv_events_config: dict[str, Any] | None = None  # tell others' routers what the prefix cache holds
     profiler_dir: Text | None = None  # the folder that stop_profile writes to
+    enable_lora: bool = False  # requests may name adapters
+    max_loras: Annotated[int, Range(1, 4096)] = 8  # adapters on the device at once
+    max_lora_rank: Annotated[int, Range(1, 4096)] = 64  # the largest rank that an adapter may have
+    max_cpu_loras: Annotated[int, Range(1, INT32)] | None = None  # adapters in the host's memory; None: 4 * max_loras
+    lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:
@@ -88,6 +93,11 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
         load_processors(self.logits_processors)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
+                             "every adapter on the device is kept in the host's memory too")
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ValueError("enable_lora with tensor_parallel_size > 1 is not supported: use one rank, or replicas")
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
         if self.kv_events_config is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.compat.engine_args import EngineArgs, config_for
-from outrider.compat.settings import NO_ADAPTERS, NO_IMAGES
+from outrider.compat.settings import NO_IMAGES
 from outrider.compat.vllm_config import ModelConfig, VllmConfig
 from outrider.config import EngineConfig
 from outrider.core.fields import shown, unknown_name
@@ -23,7 +23,7 @@ from outrider.engine.text import Tokenizer
 NOT_SERVED = {
     "classify": "use AsyncLLM.encode with PoolingParams(task='classify')",
     "reward": "use LLM.encode with pooling_task='classify' or 'token_classify'",
-    "add_lora": NO_ADAPTERS,
+    "add_lora": "give lora_request with the prompts, which loads the adapter",
     "apply_model": "the model lives with its worker: docs/extending.md says how to add parts",
     "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
     "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
@@ -36,7 +36,7 @@ NOT_SERVED = {
 NO_ARGUMENTS = {
     "guided_options_request": "use structured_outputs of SamplingParams",
     "mm_processor_kwargs": NO_IMAGES,
-    "prompt_adapter_request": NO_ADAPTERS,
+    "prompt_adapter_request": "prompt adapters are not served: give lora_request",
     "tokenization_kwargs": "encode the prompt with get_tokenizer() and give prompt_token_ids",
     "truncate_prompt_tokens": "encode the prompt with get_tokenizer() and give its last tokens",
 }
@@ -121,8 +121,3 @@ def refuse_sampling_field(call: Callable[..., Any], name: str, value: Any) -> No
     if name in SamplingParams.__dataclass_fields__:
         raise TypeError(f"{call.__qualname__}: {name} is a field of SamplingParams: write "
                         f"sampling_params=SamplingParams({name}={shown(value)})")
-
-
-def refuse_adapter(lora_request: object) -> None:
-    if lora_request is not None:
-        raise ValueError(f"lora_request is not supported: {NO_ADAPTERS}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence, Set
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Never, TypeVar, cast
 
+from outrider.adapters.loading import loaded
+from outrider.adapters.request import AdapterChoice, LoRARequest, one_for_each
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
@@ -30,7 +32,7 @@ from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.front import Front, refuse_adapter, refuse_misplaced, refuse_sampling_field
+from outrider.front import Front, refuse_misplaced, refuse_sampling_field
 from outrider.llm_engine import LLMEngine
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
@@ -50,22 +52,22 @@ class LLM(Front):
     def generate(self, prompts: Prompt | Sequence[Prompt] | None = None,
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  prompt_token_ids: list[int] | list[list[int]] | None = None,
-                 use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                 use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                  priority: int | Sequence[int] | None = None, **misplaced: Never) -> list[RequestOutput]:
         """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
-        a lower `priority` are served first; one number for all prompts, or one for each. `use_tqdm`: show a bar on a
-        terminal."""
+        a lower `priority` are served first; one number for all prompts, or one for each. `lora_request`: the adapter of
+        all prompts, or a list with one or None for each. `use_tqdm`: show a bar on a terminal."""
         refuse_misplaced(self.generate, misplaced)
-        refuse_adapter(lora_request)
         if prompts is not None and prompt_token_ids is not None:
             raise ValueError("give prompts or prompt_token_ids, not both")
         given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
-        return cast(list[RequestOutput], self._run(given, params, 0 if priority is None else priority, use_tqdm))
+        return cast(list[RequestOutput], self._run(given, params, 0 if priority is None else priority, use_tqdm,
+                                                   lora_request))
 
     def encode(self, prompts: Prompt | Sequence[Prompt],
                pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
-               use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+               use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                pooling_task: str = "embed") -> list[PoolingRequestOutput]:
         """Hidden states of the prompts, pooled as `pooling_params` say: tensors in `output.outputs.data`.
         `pooling_task`: what is pooled without parameters, "embed" for a prompt or "token_embed" for every token,
@@ -77,15 +79,15 @@ class LLM(Front):
         return outputs
 
     def _pool(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams],
-              use_tqdm: bool | Callable[..., Any], lora_request: None) -> list[PoolingRequestOutput]:
-        refuse_adapter(lora_request)
-        outputs = cast(list[PoolingRequestOutput], self._run(prompts, params, 0, use_tqdm))
+              use_tqdm: bool | Callable[..., Any], lora_request: AdapterChoice) -> list[PoolingRequestOutput]:
+        outputs = cast(list[PoolingRequestOutput], self._run(prompts, params, 0, use_tqdm, lora_request))
         raise_failed(outputs)
         return outputs
 
     def embed(self, prompts: Prompt | Sequence[Prompt],
               pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
-              use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None) -> list[EmbeddingRequestOutput]:
+              use_tqdm: bool | Callable[..., Any] = True,
+              lora_request: AdapterChoice = None) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in `output.outputs.embedding`."""
         given = pooling_params if isinstance(pooling_params, (list, tuple)) else [pooling_params]
         if any(isinstance(params, PoolingParams) and params.pooling == "all" for params in given):
@@ -96,7 +98,7 @@ class LLM(Front):
 
     def classify(self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None,
                  use_tqdm: bool | Callable[..., Any] = True,
-                 lora_request: None = None) -> list[ClassificationRequestOutput]:
+                 lora_request: AdapterChoice = None) -> list[ClassificationRequestOutput]:
         """The probability of each class, in `output.outputs.probs`, by the head of a model that classifies."""
         params = PoolingParams(task="classify") if pooling_params is None else replace(pooling_params, task="classify")
         return [ClassificationRequestOutput.from_pooled(output)
@@ -104,7 +106,7 @@ class LLM(Front):
 
     def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
               pooling_params: PoolingParams | None = None, use_tqdm: bool | Callable[..., Any] = True,
-              lora_request: None = None, chat_template: str | None = None) -> list[ScoringRequestOutput]:
+              lora_request: AdapterChoice = None, chat_template: str | None = None) -> list[ScoringRequestOutput]:
         """The similarity of each text of `data_1`, or of its only one, to the text of `data_2` at the same place. A
         model whose head has one class scores the two texts together; `chat_template` joins them then, as messages of
         the roles query and document."""
@@ -130,12 +132,12 @@ class LLM(Front):
 
     def enqueue(self, prompts: Prompt | Sequence[Prompt],
                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                 priority: int | Sequence[int] | None = None) -> list[str]:
         """Add requests without running them; `wait_for_completion` does. Returns their ids."""
-        refuse_adapter(lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
-        ids = self._loop.add(self._queue, self._check(prompts, params, 0 if priority is None else priority))
+        with self._checked(prompts, params, 0 if priority is None else priority, lora_request) as checked:
+            ids = self._loop.add(self._queue, checked)
         self._queued += ids
         return ids
 
@@ -163,29 +165,31 @@ class LLM(Front):
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int | Sequence[int] = 0, before_step: Callable[[], None] | None = None,
-               **misplaced: Never) -> Generator[RequestOutput, None, None]:
+               lora_request: AdapterChoice = None, **misplaced: Never) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown, or as `output_kind` of its parameters says.
         Closing the iterator ends the requests, and so does whatever `before_step` raises."""
         refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
         caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
-        checked = self._check(prompts, params, priority)
-        for request_id, request in zip(self._loop.add(caller, checked), checked, strict=True):
+        with self._checked(prompts, params, priority, lora_request) as checked:
+            ids = self._loop.add(caller, checked)
+        for request_id, request in zip(ids, checked, strict=True):
             if request.sampling.output_kind is not RequestOutputKind.CUMULATIVE:
                 caller.readers[request_id] = OutputReader(request.sampling.output_kind)
         return cast(Generator[RequestOutput, None, None], self._loop.follow(caller, before_step))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
-               priority: int = 0, **misplaced: Never) -> Generator[RequestOutput, None, None]:
+               priority: int = 0, lora_request: LoRARequest | None = None,
+               **misplaced: Never) -> Generator[RequestOutput, None, None]:
         """The growing output of one prompt, after every run. A prompt that cannot be served raises here. Closing the
         iterator ends the request."""
         refuse_misplaced(self.stream, misplaced)
-        return self.follow([prompt], sampling_params, priority=priority)
+        return self.follow([prompt], sampling_params, priority=priority, lora_request=lora_request)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None, *,
+             use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None, *,
              priority: int | Sequence[int] | None = None, **options: Any) -> list[RequestOutput]:
         """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
         for name, value in options.items():
@@ -267,11 +271,14 @@ class LLM(Front):
         self.close()
 
     def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
-             priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
-        requests, caller = self._check(prompts, params, priority), Caller()
-        with RequestBar(use_tqdm, len(requests)) as progress:  # before requests start: a caller's own bar may fail
-            ids = self._loop.add(caller, requests)
-            done = self._finish(caller, progress)
+             priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any],
+             adapters: AdapterChoice = None) -> list[Output]:
+        caller = Caller()
+        with self._checked(prompts, params, priority, adapters) as requests:
+            bar = RequestBar(use_tqdm, len(requests))  # before requests start: a caller's own bar may fail
+            with bar as progress:
+                ids = self._loop.add(caller, requests)
+                done = self._finish(caller, progress)
         return [done[request_id] for request_id in ids]
 
     def _finish(self, caller: Caller, progress: RequestBar) -> dict[str, Output]:
@@ -283,6 +290,15 @@ class LLM(Front):
                     done[output.request_id] = output
                     progress.finish(output)
         return done
+
+    @contextmanager
+    def _checked(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
+                 priority: int | Sequence[int], adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
+        """Requests for the prompts, with their adapters, which stay loaded while the block runs."""
+        checked = self._check(prompts, params, priority)
+        with loaded(self.engine.adapters, self._loop.run, one_for_each(adapters, len(checked))) as numbers:
+            yield [request if number is None else replace(request, adapter=number)
+                   for request, number in zip(checked, numbers, strict=True)]
 
     def _check(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
                priority: int | Sequence[int]) -> list[CheckedRequest]:

@@ -6,7 +6,10 @@ A thin front over the same loop that LLM drives: `llm.llm_engine` shares the eng
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from outrider.adapters.loading import loaded
+from outrider.adapters.request import LoRARequest, one_for_each
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.fields import Text, check_value
 from outrider.core.output_reader import OutputReader
@@ -15,7 +18,7 @@ from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.front import Front, refuse_adapter
+from outrider.front import Front
 
 
 class LLMEngine(Front):
@@ -39,10 +42,9 @@ class LLMEngine(Front):
         self._names: dict[str, str] = {}  # the loop's id of a request by the caller's
 
     def add_request(self, request_id: str, prompt: Prompt, params: RequestParams, arrival_time: float | None = None,
-                    lora_request: None = None, tokenization_kwargs: None = None, trace_headers: None = None,
-                    priority: int = 0) -> str:
+                    lora_request: LoRARequest | None = None, tokenization_kwargs: None = None,
+                    trace_headers: None = None, priority: int = 0) -> str:
         """Queue a request. One that cannot be served raises ValueError. Returns its id."""
-        refuse_adapter(lora_request)
         if tokenization_kwargs is not None:
             raise ValueError("tokenization_kwargs is not supported: encode the prompt with get_tokenizer() and give "
                              "prompt_token_ids")
@@ -50,7 +52,8 @@ class LLMEngine(Front):
         if request_id in self._names:
             raise ValueError(f"request id {request_id!r} is in use")
         (request,) = self.engine.checks.check_all([prompt], [params], [priority])
-        (own,) = self._loop.add(self._caller, [request])
+        with loaded(self.engine.adapters, self._loop.run, one_for_each(lora_request, 1)) as (number,):
+            (own,) = self._loop.add(self._caller, [replace(request, adapter=number)])
         self._names[request_id] = own
         self._caller.readers[own] = OutputReader(request.sampling.output_kind)
         return request_id

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.compat.pooler_config import PoolerConfig
 from outrider.compat.profiler_config import ProfilerConfig
-from outrider.compat.settings import NO_ADAPTERS, NO_IMAGES, ONE_DEVICE, ONE_GRAMMAR_LIBRARY
+from outrider.compat.settings import NO_IMAGES, ONE_DEVICE, ONE_GRAMMAR_LIBRARY
 
 VIEWS = ("CacheConfig", "DeviceConfig", "LoadConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig", "VllmConfig")
 # Classes that are not here, with what to use instead.
@@ -15,7 +15,7 @@ NOT_HERE = {
     "AttentionConfig": "choose a backend with attention_backend",
     "DecodingConfig": ONE_GRAMMAR_LIBRARY,
     "KVTransferConfig": "one engine keeps its own cache: leave kv_transfer_config out",
-    "LoRAConfig": NO_ADAPTERS,
+    "LoRAConfig": "give enable_lora, max_loras and max_lora_rank themselves",
     "MultiModalConfig": NO_IMAGES,
     "ObservabilityConfig": "the server has /metrics and --otlp-traces-endpoint",
     "StructuredOutputsConfig": ONE_GRAMMAR_LIBRARY,

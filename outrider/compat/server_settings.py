@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.compat.settings import NO_ADAPTERS, ONE_DEVICE, Explained, Meaning, Refused
+from outrider.compat.settings import ONE_DEVICE, Explained, Meaning, Refused
 
 OFF = (None, False)
 NO_OWN_CODE = "the server imports nothing by name: put a proxy in front of it"
@@ -44,7 +44,6 @@ VLLM_SERVER_SETTINGS: dict[str, Meaning] = {
     "enable_ssl_refresh": Refused("start the server again with the new certificate", OFF, is_switch=True),
     "ssl_cert_reqs": Refused("with ssl_ca_certs clients need a certificate, and otherwise none", (None, 0)),
     "ssl_ciphers": Refused("the ciphers are those of Python's ssl module"),
-    "lora_modules": Refused(NO_ADAPTERS),
     "api_server_count": Refused("one process serves HTTP", (None, 1)),
     "headless": Refused(ONE_DEVICE, OFF, is_switch=True),
 }

@@ -53,7 +53,6 @@ class Checked:
 
 Meaning: TypeAlias = SameAs | Explained | Refused | Checked
 
-NO_ADAPTERS = "adapters are not served: merge the adapter into the weights"
 NO_IMAGES = "only text is served"
 BY_CONFIG = "a head that classifies is served where the model's config names one (*ForSequenceClassification)"
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
@@ -90,16 +89,12 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "distributed_executor_backend": Refused("ranks are processes of one machine; replicas run on a Ray cluster with "
                                             "outrider serve --ray", (None, "mp", "uni")),
     "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
-    "enable_lora": Refused(NO_ADAPTERS, (None, False), is_switch=True),
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
     "guided_decoding_backend": Explained("grammars are compiled by llguidance"),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_transfer_config": Refused("one engine keeps its own cache"),
     "limit_mm_per_prompt": Explained(NO_IMAGES),
-    "max_cpu_loras": Refused(NO_ADAPTERS),
-    "max_lora_rank": Refused(NO_ADAPTERS),
-    "max_loras": Refused(NO_ADAPTERS),
     "mm_processor_kwargs": Refused(NO_IMAGES, (None, {})),
     "model_impl": Refused("model families are built in", (None, "auto")),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
@@ -133,14 +128,14 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "disable_hybrid_kv_cache_manager": Explained("there is one page manager", is_switch=True),
     "enable_dbo": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_eplb": Refused(ONE_DEVICE, (None, False), is_switch=True),
-    "enable_lora_bias": Refused(NO_ADAPTERS, (None, False), is_switch=True),
-    "fully_sharded_loras": Refused(NO_ADAPTERS, (None, False), is_switch=True),
+    "enable_lora_bias": Refused("biases of adapters are not served", (None, False), is_switch=True),
+    "fully_sharded_loras": Explained("adapters are held by one rank", is_switch=True),
     "hf_config_path": Refused(OWN_CONFIG),
     "ignore_patterns": Explained("only the files that a model needs are fetched"),
     "kv_sharing_fast_prefill": Refused("layers that share a cache are always computed alike", (None, False),
                                        is_switch=True),
     "long_prefill_token_threshold": Explained("long prompts are always computed in chunks of max_num_batched_tokens"),
-    "lora_dtype": Refused(NO_ADAPTERS, (None, "auto")),
+    "lora_dtype": Refused("adapters have the model's dtype", (None, "auto")),
     "mamba_block_size": Refused("use checkpoint_interval: tokens between the states that are kept for prefix hits"),
     "mamba_cache_mode": Explained("states of recurrent layers are kept for prefix hits every checkpoint_interval "
                                   "tokens, unless enable_prefix_caching is False"),
@@ -200,7 +195,7 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "revision": Refused("give the folder of that revision as model"),
 }
 # Own settings that scripts for vLLM may give as None.
-NONE_IS_DEFAULT = ("enable_prefix_caching", "kv_cache_dtype", "logits_processors")
+NONE_IS_DEFAULT = ("enable_lora", "enable_prefix_caching", "kv_cache_dtype", "logits_processors")
 
 # Values that are called something else here, by the setting they belong to.
 VALUES: dict[str, dict[str, str]] = {

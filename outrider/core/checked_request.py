@@ -46,7 +46,7 @@ class CheckedRequest:
     spans: PromptSpans = NO_SPANS
     embeds: PromptEmbeds | None = None
     has_ids: bool = True  # False: the prompt is embeddings without ids
-    adapter: str | None = None  # name of the adapter that changes the model's products for this request
+    adapter: int | None = None  # number of the load of the adapter that changes the model's products
 
     @property
     def sampling(self) -> SamplingParams:

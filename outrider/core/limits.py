@@ -25,6 +25,9 @@ class Axis(enum.Enum):
     STOP_IDS = "stop ids"  # token ids that end a request
     MASK_WORDS = "mask words"  # 32 tokens of the vocabulary each
     LIST_INTS = "list integers"  # integers of all rows' logit biases and bad words together
+    ADAPTER_SLOTS = "adapter slots"  # adapters on the device
+    ADAPTER_TARGETS = "adapter targets"  # products that adapters may change
+    ADAPTER_NUMBERS = "adapter numbers"  # numbers of all adapters on the device together
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class Limits:
     max_logprobs: int = 20  # most likely tokens that a request may have reported beside its own
     steps_in_flight: int = 2
     hidden_size: int = 1  # size of the hidden states that results may carry
+    max_adapters: int = 0  # adapters on the device at once
+    num_adapter_targets: int = 0
+    num_adapter_numbers: int = 0  # room for all of them together
 
     def extent(self, axis: Axis) -> int:
         return {
@@ -56,6 +62,9 @@ class Limits:
             Axis.STOP_IDS: self.max_stop_ids,
             Axis.MASK_WORDS: -(-self.vocab_size // 32),
             Axis.LIST_INTS: self.max_list_ints,
+            Axis.ADAPTER_SLOTS: self.max_adapters,
+            Axis.ADAPTER_TARGETS: self.num_adapter_targets,
+            Axis.ADAPTER_NUMBERS: self.num_adapter_numbers,
         }[axis]
 
     @property

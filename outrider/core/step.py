@@ -84,6 +84,14 @@ class PageChanges:
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
 
 
+class AdapterPlacement(NamedTuple):
+    """An adapter that the device copies from the host's memory before a step."""
+
+    number: int  # of its load
+    slot: int
+    offset: int  # where it begins in the arena
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
     """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if it gets that far."""
@@ -164,6 +172,7 @@ class ScheduledBatch:
     form: StepForm = StepForm.WHOLE
     spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
     shares_pages: bool = False  # several of its requests hold the same leading pages, for hundreds of tokens
+    adapters: list[AdapterPlacement] = field(default_factory=list)  # that must be on the device before the admissions
     is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
 
     @property

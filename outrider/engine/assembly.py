@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from outrider.adapters.registry import AdapterRegistry
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
@@ -12,6 +16,7 @@ from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
+from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
 from outrider.sched.host_drafts import HostDrafter
 from outrider.sched.prompt_time import PromptTime
@@ -28,27 +33,36 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
 
     kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets)
 
+    adapter_sizes: dict[int, int] = {}
+
     def scheduler(generation: int) -> Scheduler:
         made = make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
-                              host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults)
+                              host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
+                              adapter_sizes=adapter_sizes)
         if kv_events is not None:
             kv_events.follow(made.cache.pool)
         return made
 
-    return Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
-                  max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
-                  takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
-                  processors=config.logits_processors, device_name=info.device_name, classes=info.classes,
-                  kv_events=kv_events)
+    engine = Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
+                    max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
+                    takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
+                    processors=config.logits_processors, device_name=info.device_name, classes=info.classes,
+                    kv_events=kv_events)
+    if info.limits.max_adapters:
+        max_loaded = config.max_cpu_loras or 4 * config.max_loras
+        engine.adapters = AdapterRegistry(max_loaded, engine.order, engine.forget_adapter, adapter_sizes)
+    return engine
 
 
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
-                   host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None) -> Scheduler:
+                   host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
+                   adapter_sizes: Mapping[int, int] = MappingProxyType({})) -> Scheduler:
     """A scheduler with an empty cache, for a worker that describes itself so."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
     return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                     host_drafter=host_drafter, host_faults=host_faults, prompt_time=_prompt_time(info))
+                     host_drafter=host_drafter, host_faults=host_faults, prompt_time=_prompt_time(info),
+                     adapters=_adapter_slots(info, adapter_sizes))
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
@@ -58,6 +72,11 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
         case MeasuredDrafting(max_drafts, costs, always_propose):
             return auto_drafts(max_drafts, costs, always_propose=always_propose)
     return None
+
+
+def _adapter_slots(info: WorkerInfo, sizes: Mapping[int, int]) -> AdapterSlots | None:
+    limits = info.limits
+    return AdapterSlots(limits.max_adapters, limits.num_adapter_numbers, sizes) if limits.max_adapters else None
 
 
 def _prompt_time(info: WorkerInfo) -> PromptTime | None:

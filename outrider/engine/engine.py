@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from outrider.adapters.registry import AdapterRegistry
 from outrider.core import FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.class_head import ClassHead
@@ -54,6 +55,7 @@ class _Live:
     samples: list[tuple[Request, SampleOutput | PooledOutput]]
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
+    adapter: int | None = None  # number of its load
 
 
 class Engine:
@@ -82,6 +84,7 @@ class Engine:
                                     load_processors(processors), classes)
         self._host_faults = host_faults
         self.kv_events = kv_events
+        self.adapters: AdapterRegistry | None = None  # set before the first request, where requests may name adapters
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -128,6 +131,9 @@ class Engine:
         for request_id in requests:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
+        for asked in requests.values():
+            if self.adapters is not None:
+                self.adapters.check(asked.adapter)
         seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
                   for index, (request_id, asked) in enumerate(requests.items())}
         self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
@@ -184,6 +190,11 @@ class Engine:
         self._publish_events()
         return is_empty
 
+    def order(self, command: Command[Answer]) -> Future[Answer]:
+        """Have the worker carry out a command; steps go on meanwhile."""
+        self.check_running()
+        return self.runner.command(command)
+
     def command(self, command: Command[Answer]) -> Answer:
         """Have the worker carry out a command, and wait for its answer."""
         self.check_running()
@@ -193,6 +204,11 @@ class Engine:
             self._error = WorkerDied(f"the engine has ended: {error}")
             raise
 
+    def forget_adapter(self, number: int) -> None:
+        """The adapter is about to be dropped: it has no place on the device any more."""
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.forget(number)
+
     def reset(self) -> None:
         """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
         on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
@@ -201,6 +217,8 @@ class Engine:
         scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
         self._is_step_missing, self.scheduler = False, scheduler
+        if self.adapters is not None:
+            self.adapters.forget_requests()
         self._publish_events()
 
     # One step
@@ -315,7 +333,8 @@ class Engine:
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
             pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.checks.classes)
-            return _Live(request_id, metrics, [(Request(next(self._ids), asked, prompt_len), pooled)], None, 1)
+            only = (Request(next(self._ids), asked, prompt_len), pooled)
+            return _Live(request_id, metrics, [only], None, 1, asked.adapter)
         limit = self.limits.max_len if params.max_tokens is None else prompt_len + params.max_tokens
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
@@ -323,13 +342,16 @@ class Engine:
             key = SampleKey(request_id, index, asked.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))
         prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(prompt_len, self.tokenizer)
-        return _Live(request_id, metrics, samples, prompt, params.n)
+        return _Live(request_id, metrics, samples, prompt, params.n, asked.adapter)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
         """Register all requests atomically: if one is refused, none is added."""
         self.scheduler.add(*(request for live in lives for request, _ in live.samples))
         self._live |= {live.request_id: live for live in lives}
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
+        for live in lives:
+            if self.adapters is not None:
+                self.adapters.enter(live.adapter)
 
     def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
         request, result = update
@@ -374,4 +396,6 @@ class Engine:
         live.num_left -= 1
         if not live.num_left:
             metrics.finished_time = time.perf_counter()
+            if self.adapters is not None:
+                self.adapters.leave(live.adapter)
             del self._live[live.request_id]

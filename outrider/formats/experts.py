@@ -51,6 +51,12 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     ) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
+    @property
+    def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """([experts, gate | up, hidden], [experts, hidden, inner]) in the model's dtype, for what changes the products
+        of single experts; None if the format keeps other bits."""
+        return None
+
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
                         down: LinearFormat) -> torch.Tensor | None:
         """`mix` plus the result of a gated MLP that every token row takes, if a kernel computes both together."""
@@ -74,6 +80,10 @@ class DenseExperts(ExpertsFormat):
 
     def set_exact(self, exact: bool) -> None:
         self._experts = ops.experts.variant(exact)
+
+    @property
+    def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._gate_up, self._down
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None

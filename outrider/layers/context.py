@@ -6,6 +6,7 @@ calls its parts with the context of those rows (`of_rows`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Never, Protocol
 
 import torch
 
+from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
 
@@ -39,22 +41,48 @@ class LinearLayer(Protocol):
     def out_features(self) -> int: ...
 
 
-class RowAdapters(Protocol):
-    """Adapters of the requests in a step: what each adds to the products of its own token rows."""
+class RowAdapters(ABC):
+    """Adapters of the requests in a step: what each adds to the products of its own token rows. A module that no
+    adapter changes is left alone, and so are the bits of token rows without an adapter."""
 
+    @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
         """The adapters of some of the token rows."""
 
+    @abstractmethod
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
-        the adapter of each token row adds. A layer that no adapter changes is left alone."""
+        the adapter of each token row adds."""
+
+    def change(self, module: object) -> bool:
+        """Whether an adapter of this step may change an embedding, experts or a latent expansion. Where it is False,
+        the methods below are not called for the module."""
+        return False
+
+    def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
+        """Add to out [tokens, hidden], the embeddings of these ids, `scale` times what adapters add."""
+        raise NotImplementedError
+
+    def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: Routed,
+            added: torch.Tensor | None) -> None:
+        """Replace in out [tokens, hidden], the weighted sums of experts for x plus `added`, those of token rows whose
+        adapter changes the experts."""
+        raise NotImplementedError
+
+    def add_to_latents(self, out: torch.Tensor, expansion: object, queries: torch.Tensor) -> None:
+        """Add to out [tokens, heads, latent] what adapters add to queries [tokens, heads, key] in the latent space."""
+        raise NotImplementedError
+
+    def add_to_values(self, out: torch.Tensor, expansion: object, latents: torch.Tensor) -> None:
+        """Add to out [tokens, heads, value] what adapters add to the values of latents [tokens, heads, latent]."""
+        raise NotImplementedError
 
 
 class LoadedAdapters(Protocol):
     """The adapters that an engine has loaded. It keeps on the device which row has which."""
 
-    def admit(self, names: Mapping[int, str | None]) -> None:
-        """Rows that were just admitted, with the name of the request's adapter; None for the model itself."""
+    def admit(self, numbers: Mapping[int, int | None]) -> None:
+        """Rows that were just admitted, with the number of the request's adapter; None for the model itself."""
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowAdapters:
         """The adapters of a step's token rows. rows: [requests], the row of each request; request_of: [tokens]. Needs

@@ -40,8 +40,15 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
-        x = self.look_up(tokens)
+        x = self.adapted(tokens, context)
         return x if context.stand_ins is None else context.stand_ins.put_into(x)
+
+    def adapted(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The embedding of the ids themselves, as the adapters of the token rows change it."""
+        x = self.look_up(tokens)
+        if context.adapters is not None and context.adapters.change(self):
+            context.adapters.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)
+        return x
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embedding of the ids themselves."""

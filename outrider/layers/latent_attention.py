@@ -26,7 +26,7 @@ from outrider.formats import (
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
-from outrider.layers.context import StepContext
+from outrider.layers.context import RowAdapters, StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
@@ -71,11 +71,12 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         super().__init__(declared, DenseExpansion)
 
     def enter(self, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, index_q: torch.Tensor | None,
-              index_in_pairs: bool) -> None:
+              index_in_pairs: bool, context: StepContext) -> None:
         """queries [tokens, heads x (nope | rope) | index heads x dim] -> q [tokens, heads, latent | rope] and index_q
         [tokens, index heads, dim]."""
         declared, plain = self.declared, self.format.plain_parts
-        if plain is not None:
+        adapters = self._adapters(context)
+        if plain is not None and adapters is None:
             given = (queries, rope, q, plain[0], index_q, index_in_pairs)
             if ops.enter_latents.has_kernel(*given):
                 ops.enter_latents(*given)
@@ -84,18 +85,27 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         ops.rotate_queries(queries, rope, q, nope_dim, index_q, index_in_pairs)
         heads = queries[:, : num_heads * (nope_dim + rope.table.shape[1])].unflatten(1, (num_heads, -1))
         self.format.to_latent(heads[..., :nope_dim], q[..., : declared.num_inputs])
+        if adapters is not None:
+            adapters.add_to_latents(q[..., : declared.num_inputs], self, heads[..., :nope_dim])
 
-    def attend(self, bound: BoundLatentLayer, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, bound: BoundLatentLayer, q: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The values [tokens, heads * value] that queries in the latent space attend to."""
-        plain = self.format.plain_parts
-        values = None if plain is None else bound.values(q, plain[1])
-        return self.expand(bound(q)) if values is None else values.flatten(1)
+        plain, adapters = self.format.plain_parts, self._adapters(context)
+        values = None if plain is None or adapters is not None else bound.values(q, plain[1])
+        return self.expand(bound(q), adapters) if values is None else values.flatten(1)
 
-    def expand(self, latents: torch.Tensor) -> torch.Tensor:
+    def expand(self, latents: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
         values = latents.new_empty(*latents.shape[:2], self.declared.value_dim)
         self.format.to_values(latents, values)
+        if adapters is not None:
+            adapters.add_to_values(values, self, latents)
         return values.flatten(1)
+
+    def _adapters(self, context: StepContext) -> RowAdapters | None:
+        """The adapters of the step, if one of them changes the expansion."""
+        adapters = context.adapters
+        return adapters if adapters is not None and adapters.change(self) else None
 
 
 class Compression(Module):
@@ -167,7 +177,8 @@ class LatentAttention(TokenMixer):
         rope = RopeRows(angles.positions, angles.table)
         compressed_q, weights = bound.write(self.compress(x, context), self._norms(), rope)
         queries = self.queries(x if self.q_norm is None else compressed_q, context)
-        return self.leave(self.expansion.attend(bound, self._enter(queries, weights, rope, bound)), x, context)
+        return self.leave(self.expansion.attend(bound, self._enter(queries, weights, rope, bound, context), context),
+                          x, context)
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """values [tokens, heads * value] of the layer's input x [tokens, hidden] -> [tokens, hidden]."""
@@ -179,7 +190,7 @@ class LatentAttention(TokenMixer):
                            self.shape.index_rotates_pairs)
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
-               bound: BoundLatentLayer) -> torch.Tensor:
+               bound: BoundLatentLayer, context: StepContext) -> torch.Tensor:
         """Bring the queries into the latent space: [tokens, heads, latent | rope]. An indexer, if the layer has one,
         chooses positions here by queries of its own."""
         layer, tokens = self.layer, queries.shape[0]
@@ -187,7 +198,7 @@ class LatentAttention(TokenMixer):
         index_q = None
         if self.index is not None:
             index_q = queries.new_empty(tokens, self.index.num_heads, self.index.head_dim)
-        self.expansion.enter(queries, rope, q, index_q, self.shape.index_rotates_pairs)
+        self.expansion.enter(queries, rope, q, index_q, self.shape.index_rotates_pairs, context)
         if index_q is not None:
             bound.choose(index_q, weights)
         return q

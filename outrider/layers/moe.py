@@ -72,7 +72,10 @@ class Experts(FormatModule[ExpertsFormat]):
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
                  added: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`."""
-        return self.format.mix(x, routed, self.activation, added)
+        out = self.format.mix(x, routed, self.activation, added)
+        if context.adapters is not None and context.adapters.change(self):
+            context.adapters.mix(out, self, x, routed, added)
+        return out
 
 
 class MoE(FeedForward):

@@ -107,7 +107,7 @@ class PerLayerInputs(Module):
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, layers, size]"""
         projected = self.norm((self.projection(embedded, context) * self.projection_scale).view(self.shape))
-        return (projected + self.table.look_up(tokens).view(self.shape)) * 2.0**-0.5
+        return (projected + self.table.adapted(tokens, context).view(self.shape)) * 2.0**-0.5
 
 
 class PerLayerGate(Module):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from outrider.adapters.store import AdapterStore
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits
 from outrider.drafters.base import Drafter
@@ -44,6 +45,7 @@ class StepParts:
     exact: bool
     grammars: Grammars | None
     processors: list[EngineProcessor]
+    max_adapter_rank: int | None = None  # None: no request may name an adapter
     ranks: WorkerRanks = ONE_RANK
 
     @property
@@ -74,4 +76,6 @@ class StepParts:
                          drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact, ranks=self.ranks)
         if self.processors:
             step.planner.processors = ProcessorRows(self.processors, state, limits)
+        if self.max_adapter_rank is not None:
+            step.adapters = step.adapter_store = AdapterStore(model, self.max_adapter_rank, limits)
         return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider.adapters.store import with_adapters
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.drafters.base import Drafter
@@ -31,6 +32,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     limits = config.limits(gpu_bytes=gpu_bytes(model.device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
+    if config.enable_lora:
+        limits = with_adapters(limits, model, config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
     if speculative is not None and drafter is None:
         drafter = make_drafter(speculative, draft_build(config, model, limits))
     if config.exact:
@@ -45,7 +48,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
-                     make_processors(config, limits, model.device), ranks)
+                     make_processors(config, limits, model.device),
+                     config.max_lora_rank if config.enable_lora else None, ranks)
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -21,6 +21,7 @@ from outrider.core import (
     StepForm,
     StepResult,
 )
+from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.sched.faults import Suspects
@@ -30,11 +31,14 @@ from outrider.sched.request import Request, State
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
 
+ADAPTER_PATIENCE = 256  # steps for which others with adapters may overtake a request that waits for room for its own
+
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
                  host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
-                 prompt_time: PromptTime | None = None, generation: int = 0) -> None:
+                 prompt_time: PromptTime | None = None, generation: int = 0,
+                 adapters: AdapterSlots | None = None) -> None:
         """prompt_time: bounds the time that prompts take in steps with requests that decode. host_faults: of the host
         drafters of earlier schedulers."""
         if limits.max_batched_tokens < limits.max_requests:
@@ -42,6 +46,7 @@ class Scheduler:
                              f"({limits.max_requests})")
         self.cache = cache
         self.limits = limits
+        self.adapters = adapters
         self.stats = SchedulerStats()
         self._drafts = drafts
         self._host_drafts = None
@@ -154,6 +159,8 @@ class Scheduler:
         points = {request_id: bound for request_id, epoch, bound in failed
                   if request_id in self._requests and self._requests[request_id].epoch == epoch}
         self.preempt_all()
+        if self.adapters is not None:
+            self.adapters.forget_all()
         self.cache.forget_unsettled([batch.pages for batch in batches])
         for request_id in self._suspects.fail(points):
             self.end(request_id, Finish.ERROR, error)
@@ -171,6 +178,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity()
         rows = [r.row for r in self._running]
         assert len(set(rows)) == len(rows) and 0 not in rows, "a row has two owners"
         assert sorted(rows + self._free_rows) == list(range(1, self.limits.max_requests + 1)), "a row is lost"
@@ -254,8 +263,10 @@ class Scheduler:
 
     def _admit(self, step: FullStep, batch: BatchBuilder) -> None:
         """Give rows to requests that wait. A request whose beginning others are computing, or whose long prompt gets no
-        room beside short ones, waits for a later step, and holds up none of those behind it."""
+        room beside short ones, waits for a later step, and holds up none of those behind it. So does a request for
+        whose adapter the device has no room; once it has waited for long, no other adapter starts before it."""
         passed_over: list[Request] = []
+        is_full = False  # for requests with adapters
         while self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0:
             request = self._waiting.next
             if step.room_for(request) == 0:
@@ -267,6 +278,11 @@ class Scheduler:
                 continue
             if not self.cache.can_start(start):
                 break
+            number = request.input.adapter
+            if number is not None and self.adapters is not None and (is_full or not self.adapters.start(number)):
+                is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
+                passed_over.append(self._waiting.pop())
+                continue
             self._start(self._waiting.pop(), start)
             if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
@@ -345,7 +361,8 @@ class Scheduler:
         form = batch.form if self._num_with_form else StepForm.WHOLE
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
         scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, num_wanted, form,
-                                shares_pages=self.cache.shares_pages)
+                                shares_pages=self.cache.shares_pages,
+                                adapters=None if self.adapters is None else self.adapters.take_changes())
         self._admissions = []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -391,6 +408,8 @@ class Scheduler:
         self.cache.free(request.id)
         self._running.remove(request)
         self._num_with_form -= request.input.has_form
+        if self.adapters is not None and request.input.adapter is not None:
+            self.adapters.end(request.input.adapter)
         self._free_rows.append(request.row)
         # The row may be taken again in this very batch: nothing of its former owner must reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.core.outputs import RequestOutput
-from outrider.layers import Linear, find_modules
+from outrider.layers import Linear, RowAdapters, find_modules
 from outrider.models.base import Model
 from tests.engine.harness import CONFIGS, VOCAB, Rig, greedy, prompt_of, random_model
 from tests.engine.recurrent_rig import HYBRIDS
@@ -50,16 +50,16 @@ class LowRankAdapters:
         found = self._changes[name, id(linear)]
         return (found.down @ found.up).t()
 
-    def admit(self, names: Mapping[int, str | None]) -> None:
-        for row, name in names.items():
-            self._of_row[row] = -1 if name is None else NAMES.index(name)
+    def admit(self, numbers: Mapping[int, int | None]) -> None:
+        for row, number in numbers.items():
+            self._of_row[row] = -1 if number is None else number
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> TokenRowAdapters:
         return TokenRowAdapters(self._changes, self._of_row[rows][request_of])
 
 
 @dataclass(frozen=True)
-class TokenRowAdapters:
+class TokenRowAdapters(RowAdapters):
     changes: dict[tuple[str, int], Change]
     of_token: torch.Tensor  # [tokens] index of the adapter's name, -1 for none
 
@@ -100,7 +100,7 @@ def generate(rig: Rig, prompts: Sequence[list[int]], names: Sequence[str | None]
     check: Callable[..., Any] = rig.engine.checks.check
     done: dict[str, RequestOutput] = {}
     for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-        request = replace(check(prompt, greedy(14)), adapter=name)
+        request = replace(check(prompt, greedy(14)), adapter=None if name is None else NAMES.index(name))
         rig.engine.add({str(index): request})
         outputs._outputs[str(index)] = RequestOutput.empty(str(index), None, prompt, greedy(14))
     while rig.engine.has_work:

@@ -1,0 +1,98 @@
+"""HostAdapter: an adapter in the host's memory, laid out as the arena holds it, so that one copy places it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
+from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets, aligned
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the factors of one target begin within an adapter, and their rank."""
+
+    target: int
+    a: int
+    b: int
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    name: str
+    numbers: torch.Tensor  # [size], in the model's dtype
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def rank(self) -> int:
+        return max(entry.rank for entry in self.entries)
+
+
+def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max_size: int, dtype: torch.dtype,
+                 pin: bool = False, check_cancelled: Callable[[], None] = lambda: None) -> HostAdapter:
+    """Read a folder for a model. Every shape is checked, and the size of the whole known, before the first tensor is
+    read; numbers that are not finite in the model's dtype are refused by the tensor's name."""
+    source = PeftFolder.open(folder)
+    ranks: dict[Target, int] = {}
+    places: dict[str, tuple[Target, str]] = {}
+    for module, pair in source.pairs.items():
+        target, rest = places[module] = targets.find(module, pair)
+        rank = target.check(pair)
+        if rank > max_rank:
+            raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
+        _check_rank(source, target.config_name(module), pair, rank)
+        known = ranks.get(target, 0)
+        if known and not isinstance(target, ExpertsTarget):
+            raise AdapterError(f"{pair.a}: {target.name} is there twice")
+        is_apart = isinstance(target, ExpertsTarget) and rest.endswith(("gate_proj", "up_proj")) and target.is_gated
+        ranks[target] = max(known, 2 * rank if is_apart else rank)  # gate and up lie one behind the other
+        base = source.base_shapes.get(module)
+        if base is not None and base != (shape := targets.weight_shape(target)):
+            raise AdapterError(f"{folder}: the base weight of {module} is {list(base)} and the model's {list(shape)}: "
+                               "the vocabulary was resized, so the adapter is for another base model")
+    if (size := sum(target.room(rank) for target, rank in ranks.items())) > max_size:
+        raise AdapterError(f"{folder} takes {size * dtype.itemsize} bytes and the engine has room for "
+                           f"{max_size * dtype.itemsize}: raise max_loras or lora_memory_bytes")
+    held: dict[Target, list[NamedPair]] = {}
+
+    def take(module: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor) -> None:
+        check_cancelled()
+        for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.to(dtype)).all()):
+                raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype}), or no numbers")
+        target, rest = places[module]
+        held.setdefault(target, []).append(NamedPair(rest, a, b, source.scale(target.config_name(module))))
+
+    source.read(take)
+    return _packed(name, held, dtype, pin)
+
+
+def _check_rank(source: PeftFolder, module: str, pair: FactorPair, rank: int) -> None:
+    if source.rank(module) != rank:
+        raise AdapterError(f"{pair.a} has rank {rank}, and adapter_config.json says {source.rank(module)}")
+
+
+def _packed(name: str, held: dict[Target, list[NamedPair]], dtype: torch.dtype, pin: bool) -> HostAdapter:
+    made: list[tuple[Target, torch.Tensor, torch.Tensor, float]] = []
+    for target, pairs in held.items():
+        made.append((target, *target.factors(pairs)))
+    size = sum(aligned(a.numel()) + aligned(b.numel()) for _, a, b, _ in made)
+    numbers = torch.zeros(size, dtype=dtype, pin_memory=pin)
+    entries: list[Entry] = []
+    first = 0
+    for target, a, b, scale in made:
+        second = first + aligned(a.numel())
+        numbers[first : first + a.numel()] = a.reshape(-1).to(dtype)
+        numbers[second : second + b.numel()] = b.reshape(-1).to(dtype)
+        entries.append(Entry(target.index, first, second, b.shape[-1], scale))
+        first = second + aligned(b.numel())
+    return HostAdapter(name, numbers, tuple(entries))

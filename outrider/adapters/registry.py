@@ -1,0 +1,184 @@
+"""AdapterRegistry: the engine's names of adapters and their loads. No torch.
+
+Every load has a fresh number, which requests carry and pages are keyed by, so an adapter that is read again under the
+same name shares nothing with the one before. Called where `Engine.step` is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from outrider.adapters.commands import BeginAdapter, DropAdapter, PollAdapter
+from outrider.adapters.request import LoRARequest
+from outrider.runner.commands import Answer, Command
+
+
+class Order(Protocol):
+    """Gives a command to the worker, and does not wait for its answer."""
+
+    def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
+
+
+@dataclass
+class Load:
+    """One reading of an adapter's folder."""
+
+    number: int
+    name: str
+    path: str
+    num_requests: int = 0  # that were added and have not ended
+    num_holders: int = 0  # fronts that are about to add requests
+    is_replaced: bool = False  # dropped as soon as its last request ends
+    answer: Future[int | None] | None = None  # the worker's, whether it has been read
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_requests == self.num_holders == 0
+
+
+class UnknownAdapter(ValueError):
+    """No adapter has this name."""
+
+
+class AdapterRegistry:
+    def __init__(self, max_loaded: int, order: Order, forget: Callable[[int], None],
+                 sizes: dict[int, int]) -> None:
+        """max_loaded: adapters in the host's memory. forget: tells the scheduler that a load is dropped. sizes: of
+        loads that are there, by number; the scheduler reads it."""
+        self.sizes = sizes
+        self._max_loaded, self._order, self._forget = max_loaded, order, forget
+        self._numbers = count(1)
+        self._loads: OrderedDict[int, Load] = OrderedDict()  # least recently used first
+        self._current: dict[str, int] = {}  # number of the load by name
+        self._paths: dict[str, str] = {}  # of names that were given to keep, loaded or not
+
+    # Names
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Folders of the adapters that can be asked for by name alone."""
+        return self._paths
+
+    def find(self, name: str) -> LoRARequest:
+        """The adapter that was given under a name."""
+        if name not in self._paths:
+            raise UnknownAdapter(f"there is no adapter {name!r}")
+        return LoRARequest(name, 1, self._paths[name])
+
+    def keep(self, name: str, path: str) -> None:
+        """Let requests ask for an adapter by its name alone."""
+        self._paths[name] = path
+
+    def remove(self, name: str) -> None:
+        """No new request may ask for the adapter; those that run end with it."""
+        if self._paths.pop(name, None) is None and name not in self._current:
+            raise UnknownAdapter(f"there is no adapter {name!r}")
+        self._replace(name)
+
+    # Loads
+
+    def begin(self, asked: LoRARequest) -> int:
+        """Begin to load an adapter unless it is there. Returns the number of its load, which is kept until
+        `release`."""
+        number = self._current.get(asked.lora_name)
+        if number is not None and self._loads[number].path == asked.lora_path and not asked.load_inplace:
+            self._loads.move_to_end(number)
+            self._loads[number].num_holders += 1
+            return number
+        if number is not None:
+            self._replace(asked.lora_name)
+        self._make_room()
+        number = next(self._numbers)
+        self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
+        self._loads[number] = Load(number, asked.lora_name, asked.lora_path, num_holders=1)
+        self._current[asked.lora_name] = number
+        return number
+
+    def is_ready(self, number: int) -> bool:
+        """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
+        if number in self.sizes:
+            return True
+        load = self._loads.get(number)
+        if load is None:
+            raise UnknownAdapter("the adapter could not be loaded, or was removed meanwhile")
+        if load.answer is None:
+            load.answer = self._order(PollAdapter(number))
+        if not load.answer.done():
+            return False
+        answer, load.answer = load.answer, None
+        try:
+            size = answer.result()
+        except Exception:
+            self._take_out(number)
+            raise
+        if size is not None:
+            self.sizes[number] = size
+        return size is not None
+
+    def release(self, number: int) -> None:
+        """A front has added its requests, or given up."""
+        load = self._loads.get(number)
+        if load is not None and load.num_holders:
+            load.num_holders -= 1
+            self._drop_replaced(load)
+
+    # Requests
+
+    def check(self, number: int | None) -> None:
+        """Refuse a request whose adapter is not loaded any more."""
+        if number is not None and number not in self.sizes:
+            raise UnknownAdapter("the request's adapter has been removed: ask for it again")
+
+    def enter(self, number: int | None) -> None:
+        if number is not None:
+            self._loads[number].num_requests += 1
+            self._loads.move_to_end(number)
+
+    def leave(self, number: int | None) -> None:
+        load = None if number is None else self._loads.get(number)
+        if load is not None and load.num_requests:
+            load.num_requests -= 1
+            self._drop_replaced(load)
+
+    def forget_requests(self) -> None:
+        """The engine has forgotten all requests."""
+        for load in list(self._loads.values()):
+            load.num_requests = load.num_holders = 0
+            self._drop_replaced(load)
+
+    # Inside
+
+    def _make_room(self) -> None:
+        while len(self._loads) >= self._max_loaded:
+            idle = next((load for load in self._loads.values() if load.is_idle), None)
+            if idle is None:
+                raise ValueError(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and all of them have "
+                                 "requests: raise max_cpu_loras")
+            self._drop(idle)
+
+    def _replace(self, name: str) -> None:
+        number = self._current.pop(name, None)
+        if number is not None:
+            load = self._loads[number]
+            load.is_replaced = True
+            self._drop_replaced(load)
+
+    def _drop_replaced(self, load: Load) -> None:
+        if load.is_replaced and load.is_idle:
+            self._drop(load)
+
+    def _drop(self, load: Load) -> None:
+        self._forget(load.number)
+        self._take_out(load.number)
+        self._order(DropAdapter(load.number))
+
+    def _take_out(self, number: int) -> None:
+        load = self._loads.pop(number)
+        self.sizes.pop(number, None)
+        if self._current.get(load.name) == number:
+            del self._current[load.name]

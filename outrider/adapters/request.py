@@ -1,0 +1,50 @@
+"""LoRARequest: names the adapter of a request. Field names follow vLLM's. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from outrider.core.fields import Count, Text, check_fields, shown
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter: its name, a number of the caller's own, and its folder. `load_inplace`: read the folder again,
+    although an adapter of this name and folder is loaded."""
+
+    lora_name: Text
+    lora_int_id: Count
+    lora_path: Text
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields("LoRARequest: ", self)
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+
+AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"
+
+
+def one_for_each(given: AdapterChoice, count: int) -> list[LoRARequest | None]:
+    """The adapter of each of `count` prompts: one for all of them, or a list with one for each."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    for one in each:
+        if one is not None and not isinstance(one, LoRARequest):
+            raise ValueError("lora_request must be a LoRARequest, or a list with one for each prompt, got "
+                             f"{shown(one)}")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} lora_requests for {count} prompts: give one, or as many")
+    return each

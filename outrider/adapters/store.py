@@ -1,0 +1,94 @@
+"""AdapterStore: the adapters of a worker. Reads them beside the steps, keeps them in the host's memory by the number of
+their load, and places them on the device when the scheduler says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from outrider.adapters.arena import NO_SLOT, AdapterArena
+from outrider.adapters.host_adapter import HostAdapter, read_adapter
+from outrider.adapters.rows import StepAdapters
+from outrider.adapters.targets import Targets
+from outrider.core import Limits
+from outrider.core.step import AdapterPlacement
+from outrider.kernels.buffers import to_device
+from outrider.models.base import Model
+
+
+class AdapterStore:
+    def __init__(self, model: Model, max_rank: int, limits: Limits) -> None:
+        self.targets = Targets.from_model(model)
+        self.arena = AdapterArena(self.targets, limits, model.dtype, model.device)
+        self._max_rank, self._dtype, self._device = max_rank, model.dtype, model.device
+        self._loads: dict[int, Future[HostAdapter]] = {}
+        self._slots: dict[int, int] = {}  # by the number of the load
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-adapters")
+
+    # Commands
+
+    def begin(self, number: int, name: str, folder: str) -> None:
+        """Begin to read an adapter, on a thread of its own."""
+        self._loads[number] = self._reader.submit(
+            read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=len(self.arena.numbers),
+            dtype=self._dtype, pin=self._device.type == "cuda")
+
+    def poll(self, number: int) -> int | None:
+        """The size of an adapter that has been read, or None while it is read. Raises what was wrong with it."""
+        load = self._loads[number]
+        if not load.done():
+            return None
+        try:
+            return load.result().size
+        except BaseException:
+            del self._loads[number]
+            raise
+
+    def drop(self, number: int) -> None:
+        """Forget an adapter. No request has it any more."""
+        load = self._loads.pop(number, None)
+        if load is not None:
+            load.cancel()
+        self._slots.pop(number, None)
+
+    @property
+    def num_loaded(self) -> int:
+        return len(self._loads)
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    # Steps
+
+    def place(self, placements: Sequence[AdapterPlacement]) -> None:
+        for placed in placements:
+            self._slots = {number: slot for number, slot in self._slots.items() if slot != placed.slot}
+            self.arena.place(self._loads[placed.number].result(), placed.slot, placed.offset)
+            self._slots[placed.number] = placed.slot
+
+    def admit(self, numbers: Mapping[int, int | None]) -> None:
+        if not numbers:
+            return
+        slots = [NO_SLOT if number is None else self._slots[number] for number in numbers.values()]
+        rows, own = to_device([*numbers, *slots], torch.int64, self._device).view(2, -1)
+        self.arena.slot_of_row.index_copy_(0, rows, own)
+
+    def reset(self) -> None:
+        self._slots.clear()
+        self.arena.reset()
+
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:
+        return StepAdapters(self.arena, self.arena.slot_of_row[rows][request_of])
+
+
+def with_adapters(limits: Limits, model: Model, max_loras: int, max_rank: int, memory_bytes: int | None) -> Limits:
+    """Limits with room for adapters: by default `max_loras` of the largest rank on all planned targets."""
+    targets = Targets.from_model(model)
+    numbers = max_loras * targets.planned_room(max_rank)
+    if memory_bytes is not None:
+        numbers = memory_bytes // model.dtype.itemsize
+    return replace(limits, max_adapters=max_loras, num_adapter_targets=len(targets.all), num_adapter_numbers=numbers)

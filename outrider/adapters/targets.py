@@ -1,0 +1,332 @@
+"""Targets: the products of a model that adapters may change, found by the names that PEFT gives their modules.
+
+A target knows the shapes that a file's two factors must have, and brings them into the order and the part that this
+rank's product has. Modules with several matrices (q, k and v) are a target for each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from outrider.adapters.peft_folder import AdapterError, FactorPair
+from outrider.formats import join_names
+from outrider.formats.declared import Segment
+from outrider.layers.base import Module
+from outrider.layers.embedding import Embedding
+from outrider.layers.latent_attention import LatentExpansion
+from outrider.layers.linear import Linear, TiedLinear
+from outrider.layers.moe import Experts
+from outrider.models.base import Model
+
+ALIGNMENT = 64  # numbers: where a factor begins in the arena
+WRAPPERS = ("model", "backbone", "language_model", "transformer")  # names around a decoder, which differ by version
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target(ABC):
+    """One product that adapters may change. Factors are kept as `a` [.., rank, inputs] and `b` [.., outputs, rank]."""
+
+    index: int  # its row in the arena's tables
+    name: str  # of the module, without the names around the decoder
+    is_planned: bool = True  # the arena is planned with room for it in every adapter
+
+    @abstractmethod
+    def sizes(self, rank: int) -> tuple[int, int]:
+        """Numbers of the two factors on this rank."""
+
+    @abstractmethod
+    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """This rank's part of the factors as they lie in the arena, and the scale of their product."""
+
+    @abstractmethod
+    def check(self, pair: FactorPair) -> int:
+        """The rank of a file's factors, or an AdapterError if they are those of another model."""
+
+    def config_name(self, module: str) -> str:
+        """The name of a file's module that patterns of the config are matched with."""
+        return module
+
+    def room(self, rank: int) -> int:
+        return sum(map(aligned, self.sizes(rank)))
+
+
+@dataclass(frozen=True)
+class NamedPair:
+    """The factors of one module of a file, with the scale of their product."""
+
+    module: str  # as the target knows it: the rest of the name behind the target's
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
+    """The rank of factors [rank, inputs] and [outputs, rank]."""
+    rank = pair.a_shape[0] if pair.a_shape else 0
+    if pair.a_shape != (rank, num_inputs) or pair.b_shape != (num_outputs, rank) or not rank:
+        raise AdapterError(f"{pair.a} {list(pair.a_shape)} and {pair.b} {list(pair.b_shape)} do not fit the model, "
+                           f"whose weight is [{num_outputs}, {num_inputs}]: the adapter is for another base model")
+    return rank
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearTarget(Target):
+    """One matrix of a linear layer."""
+
+    linear: Linear
+    segment: Segment
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        return rank * self.linear.declared.num_inputs, rank * len(self.segment.rows)
+
+    def check(self, pair: FactorPair) -> int:
+        return _check_matrix(pair, self.linear.declared.in_features, self.segment.size)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        (pair,) = pairs
+        inputs, segment = self.linear.declared.inputs, self.segment
+        b = torch.cat([pair.b[held.start : held.stop] for held in segment.held])
+        if segment.layout is not None:
+            b = segment.layout.sort(b)
+        return pair.a[:, inputs.start : inputs.stop], b, pair.scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpansionTarget(Target):
+    """The projection from the latent space to keys and values, which is used from both sides."""
+
+    expansion: LatentExpansion
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        declared = self.expansion.declared
+        return rank * declared.num_inputs, rank * declared.num_outputs
+
+    def check(self, pair: FactorPair) -> int:
+        (segment,) = self.expansion.declared.segments
+        return _check_matrix(pair, self.expansion.declared.in_features, segment.size)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        (pair,), (segment,) = pairs, self.expansion.declared.segments
+        return pair.a, torch.cat([pair.b[held.start : held.stop] for held in segment.held]), pair.scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmbeddingTarget(Target):
+    """A table of tokens. Its first factor [vocabulary, rank] is looked up like the table itself."""
+
+    embedding: Embedding
+    is_planned: bool = False
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        declared = self.embedding.declared
+        return rank * declared.num_outputs, rank * declared.num_inputs
+
+    def check(self, pair: FactorPair) -> int:
+        (segment,) = self.embedding.declared.segments
+        if not pair.is_embedding:
+            raise AdapterError(f"{pair.a}: {self.name} is an embedding, whose factors are lora_embedding_A and _B")
+        return _check_matrix(pair, segment.size, self.embedding.declared.in_features)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        (pair,) = pairs
+        return pair.a.t(), pair.b, pair.scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertsTarget(Target):
+    """One of the two projections of all experts: factors [experts, rank, inputs] and [experts, outputs, rank]. Files
+    hold them expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two."""
+
+    experts: Experts
+    is_down: bool
+    is_planned: bool = False
+
+    @property
+    def num_inputs(self) -> int:
+        declared = self.experts.declared
+        return declared.expert_size if self.is_down else declared.hidden_size
+
+    @property
+    def is_gated(self) -> bool:
+        return self.experts.is_gated and not self.is_down
+
+    @cached_property
+    def parts(self) -> Mapping[str, range]:
+        """The output features of each matrix, by its name in files."""
+        size = self.experts.declared.expert_size
+        if self.is_down:
+            return {"down_proj": range(self.experts.declared.hidden_size)}
+        if not self.experts.is_gated:
+            return {"up_proj": range(size)}
+        return {"gate_up_proj": range(2 * size), "gate_proj": range(size), "up_proj": range(size, 2 * size)}
+
+    @property
+    def num_outputs(self) -> int:
+        return max(part.stop for part in self.parts.values())
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        # A gated expert whose gate and up were adapted apart has the ranks of both.
+        count = self.experts.num_experts
+        return count * rank * self.num_inputs, count * rank * self.num_outputs
+
+    def takes(self, rest: str, pair: FactorPair) -> bool:
+        """Whether a module below the experts' name is (a part of) this projection."""
+        expert, _, matrix = rest.rpartition(".")
+        if matrix in self.parts:
+            return expert == "" or expert.isdecimal()
+        # PEFT's wrapper of a joint parameter does not say which one it is; the shapes do.
+        return rest in ("", "base_layer") and (pair.a_shape[-1], pair.b_shape[0]) == (self.num_inputs, self.num_outputs)
+
+    def config_name(self, module: str) -> str:
+        """PEFT's wrapper of a joint parameter goes by the parameter's name."""
+        experts = module.removesuffix(".base_layer")
+        return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
+
+    def check(self, pair: FactorPair) -> int:
+        return self._rank_of(pair, pair.a_shape, pair.b_shape)
+
+    def _rank_of(self, pair: FactorPair, a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        count, inputs = self.experts.num_experts, self.num_inputs
+        outputs = {len(part) for part in self.parts.values()}
+        if len(a) == len(b) == 3 and a[0] == b[0] == count and a[2] == inputs and a[1] == b[2] and b[1] in outputs:
+            return a[1]
+        if len(a) == len(b) == 2 and a[1] == inputs and b[0] in outputs and a[0] == b[1]:
+            is_joint = "experts.lora" in pair.a or "experts.base_layer." in pair.a
+            if not is_joint:
+                return a[0]
+            if a[0] % count == 0:
+                return a[0] // count
+        raise AdapterError(f"{pair.a} {list(a)} and {pair.b} {list(b)} do not fit {count} experts of {inputs} inputs: "
+                           "the adapter is for another base model")
+
+    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Scales are folded into the second factor: those of gate and up may differ."""
+        count = self.experts.num_experts
+        pieces: list[tuple[slice, range, torch.Tensor, torch.Tensor]] = []  # experts, outputs, factors with experts
+        for pair in pairs:
+            expert, _, matrix = pair.module.rpartition(".")
+            a, b = pair.a, pair.b.double() * pair.scale
+            if expert.isdecimal():
+                own = slice(int(expert), int(expert) + 1)
+                pieces.append((own, self.parts[matrix], a[None], b[None]))
+            elif a.dim() == 3:
+                pieces.append((slice(None), self.parts[matrix], a, b))
+            else:
+                b = b.unflatten(1, (-1, count)).permute(2, 0, 1)  # PEFT has the experts behind the ranks
+                pieces.append((slice(None), range(self.num_outputs), a.unflatten(0, (count, -1)), b))
+        used = torch.zeros(count, dtype=torch.int64)
+        for own, _, a, _ in pieces:
+            used[own] += a.shape[1]
+        rank = int(used.max())
+        joint_a = pairs[0].a.new_zeros(count, rank, self.num_inputs)
+        joint_b = torch.zeros(count, self.num_outputs, rank, dtype=torch.float64)
+        used.zero_()
+        for own, part, a, b in pieces:
+            first = int(used[own].max())
+            joint_a[own, first : first + a.shape[1]] = a.to(joint_a.dtype)
+            joint_b[own, part.start : part.stop, first : first + a.shape[1]] = b
+            used[own] += a.shape[1]
+        return joint_a, joint_b, 1.0
+
+
+def plain_name(module: str) -> str:
+    """A module's name without the names around the decoder."""
+    parts = module.split(".")
+    while parts and parts[0] in WRAPPERS:
+        parts.pop(0)
+    return ".".join(parts)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """All targets of a model. Linear layers are found by identity, as layers ask for their adapters."""
+
+    all: tuple[Target, ...]
+    of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies
+
+    @classmethod
+    def from_model(cls, model: Model) -> Targets:
+        found: list[Target] = []
+        of_module: dict[int, list[Target]] = {}
+        modules = dict((id(module), (plain_name(name), module)) for name, module in named_modules(model))
+        if isinstance(model.lm_head, TiedLinear):
+            modules[id(model.lm_head)] = "lm_head", model.lm_head
+        for key, (name, module) in modules.items():
+            for target in _targets_of(name, module, len(found)):
+                found.append(target)
+                of_module.setdefault(key, []).append(target)
+        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()})
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Target]:
+        return {target.name: target for target in self.all if not isinstance(target, ExpertsTarget)}
+
+    @cached_property
+    def _experts(self) -> Mapping[str, tuple[ExpertsTarget, ...]]:
+        by_name: dict[str, list[ExpertsTarget]] = {}
+        for target in self.all:
+            if isinstance(target, ExpertsTarget):
+                by_name.setdefault(target.name, []).append(target)
+        return {name: tuple(own) for name, own in by_name.items()}
+
+    def find(self, module: str, pair: FactorPair) -> tuple[Target, str]:
+        """The target of a file's module, and the rest of the module's name behind it. Refused by the tensor's name if
+        the model has none."""
+        name = plain_name(module)
+        if (target := self._by_name.get(name)) is not None:
+            return target, ""
+        for experts, targets in self._experts.items():
+            if name == experts or name.startswith(f"{experts}."):
+                rest = name[len(experts) + 1 :]
+                own = next((target for target in targets if target.takes(rest, pair)), None)
+                if own is not None:
+                    if own.experts.format.plain_parts is None:
+                        raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
+                                           "start the engine with keep_quantized=False")
+                    return own, rest
+        raise AdapterError(f"{pair.a}: the model has no {name} that an adapter may change: the adapter is for another "
+                           "base model")
+
+    @staticmethod
+    def weight_shape(target: Target) -> tuple[int, ...]:
+        """The shape of the weight that a target changes, as the checkpoint has it."""
+        match target:
+            case LinearTarget(linear=linear, segment=segment):
+                return segment.size, linear.declared.in_features
+            case EmbeddingTarget(embedding=embedding):
+                return embedding.declared.segments[0].size, embedding.declared.in_features
+        return ()
+
+    def planned_room(self, rank: int) -> int:
+        """Numbers of an adapter of this rank on all planned targets."""
+        return sum(target.room(rank) for target in self.all if target.is_planned)
+
+
+def named_modules(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    """A module and its parts, with their names in the checkpoint."""
+    yield prefix, module
+    for name, part in module.parts():
+        yield from named_modules(part, join_names(prefix, name))
+
+
+def _targets_of(name: str, module: Module, index: int) -> list[Target]:
+    if isinstance(module, Linear):
+        return [LinearTarget(index=index + place, name=join_names(name, segment.name), linear=module, segment=segment)
+                for place, segment in enumerate(module.declared.segments)]
+    if isinstance(module, LatentExpansion):
+        return [ExpansionTarget(index=index, name=name, expansion=module)]
+    if isinstance(module, Embedding):
+        return [EmbeddingTarget(index=index, name=name, embedding=module)]
+    if isinstance(module, Experts):
+        return [ExpertsTarget(index=index + is_down, name=name, experts=module, is_down=bool(is_down))
+                for is_down in (0, 1)]
+    return []

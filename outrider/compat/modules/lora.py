@@ -1,6 +1,0 @@
-"""outrider.lora: a module of vLLM that is not here."""
-
-from outrider.compat.not_here import not_here
-from outrider.compat.settings import NO_ADAPTERS
-
-raise not_here(__name__, NO_ADAPTERS)

@@ -1,0 +1,1 @@
+"""outrider.lora: the place of adapters in vLLM."""

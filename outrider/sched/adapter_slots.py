@@ -1,0 +1,87 @@
+"""AdapterSlots: which adapters are on the device, and where. Only accounting: the worker copies. No torch.
+
+An adapter stays in its place until another one needs the room and no running request has it. The one that was used
+least recently goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from outrider.core.step import AdapterPlacement
+
+
+class AdapterSlots:
+    def __init__(self, num_slots: int, capacity: int, sizes: Mapping[int, int]) -> None:
+        """sizes: of all loaded adapters, by the number of their load; the owner changes it."""
+        self._capacity, self._sizes = capacity, sizes
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._placed: OrderedDict[int, AdapterPlacement] = OrderedDict()  # least recently used first
+        self._users: dict[int, int] = {}  # running requests of each placed adapter
+        self._changes: list[AdapterPlacement] = []
+
+    def start(self, number: int) -> bool:
+        """A request with this adapter takes a row. False if there is no room for the adapter yet."""
+        if number not in self._placed and not self._place(number):
+            return False
+        self._placed.move_to_end(number)
+        self._users[number] = self._users.get(number, 0) + 1
+        return True
+
+    def end(self, number: int) -> None:
+        """A running request with this adapter ends, or is preempted."""
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._users[number]
+
+    def forget(self, number: int) -> None:
+        """The adapter is no longer loaded."""
+        assert number not in self._users, "an adapter is dropped while requests run with it"
+        if number in self._placed:
+            self._evict(number)
+
+    def forget_all(self) -> None:
+        """What the device holds is not known any more. No request runs."""
+        assert not self._users
+        for number in list(self._placed):
+            self._evict(number)
+        self._changes = []
+
+    def take_changes(self) -> list[AdapterPlacement]:
+        """The adapters that the device must copy before the next step."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def check_integrity(self) -> None:
+        ends = 0
+        for placed in sorted(self._placed.values(), key=lambda own: own.offset):
+            assert placed.offset >= ends, "adapters overlap"
+            ends = placed.offset + self._sizes[placed.number]
+        assert ends <= self._capacity
+        slots = [placed.slot for placed in self._placed.values()]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free), "a slot has two owners"
+
+    def _place(self, number: int) -> bool:
+        """Find room, perhaps that of adapters which no running request has."""
+        size, idle = self._sizes[number], [one for one in self._placed if one not in self._users]
+        while not self._free or (offset := self._find_gap(size)) is None:
+            if not idle:
+                return False
+            self._evict(idle.pop(0))
+        placed = AdapterPlacement(number, self._free.pop(), offset)
+        self._placed[number] = placed
+        self._changes.append(placed)
+        return True
+
+    def _find_gap(self, size: int) -> int | None:
+        offset = 0
+        for placed in sorted(self._placed.values(), key=lambda own: own.offset):
+            if placed.offset - offset >= size:
+                return offset
+            offset = placed.offset + self._sizes[placed.number]
+        return offset if self._capacity - offset >= size else None
+
+    def _evict(self, number: int) -> None:
+        self._free.append(self._placed.pop(number).slot)
+        self._changes = [change for change in self._changes if change.number != number]

@@ -1,0 +1,103 @@
+"""Adapters on every family against PEFT in float64: logits, and greedy text of several adapters and none in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.adapters import LoRARequest
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from tests.adapters.folders import make_adapter, peft_greedy
+from tests.models import oracle
+
+PROMPT = oracle.tokens_of(seed=3, count=12).tolist()
+COUNT = 12
+SETTINGS: dict[str, Any] = {
+    "dtype": "float64", "device": "cpu", "enable_lora": True, "max_num_seqs": 4, "num_pages": 64, "max_model_len": 128,
+    "skip_tokenizer_init": True, "lora_memory_bytes": 16 << 20,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
+JOINT = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]}
+# PEFT does not take the out_proj of Mamba layers.
+MAMBA = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc1_latent_proj"]
+FIRST: dict[str, dict[str, Any]] = {
+    "llama": {}, "gemma3": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": JOINT, "qwen3_next": JOINT, "qwen3_5": {},
+    "qwen3_5_moe": JOINT, "deepseek_v3": JOINT, "deepseek_v32": JOINT, "glm_moe_dsa": JOINT,
+    "bamba": {"target_modules": MAMBA},
+    "nemotron_h": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
+    "nemotron_h_latent": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
+}  # fmt: skip
+QUICK = ("llama", "gemma3", "deepseek_v3", "nemotron_h_latent", "qwen3_next")
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None]) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    assert all(output.outputs[0].error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in FIRST])
+def test_text_is_that_of_peft_for_each_adapter_of_a_batch(family: str, tmp_path: Path) -> None:
+    """The second adapter changes embeddings and head, and some layers in ranks of their own."""
+    folder = oracle.make_folder(family, tmp_path / "model")
+    first = make_adapter(folder, tmp_path / "first", 1, **FIRST[family])
+    table = "embeddings" if "nemotron" in family else "embed_tokens"
+    second = make_adapter(folder, tmp_path / "second", 2, r=8, use_rslora=True, rank_pattern={"down_proj": 3},
+                          alpha_pattern={"o_proj": 16}, layers_to_transform=None,
+                          target_modules=["q_proj", "o_proj", "down_proj", table, "lm_head"])
+    folders = None, first, second
+    wanted = [peft_greedy(folder, each, PROMPT, COUNT) for each in folders]
+    assert len(set(map(tuple, wanted))) == 3, "the adapters change nothing"
+    asked = [None if path is None else LoRARequest(path.name, 1, str(path)) for path in folders]
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert tokens_of(llm, [PROMPT] * 3, asked) == wanted
+        assert tokens_of(llm, [PROMPT] * 3, asked[::-1]) == wanted[::-1], "pages of the first run are found"
+
+
+def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path) -> None:
+    """Logits of a request alone and in a batch, with an adapter and without, bit for bit."""
+    folder = oracle.make_folder("llama", tmp_path / "model")
+    paths = [make_adapter(folder, tmp_path / str(seed), seed, r=rank) for seed, rank in ((1, 4), (2, 16))]
+    one, two = (LoRARequest(path.name, 1, str(path)) for path in paths)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=20)
+    prompts = [oracle.tokens_of(seed, 12).tolist() for seed in range(3)]
+
+    def logprobs(llm: LLM, adapters: list[LoRARequest | None], count: int = 3) -> list[list[Any]]:
+        done = llm.generate(prompts[:count], params, lora_request=adapters, use_tqdm=False)
+        return [[[(token, own.logprob) for token, own in step.items()] for step in output.outputs[0].logprobs or ()]
+                for output in done]
+
+    settings = SETTINGS | {"exact": True, "enable_prefix_caching": False, "dtype": "float32"}
+    with LLM(str(folder), **settings) as llm, LLM(str(folder), **settings | {"enable_lora": False}) as without:
+        (alone,), (plain,) = logprobs(llm, [one], 1), logprobs(without, [None], 1)
+        assert logprobs(llm, [one, two, None])[0] == logprobs(llm, [one, one, one])[0] == alone
+        assert logprobs(llm, [None, two, one])[0] == plain != alone
+
+
+def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
+    from outrider.adapters.arena import NO_SLOT
+    from outrider.adapters.store import AdapterStore, with_adapters
+    from outrider.core import Limits
+    from outrider.core.step import AdapterPlacement
+    from outrider.layers import Linear, find_modules
+
+    folder = oracle.make_folder("llama", tmp_path / "model")
+    path, model = make_adapter(folder, tmp_path / "own", 1), oracle.load(folder, torch.float64)
+    store = AdapterStore(model, 8, with_adapters(Limits(4, 8, 64, 0, oracle.VOCAB), model, 2, 8, None))
+    store.begin(7, "own", str(path))
+    store._loads[7].result()
+    store.place([AdapterPlacement(7, 1, 0)])
+    store.admit({1: 7, 2: None})
+    assert store.arena.slot_of_row.tolist() == [NO_SLOT, 1, NO_SLOT, NO_SLOT, NO_SLOT]
+    rows = store.of_step(torch.tensor([2, 1]), torch.tensor([0, 1, 1]))
+    linear = find_modules([model], Linear)[0]
+    out = torch.full((3, linear.out_features), torch.nan, dtype=torch.float64)
+    out[1:] = 0
+    rows.add_to(out, linear, torch.ones(3, linear.in_features, dtype=torch.float64), 0)
+    assert out[0].isnan().all() and (out[1:] != 0).all() and out[1].equal(out[2])
+    store.close()

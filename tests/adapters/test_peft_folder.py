@@ -1,0 +1,152 @@
+"""Folders of adapters: what is read of them, and what is refused, by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.adapters.host_adapter import HostAdapter, read_adapter
+from outrider.adapters.peft_folder import AdapterError, PeftFolder
+from outrider.adapters.targets import ExpertsTarget, Targets
+from tests.engine.harness import CONFIGS, random_model
+
+MODEL = random_model(CONFIGS["llama"], torch.float64, 7)
+TARGETS = Targets.from_model(MODEL)
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(pair(Q_PROJ, 4) if tensors is None else tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def pair(module: str, rank: int, inputs: int = 32, outputs: int = 32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return {f"{module}.lora_A.weight": torch.randn(rank, inputs, generator=generator),
+            f"{module}.lora_B.weight": torch.randn(outputs, rank, generator=generator)}
+
+
+def read(path: Path, targets: Targets = TARGETS, max_rank: int = 64, max_size: int = 1 << 24) -> HostAdapter:
+    return read_adapter("own", str(path), targets, max_rank=max_rank, max_size=max_size, dtype=torch.float64)
+
+
+def test_an_adapter_takes_the_room_of_its_own_rank(tmp_path: Path) -> None:
+    adapter = read(write(tmp_path))
+    (entry,) = adapter.entries
+    assert TARGETS.all[entry.target].name == "layers.0.self_attn.q_proj"
+    assert (adapter.rank, entry.scale, adapter.size) == (4, 2.0, 4 * 32 + 4 * 32)
+
+
+@pytest.mark.parametrize("config, scale", [
+    ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 16}}, 4.0), ({"alpha_pattern": {"k_proj": 16}}, 2.0),
+    ({"r": 2, "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 4}}, 2.0), ({"lora_alpha": 4}, 1.0),
+])  # fmt: skip
+def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
+    (entry,) = read(write(tmp_path, **config)).entries
+    assert entry.scale == scale
+
+
+@pytest.mark.parametrize("config, words", [
+    ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+    ({"use_dora": True}, "use_dora=True is not supported: DoRA"),
+    ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\] is not supported"),
+    ({"bias": "all"}, "bias='all' is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' has changed the base model"),
+    ({"rotates_everything": True}, "rotates_everything=True is not known"),
+    ({"r": 0}, "r must be a positive integer, got 0"),
+    ({"r": 2}, "has rank 4, and adapter_config.json says 2"),
+    ({"lora_alpha": float("nan")}, "lora_alpha must be a number greater than 0"),
+    ({"rank_pattern": {"(": 2}}, "is no regular expression"),
+])  # fmt: skip
+def test_a_config_that_cannot_be_served_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any],
+                                                             words: str) -> None:
+    with pytest.raises(AdapterError, match=words):
+        read(write(tmp_path, **config))
+
+
+NAN = {name: tensor / 0 * 0 for name, tensor in pair(Q_PROJ, 4).items()}
+
+
+@pytest.mark.parametrize("tensors, words", [
+    (pair(Q_PROJ, 4, inputs=48), r"q_proj.lora_A.weight \[4, 48\] .* the adapter is for another base model"),
+    (pair(Q_PROJ.replace("layers.0", "layers.9"), 4), "the model has no layers.9.self_attn.q_proj"),
+    (NAN, "lora_A.weight holds NaN or Inf"),
+    ({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 32)}, "q_proj.lora_A.weight has no counterpart"),
+    (pair(Q_PROJ, 4) | {f"{Q_PROJ}.lora_magnitude_vector": torch.ones(32)}, "lora_magnitude_vector is no part"),
+    (pair("base_model.model.model.embed_tokens", 4, 256, 32), "embed_tokens is an embedding"),
+    ({"other": torch.ones(1)}, "tensor other is no part of a LoRA"),
+])  # fmt: skip
+def test_tensors_of_another_model_are_refused_by_their_name(tmp_path: Path, tensors: dict[str, torch.Tensor],
+                                                           words: str) -> None:
+    with pytest.raises(AdapterError, match=words):
+        read(write(tmp_path, tensors))
+
+
+def test_a_rank_or_a_size_beyond_the_engines_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, pair(Q_PROJ, 64), r=64)
+    with pytest.raises(AdapterError, match="has rank 64, and max_lora_rank is 16: raise it"):
+        read(path, max_rank=16)
+    with pytest.raises(AdapterError, match="takes 32768 bytes and the engine has room for 800: raise max_loras"):
+        read(path, max_size=100)
+
+
+def test_a_damaged_folder_is_refused_by_its_file(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="holds no adapter_config.json"):
+        PeftFolder.open(tmp_path)
+    path = write(tmp_path)
+    (path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(AdapterError, match="adapter_model.safetensors is truncated or damaged"):
+        PeftFolder.open(path)
+    (path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(AdapterError, match="adapter_config.json is damaged"):
+        PeftFolder.open(path)
+    (path / "adapter_config.json").write_text(" " * (2 << 20))
+    with pytest.raises(AdapterError, match="has more than 1048576 bytes"):
+        PeftFolder.open(path)
+    (path / "adapter_model.safetensors").unlink()
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(AdapterError, match="holds no adapter_model.safetensors"):
+        PeftFolder.open(path)
+
+
+EXPERTS: dict[str, Any] = CONFIGS["llama"] | {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "head_dim": 8, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:
+    """The layout is read from the tensors: expert by expert, three axes, or PEFT's wrapper of a joint parameter."""
+    targets = Targets.from_model(random_model(EXPERTS, torch.float64, 7))
+    name = "base_model.model.model.layers.0.mlp.experts"
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((4, 3, 32), (4, 48, 3)))
+    joint = {f"{name}.gate_up_proj.lora_A.weight": a, f"{name}.gate_up_proj.lora_B.weight": b}
+    wrapped = {f"{name}.base_layer.lora_A.weight": a.flatten(0, 1).clone(),
+               f"{name}.base_layer.lora_B.weight": b.permute(1, 2, 0).flatten(1).clone()}
+    each = {}
+    for expert in range(4):
+        for matrix, rows in (("gate_proj", slice(24)), ("up_proj", slice(24, 48))):
+            each |= {f"{name}.{expert}.{matrix}.lora_A.weight": a[expert].clone(),
+                     f"{name}.{expert}.{matrix}.lora_B.weight": b[expert, rows].clone()}
+    changes = []
+    for place, tensors in enumerate((joint, wrapped, each)):
+        adapter = read(write(tmp_path / str(place), tensors, r=3), targets)
+        (entry,) = adapter.entries
+        target = targets.all[entry.target]
+        assert isinstance(target, ExpertsTarget) and not target.is_down
+        first = adapter.numbers[entry.a : entry.a + 4 * entry.rank * 32].view(4, entry.rank, 32)
+        second = adapter.numbers[entry.b : entry.b + 4 * 48 * entry.rank].view(4, 48, entry.rank)
+        changes.append(entry.scale * second @ first)
+    assert torch.allclose(changes[0], 8 / 3 * b @ a)
+    assert torch.equal(changes[0], changes[1]) and torch.allclose(changes[0], changes[2])
