@@ -80,7 +80,7 @@ class EngineConfig:
     profiler_dir: Text | None = None  # the folder that stop_profile writes to
     enable_lora: bool = False  # requests may name adapters
     max_loras: Annotated[int, Range(1, 4096)] = 8  # adapters on the device at once
-    max_lora_rank: Annotated[int, Range(1, 4096)] = 64  # the largest rank that an adapter may have
+    max_lora_rank: Annotated[int, Range(1, 4096)] = 16  # the largest rank that an adapter may have
     max_cpu_loras: Annotated[int, Range(1, INT32)] | None = None  # adapters in the host's memory; None: 4 * max_loras
     lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"

@@ -9,48 +9,63 @@ from collections.abc import Mapping
 import torch
 
 from outrider.adapters.host_adapter import Entry, HostAdapter
-from outrider.adapters.targets import Targets
+from outrider.adapters.targets import LinearTarget, Targets
 from outrider.core import Axis, Limits
-from outrider.kernels.buffers import buffer, send
-
-NUM_PLACES = 3  # columns of `places`: where the first and the second factor begin, and their rank
-NO_SLOT = -1  # of rows without an adapter
+from outrider.kernels.adapters import NO_SLOT, NUM_PLACES, AdapterTables
+from outrider.kernels.buffers import buffer, lazy_zeros, send, to_device
 
 
 class AdapterArena:
-    def __init__(self, targets: Targets, limits: Limits, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, targets: Targets, limits: Limits, max_rank: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.targets, self.device = targets, device
-        self.numbers = buffer(limits, Axis.ADAPTER_NUMBERS, dtype=dtype, device=device)
-        tables = limits, Axis.ADAPTER_SLOTS, Axis.ADAPTER_TARGETS
-        # A rank of 0 says that the slot's adapter does not change the target.
-        self.places = torch.stack([buffer(*tables, dtype=torch.int64, device=device)] * NUM_PLACES, dim=-1)
-        self.scales = buffer(*tables, dtype=wide, device=device)
+        axes = limits, Axis.ADAPTER_SLOTS, Axis.ADAPTER_TARGETS
+        self.tables = AdapterTables(
+            numbers=lazy_zeros(limits.extent(Axis.ADAPTER_NUMBERS), dtype=dtype, device=device),
+            places=torch.stack([buffer(*axes, dtype=torch.int64, device=device)] * NUM_PLACES, dim=-1),
+            scales=buffer(*axes, dtype=wide, device=device),
+            bounds=to_device(targets.bounds, torch.int64, device).view(-1, 2), max_rank=max_rank)
         self.slot_of_row = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=NO_SLOT)
         self._entries: dict[int, dict[int, Entry]] = {}  # by slot and target, as in the tables
+        self._others: set[int] = set()  # slots whose adapters change more than linear layers
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
         """Copy an adapter to its place. Queued behind the steps that may still read the memory."""
         end = offset + adapter.size
-        assert end <= len(self.numbers), "the scheduler has placed an adapter beyond the arena"
-        self.numbers[offset:end].copy_(adapter.numbers, non_blocking=True)
-        places = torch.zeros(self.places.shape[1:], dtype=torch.int64)
-        scales = torch.zeros(self.scales.shape[1:], dtype=self.scales.dtype)
+        tables = self.tables
+        assert end <= len(tables.numbers), "the scheduler has placed an adapter beyond the arena"
+        tables.numbers[offset:end].copy_(adapter.numbers, non_blocking=True)
+        places = torch.zeros(tables.places.shape[1:], dtype=torch.int64)
+        scales = torch.zeros(tables.scales.shape[1:], dtype=tables.scales.dtype)
         placed: dict[int, Entry] = {}
         for entry in adapter.entries:
             at = Entry(entry.target, offset + entry.a, offset + entry.b, entry.rank, entry.scale)
             places[at.target] = torch.tensor([at.a, at.b, at.rank])
             scales[at.target] = at.scale
             placed[at.target] = at
-        self.places[slot].copy_(send(places, self.device))
-        self.scales[slot].copy_(send(scales, self.device))
+        tables.places[slot].copy_(send(places, self.device))
+        tables.scales[slot].copy_(send(scales, self.device))
         self._entries[slot] = placed
+        has_others = any(not isinstance(self.targets.all[target], LinearTarget) for target in placed)
+        (self._others.add if has_others else self._others.discard)(slot)
 
     def reset(self) -> None:
         """Forget which rows have adapters, and what lies in the slots."""
         self.slot_of_row.fill_(NO_SLOT)
-        self.places.zero_()
+        self.tables.places.zero_()
         self._entries.clear()
+        self._others.clear()
+
+    @property
+    def num_numbers(self) -> int:
+        """The room for all adapters together."""
+        return len(self.tables.numbers)
+
+    @property
+    def has_only_linears(self) -> bool:
+        """Whether the adapters that are placed change linear layers alone."""
+        return self._others.isdisjoint(self._entries)
 
     def entries(self, target: int) -> Mapping[int, Entry]:
         """The slots whose adapters change a target."""
@@ -58,5 +73,5 @@ class AdapterArena:
 
     def factors(self, entry: Entry, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Views of the two factors."""
-        return tuple(self.numbers[start : start + torch.Size(shape).numel()].view(shape)
+        return tuple(self.tables.numbers[start : start + torch.Size(shape).numel()].view(shape)
                      for start, shape in ((entry.a, a_shape), (entry.b, b_shape)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from outrider.core.fields import Count, Text, check_fields, shown
 
@@ -40,7 +40,7 @@ AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"
 
 def one_for_each(given: AdapterChoice, count: int) -> list[LoRARequest | None]:
     """The adapter of each of `count` prompts: one for all of them, or a list with one for each."""
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * count
     for one in each:
         if one is not None and not isinstance(one, LoRARequest):
             raise ValueError("lora_request must be a LoRARequest, or a list with one for each prompt, got "

@@ -1,7 +1,9 @@
-"""StepAdapters: what adapters add to the products of a step's token rows, in plain torch.
+"""StepAdapters: what adapters add to the products of a step's token rows.
 
-Every token row is computed alone and in one order of additions, so its bits do not depend on the adapters of the rows
-beside it. Rows without an adapter are not written. On a GPU linear layers have kernels (`kernels/triton/adapters.py`).
+Linear layers have an operation for that (`kernels/adapters.py`), which a captured step may hold. Embeddings, experts and
+the latent expansion are computed in plain torch here, which reads the device. Every token row is computed alone and in
+one order of additions, so its bits do not depend on the adapters of the rows beside it, and rows without an adapter are
+not written.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from typing import Any
 
 import torch
 
-from outrider.adapters.arena import NO_SLOT, AdapterArena
+from outrider.adapters.arena import AdapterArena
 from outrider.adapters.host_adapter import Entry
-from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, LinearTarget, Target
+from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, Target
 from outrider.kernels import moe, ops
+from outrider.kernels.adapters import NO_SLOT
 from outrider.layers.context import LinearLayer, RowAdapters
 
 exact_product = ops.linear.variant(exact=True)
@@ -47,16 +50,9 @@ class StepAdapters(RowAdapters):
 
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         assert len(x) == len(out) == len(self._slots), "the context is of other token rows"
-        stop = first + out.shape[1]
-        for target in self._arena.targets.of_module.get(id(linear), ()):
-            assert isinstance(target, LinearTarget)
-            own = target.segment.rows
-            begin, end = max(own.start, first), min(own.stop, stop)
-            for entry, rows in self._adapted(target) if begin < end else ():
-                a, b = self._arena.factors(entry, (entry.rank, x.shape[1]), (len(own), entry.rank))
-                inner = exact_product(x[rows], a)
-                delta = exact_product(inner, b[begin - own.start : end - own.start])
-                _add_rows(out[:, begin - first : end - first], rows, delta, entry.scale)
+        targets = self._arena.targets.ranges.get(id(linear))
+        if targets is not None:
+            ops.add_adapters(x, out, first, self._slots, self._arena.tables, targets)
 
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
         (target,) = self._arena.targets.of_module[id(embedding)]
@@ -120,7 +116,7 @@ class StepAdapters(RowAdapters):
             shapes = (entry.rank, declared.num_inputs), (declared.num_heads, -1, entry.rank)
             b_size = declared.num_outputs * entry.rank
             a = self._arena.factors(entry, shapes[0], (b_size,))[0]
-            b = self._arena.numbers[entry.b : entry.b + b_size].view(shapes[1])
+            b = self._arena.tables.numbers[entry.b : entry.b + b_size].view(shapes[1])
             yield (entry, rows, a, *b.split((declared.key_dim, declared.value_dim), dim=1))
 
 

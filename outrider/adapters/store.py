@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from outrider.adapters.arena import NO_SLOT, AdapterArena
+from outrider.adapters.arena import AdapterArena
 from outrider.adapters.host_adapter import HostAdapter, read_adapter
 from outrider.adapters.rows import StepAdapters
 from outrider.adapters.targets import Targets
 from outrider.core import Limits
 from outrider.core.step import AdapterPlacement
+from outrider.kernels import ops
+from outrider.kernels.adapters import NO_SLOT
 from outrider.kernels.buffers import to_device
 from outrider.models.base import Model
 
@@ -23,7 +25,7 @@ from outrider.models.base import Model
 class AdapterStore:
     def __init__(self, model: Model, max_rank: int, limits: Limits) -> None:
         self.targets = Targets.from_model(model)
-        self.arena = AdapterArena(self.targets, limits, model.dtype, model.device)
+        self.arena = AdapterArena(self.targets, limits, max_rank, model.dtype, model.device)
         self._max_rank, self._dtype, self._device = max_rank, model.dtype, model.device
         self._loads: dict[int, Future[HostAdapter]] = {}
         self._slots: dict[int, int] = {}  # by the number of the load
@@ -34,7 +36,7 @@ class AdapterStore:
     def begin(self, number: int, name: str, folder: str) -> None:
         """Begin to read an adapter, on a thread of its own."""
         self._loads[number] = self._reader.submit(
-            read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=len(self.arena.numbers),
+            read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=self.arena.num_numbers,
             dtype=self._dtype, pin=self._device.type == "cuda")
 
     def poll(self, number: int) -> int | None:
@@ -80,6 +82,12 @@ class AdapterStore:
     def reset(self) -> None:
         self._slots.clear()
         self.arena.reset()
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether kernels add all that the adapters on the device add. They do so for linear layers; other modules
+        read the device."""
+        return self.arena.has_only_linears and ops.add_adapters.serves(self.arena.tables.numbers)
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:
         return StepAdapters(self.arena, self.arena.slot_of_row[rows][request_of])

@@ -16,6 +16,7 @@ import torch
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.formats import join_names
 from outrider.formats.declared import Segment
+from outrider.kernels.adapters import TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
@@ -55,6 +56,11 @@ class Target(ABC):
         """The name of a file's module that patterns of the config are matched with."""
         return module
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The output features of a linear layer that the target is."""
+        return 0, 0
+
     def room(self, rank: int) -> int:
         return sum(map(aligned, self.sizes(rank)))
 
@@ -84,6 +90,10 @@ class LinearTarget(Target):
 
     linear: Linear
     segment: Segment
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.segment.rows.start, self.segment.rows.stop
 
     def sizes(self, rank: int) -> tuple[int, int]:
         return rank * self.linear.declared.num_inputs, rank * len(self.segment.rows)
@@ -265,6 +275,17 @@ class Targets:
                 found.append(target)
                 of_module.setdefault(key, []).append(target)
         return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()})
+
+    @cached_property
+    def ranges(self) -> Mapping[int, TargetRange]:
+        """The targets of each linear layer, by its id."""
+        return {key: TargetRange(own[0].index, tuple(target.bounds[1] for target in own))
+                for key, own in self.of_module.items() if isinstance(own[0], LinearTarget)}
+
+    @property
+    def bounds(self) -> list[int]:
+        """Begin and end of every target's output features within its layer, one target behind the other."""
+        return [bound for target in self.all for bound in target.bounds]
 
     @cached_property
     def _by_name(self) -> Mapping[str, Target]:

@@ -118,6 +118,10 @@ class DeviceStep:
         """Whether kernels sample, with any parameters, by what rows hold."""
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
+    def captures_adapters(self) -> bool:
+        """Whether a captured step may have the adapters that are on the device now."""
+        return self.adapter_store is not None and self.adapter_store.is_capturable
+
     @property
     def fills_drafts(self) -> bool:
         """Whether requests with fewer drafts than were asked for get drafts of token 0."""

@@ -1,4 +1,4 @@
-"""Adapters on every family against PEFT in float64: logits, and greedy text of several adapters and none in one batch."""
+"""Adapters on every family against PEFT in float64: greedy text of several adapters and none in one batch."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path
 
 
 def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
-    from outrider.adapters.arena import NO_SLOT
     from outrider.adapters.store import AdapterStore, with_adapters
     from outrider.core import Limits
     from outrider.core.step import AdapterPlacement
+    from outrider.kernels.adapters import NO_SLOT
     from outrider.layers import Linear, find_modules
 
     folder = oracle.make_folder("llama", tmp_path / "model")

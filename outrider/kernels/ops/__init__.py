@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels import (
+    adapters,
     drafting,
     float32_products,
     latent,
@@ -59,6 +60,7 @@ __all__ = [
     "Kernel",
     "Operation",
     "NotExact",
+    "add_adapters",
     "arrange_codes",
     "has_native",
     "has_triton",
@@ -286,6 +288,14 @@ linear_add = Operation(
     triton_kernel("outrider.kernels.triton.matvec:add_matvec", BFLOAT16, conditions.has_one_row),
     Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
     name="linear_add", exact=exact.linear_add,
+)
+
+# Adapters
+
+add_adapters = Operation(
+    adapters.add_adapters,
+    triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
 )
 
 # Experts

@@ -20,7 +20,7 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
-from outrider.runner.plan import NoCheckpoints, RowCheckpoints, StepPlan
+from outrider.runner.plan import IDS_ALONE, NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.rows import RowState
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
@@ -45,11 +45,12 @@ class GraphKey:
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
     longest: int = EVERY_LENGTH  # tokens of the longest context that it serves
+    has_adapters: bool = False  # requests may have adapters; steps without any are never padded to such a graph
     shares_pages: bool = False  # attention reads pages that several requests hold once for several of them
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
-        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages) for key in (self, other))
+        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.has_adapters) for key in (self, other))
         # A decode step needs room for the tokens of each request, a step with prompts for all of them together.
         scales = (1, 1) if self.has_prompts else (other.requests, self.requests)
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
@@ -60,11 +61,13 @@ class GraphKey:
 class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
                  takes_parameters: bool = False, takes_shared: bool = False, takes_checkpoints: bool = False,
-                 whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True) -> None:
+                 whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True,
+                 takes_adapters: Callable[[], bool] = lambda: False) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
         requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether requests write
-        states of recurrent layers to pages. whole_len: the most tokens of contexts behind which steps do less; decode
+        states of recurrent layers to pages. takes_adapters: whether the adapters on the device can be captured.
+        whole_len: the most tokens of contexts behind which steps do less; decode
         steps have graphs of their own there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
@@ -75,6 +78,7 @@ class GraphKeys:
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared
         self._is_sharing_ready = is_sharing_ready
+        self._takes_adapters = takes_adapters
         self.takes_checkpoints = takes_checkpoints
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
@@ -87,7 +91,8 @@ class GraphKeys:
             return Uncaptured.FOLDS
         if batch.spans:
             return Uncaptured.SPANS
-        if state.params.have_adapters(batch.rows):
+        has_adapters = state.params.have_adapters(batch.rows)
+        if has_adapters and not self._takes_adapters():
             return Uncaptured.ADAPTERS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
@@ -99,9 +104,9 @@ class GraphKeys:
         if isinstance(sampler, Uncaptured):
             return sampler
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, bool(rows), sampler)
+            return self._with_prompts(batch, bool(rows), sampler, has_adapters)
         drafts = max(batch.num_drafts)
-        shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
+        shares = self._takes_shared and not has_adapters and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
         shares = shares and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
@@ -111,7 +116,7 @@ class GraphKeys:
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             drafts = num_wanted = max(drafts, num_wanted)
         return GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, bool(rows), form=batch.form,
-                        sampler=sampler, shares_pages=shares,
+                        sampler=sampler, shares_pages=shares, has_adapters=has_adapters,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
@@ -130,7 +135,7 @@ class GraphKeys:
         return SamplerForm.FULL
 
     def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
-                      sampler: SamplerForm) -> GraphKey | Uncaptured:
+                      sampler: SamplerForm, has_adapters: bool) -> GraphKey | Uncaptured:
         if not self._takes_prompts:
             return Uncaptured.PROMPTS
         if batch.num_tokens > self.limits.max_batched_tokens:
@@ -139,6 +144,7 @@ class GraphKeys:
             next_size(self.sizes.prompt_requests, batch.num_requests),
             next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.num_wanted else 0,
             any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
+            has_adapters=has_adapters,
         )  # fmt: skip
 
     @staticmethod
@@ -154,7 +160,8 @@ class GraphKeys:
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
             needs = StepNeeds.everything(self._max_logprobs)
-        return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints)
+        additions = RowAdditions(has_adapters=True) if key.has_adapters else IDS_ALONE
+        return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints, additions=additions)
 
     def decoding(self) -> Iterator[GraphKey]:
         """Keys of the decode steps that a server meets, largest first so that their memory is shared. Where steps with

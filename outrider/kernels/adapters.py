@@ -1,0 +1,64 @@
+"""What adapters add to the product of a linear layer, in plain torch: out += scale * (x A') B', by token row.
+
+A token row is computed alone and in one order of additions. Rows without an adapter are not written. The tables say
+where the factors lie; knows nothing of files, requests or layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NO_SLOT = -1  # of token rows without an adapter
+NUM_PLACES = 3  # columns of `AdapterTables.places`: where the first and the second factor begin, and their rank
+
+
+@dataclass(frozen=True)
+class AdapterTables:
+    """The factors of all adapters on the device. A rank of 0 says that the slot's adapter does not change a target."""
+
+    numbers: Tensor  # [numbers]: `a` [rank, inputs] and `b` [outputs, rank] of each slot and target
+    places: Tensor  # [slots, targets, NUM_PLACES] int64
+    scales: Tensor  # [slots, targets], float32 or float64
+    bounds: Tensor  # [targets, 2] int64: the output features of a linear layer that a target is
+    max_rank: int
+
+
+class TargetRange(NamedTuple):
+    """The targets of one linear layer, which lie one behind the other, and where the output features of each end."""
+
+    first: int
+    ends: tuple[int, ...]
+
+    def within(self, first: int, stop: int) -> range:
+        """The targets that have some of the output features [first, stop)."""
+        begins = (0, *self.ends[:-1])
+        places = [place for place, (begin, end) in enumerate(zip(begins, self.ends, strict=True))
+                  if begin < stop and end > first]  # fmt: skip
+        return range(self.first + places[0], self.first + places[-1] + 1) if places else range(0)
+
+
+def add_adapters(x: Tensor, out: Tensor, first: int, slots: Tensor, tables: AdapterTables,
+                 targets: TargetRange) -> None:
+    """Add to out [tokens, features], the output features of a linear layer from `first` on for x [tokens, inputs], what
+    the adapter in each token row's slot adds. slots: [tokens] int64, NO_SLOT for rows without an adapter."""
+    from outrider.kernels.ops import exact  # which is made of references like this one
+
+    for slot in slots.unique().tolist():
+        if slot == NO_SLOT:
+            continue
+        rows = (slots == slot).nonzero().flatten()
+        own = x[rows]
+        for target in targets.within(first, first + out.shape[1]):
+            a, b, rank = tables.places[slot, target].tolist()
+            if not rank:
+                continue
+            begin, end = tables.bounds[target].tolist()
+            low, high = max(begin, first), min(end, first + out.shape[1])
+            inner = exact.linear(own, tables.numbers[a : a + rank * x.shape[1]].view(rank, -1))
+            factor = tables.numbers[b : b + rank * (end - begin)].view(-1, rank)[low - begin : high - begin]
+            delta = exact.linear(inner, factor) * tables.scales[slot, target].item()
+            out[rows, low - first : high - first] += delta.to(out.dtype)
