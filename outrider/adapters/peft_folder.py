@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outrider.adapters.request import CONFIG, TENSORS
 from outrider.core.fields import shown
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."
 BASE_WEIGHT = ".base_layer.weight"

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from outrider.core.fields import Count, Text, check_fields, shown
 
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of an adapter's folder
+
 
 @dataclass(frozen=True)
 class LoRARequest:

@@ -1,9 +1,9 @@
 """StepAdapters: what adapters add to the products of a step's token rows.
 
-Linear layers have an operation for that (`kernels/adapters.py`), which a captured step may hold. Embeddings, experts and
-the latent expansion are computed in plain torch here, which reads the device. Every token row is computed alone and in
-one order of additions, so its bits do not depend on the adapters of the rows beside it, and rows without an adapter are
-not written.
+Linear layers have an operation for that (`kernels/adapters.py`), which a captured step may hold. Embeddings, experts
+and the latent expansion are computed in plain torch here, which reads the device. Every token row is computed alone
+and in one order of additions, so its bits do not depend on the adapters of the rows beside it, and rows without an
+adapter are not written.
 """
 
 from __future__ import annotations

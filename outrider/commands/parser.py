@@ -65,6 +65,11 @@ ENGINE_HELP = {
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",
     "quantization": "bring linear layers and experts of an unquantised model into these bits while they are read",
     "activation_bits": "CPU, weights in GGUF bits, integers or fp4: 8 rounds activations for speed; logs its error",
+    "enable_lora": "requests may name adapters (LoRA)",
+    "max_loras": "adapters on the device at once, which the requests of a step may have",
+    "max_lora_rank": "the largest rank of an adapter",
+    "max_cpu_loras": "adapters in the host's memory",
+    "lora_memory_bytes": "device memory for adapters, instead of max_loras of the largest rank",
     "ignore_config_keys": "a key of config.json that counts as absent, where it is unknown here and harmless (repeat)",
     "index_key_dtype": "sparse attention: fp8 stores the indexers' keys in half the memory, rounded, with a scale each",
 }

@@ -41,6 +41,8 @@ def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, t
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
+    if (config.lora_modules or config.lora_root) and not engine.enable_lora:
+        raise ValueError("lora_modules and lora_root need enable_lora, with which the engine has room for adapters")
     return engine, config, config.served_model_name or (model_name(engine.model),)
 
 

@@ -74,6 +74,7 @@ class MemoryPlan:
     max_drafts: int
     step: StepMemory = StepMemory()
     stored_as: str = ""  # words for the types of the layers' caches
+    adapter_bytes: int = 0  # room for adapters
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
@@ -93,13 +94,16 @@ class MemoryPlan:
             step = self.step
             lines.append(f"steps {step.activation_bytes / MIB:.0f} MiB, their graphs about "
                          f"{step.graph_bytes / MIB:.0f} MiB, rows {step.state_bytes / MIB:.0f} MiB")
+        if self.adapter_bytes:
+            lines.append(f"adapters {self.adapter_bytes / MIB:.0f} MiB")
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
         return "; ".join(lines)
 
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
-                packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK) -> MemoryPlan:
+                packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK,
+                adapter_bytes: int = 0) -> MemoryPlan:
     """All ranks get the number of pages that the rank with the least memory has room for."""
     step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
@@ -111,6 +115,8 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
         num_pages = config.num_pages
     else:
         other_bytes = step.total + num_rows * rows.row_bytes
+        if device.type != "cuda":  # there they are measured with the rows
+            other_bytes += adapter_bytes
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes
         least = 2  # the null page and another
         num_pages = budget // layout.page_bytes
@@ -122,7 +128,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     num_pages = min(ranks.link.gather(num_pages))
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
     return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
-                      limits.max_drafts, step, _stored_as(layout))
+                      limits.max_drafts, step, _stored_as(layout), adapter_bytes)
 
 
 def _stored_as(layout: CacheLayout) -> str:

@@ -161,7 +161,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                               use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
-                       packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks)
+                       packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks,
+                       adapter_bytes=limits.num_adapter_numbers * parts.model.dtype.itemsize)
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
     return fitting, plan.num_pages, step_memory if fitting == limits else None

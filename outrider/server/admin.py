@@ -10,18 +10,32 @@ from collections.abc import Awaitable
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import Field
 
 from outrider.core.fields import shown
 from outrider.server.body_errors import check_query
 from outrider.server.errors import ApiError, bad_value
+from outrider.server.protocol import Body
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
-PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
+PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/v1/load_lora_adapter",
+         "/v1/unload_lora_adapter")  # fmt: skip
 NEEDS_FLAG = "it changes the server for all clients, and is there on a server that was started with --admin"
 Answer = TypeVar("Answer")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: Annotated[str, Field(min_length=1, max_length=200, description="the adapter's name, as a model")]
+    lora_int_id: int | None = Field(default=None, description="is read, and makes no difference")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="a folder below --lora-root")]
+    load_inplace: bool = Field(default=False, description="replace an adapter of this name")
 
 
 def admin_routes(service: Service) -> APIRouter:
@@ -68,6 +82,18 @@ def admin_routes(service: Service) -> APIRouter:
             raise ApiError(400, f"reset_running_requests must be true or false, got {shown(reset_running_requests)}",
                            param="reset_running_requests")
         return {"success": await _carried_out(service.host.llm.reset_prefix_cache(preempts))}
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterRequest) -> Response:
+        """Read an adapter from a folder below --lora-root, and serve it as a model of this name."""
+        await service.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterRequest) -> Response:
+        """Serve an adapter no longer. Requests that run end with it."""
+        await service.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes
 

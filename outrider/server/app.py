@@ -44,11 +44,9 @@ from outrider.server.work import api_error
 
 log = logging.getLogger("outrider")
 BODY_FIELDS = "outrider.body_fields"  # in the scope, where the body itself tells which fields it may have
-NO_ADAPTERS = "adapters are not loaded; merge them into the model's weights"
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
     **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
-    "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
     "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
 }  # fmt: skip
@@ -95,7 +93,7 @@ def _openai_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card(name) for name in service.model_names]}
+        return {"object": "list", "data": [service.model_card(name) for name in service.all_names]}
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields, shown
+from outrider.server.adapters import read_modules
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_FORMATS = ("text", "json")
@@ -26,6 +28,8 @@ class ServerConfig:
     ssl_ca_certs: Text | None = None  # none: clients need no certificate
     api_key: tuple[Text, ...] = ()  # none: every request is served
     admin: bool = False  # serve the routes that change the server for all clients
+    lora_modules: tuple[Text, ...] = ()  # adapters as name=folder, or as JSON objects
+    lora_root: Text | None = None  # the folder below which /v1/load_lora_adapter may load; None: it loads nothing
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
     chat_template: Text | None = None  # a file, a template's name or a template
     default_chat_template_kwargs: dict[str, Any] | None = None  # of requests that do not set them
@@ -51,6 +55,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        read_modules(self.lora_modules)
+        if self.lora_root is not None and not (self.admin and self.api_key):
+            raise ValueError("lora_root lets clients load adapters: it needs admin and an api_key")
+        if self.lora_root is not None and not Path(self.lora_root).is_dir():
+            raise ValueError(f"lora_root must be a folder, got {shown(self.lora_root)}")
         for name in self.served_model_name:
             if name != name.strip() or not name.isprintable():
                 raise ValueError(f"served_model_name must be a name without spaces around it, got {shown(name)}")

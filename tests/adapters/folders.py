@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from outrider.adapters.targets import LinearTarget, Targets
+from outrider.models.base import Model
 from tests.models import oracle
 
 
@@ -50,3 +55,39 @@ def peft_greedy(folder: Path, adapter: Path | None, prompt: list[int], count: in
                                                 eos_token_id=None, pad_token_id=0)
     answer: list[int] = text[0, len(prompt) :].tolist()
     return answer
+
+
+def write_adapter(path: Path, model: Model, seed: int, rank: int = 4, scale: float = 0.2,
+                  names: tuple[str, ...] = ("",)) -> Path:
+    """An adapter with random factors for the linear layers of a model whose names end like these, without PEFT."""
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for target in linear_targets(model):
+        if target.name.endswith(names):
+            inputs, outputs = target.linear.declared.in_features, target.segment.size
+            for factor, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                values = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+                tensors[f"base_model.model.model.{target.name}.lora_{factor}.weight"] = values
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def linear_targets(model: Model) -> list[LinearTarget]:
+    return [target for target in Targets.from_model(model).all if isinstance(target, LinearTarget)]
+
+
+def merged(model: Model, path: Path) -> Model:
+    """A copy of a model whose weights have an adapter's changes added."""
+    tensors = load_file(path / "adapter_model.safetensors")
+    own = copy.deepcopy(model)
+    for target in linear_targets(own):
+        name = f"base_model.model.model.{target.name}"
+        if f"{name}.lora_A.weight" in tensors:
+            change = 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+            dense = target.linear.format.dense()
+            assert dense is not None and target.segment.layout is None
+            dense[target.segment.rows.start : target.segment.rows.stop].add_(change)
+    own.finalize()
+    return own

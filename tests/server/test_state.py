@@ -102,7 +102,7 @@ def test_a_surprise_has_a_request_id_too(served: Served, monkeypatch: pytest.Mon
     assert answer.headers["connection"] == "close", "uvicorn closes it, so no client may send another request on it"
 
 
-@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 def test_known_routes_that_are_not_served_say_what_to_do(served: Served, path: str) -> None:
     answer = served.http.post(path, json={})
     assert answer.status_code == 404

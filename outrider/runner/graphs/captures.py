@@ -122,7 +122,8 @@ class StepGraphs:
         first = islice(self.keys.decoding(), 1)
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()
-        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts())
+        others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts(),
+                       self.keys.with_adapters())
         self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
 
     def run_sharing(self) -> None:

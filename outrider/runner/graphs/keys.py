@@ -50,7 +50,8 @@ class GraphKey:
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
-        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.has_adapters) for key in (self, other))
+        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.has_adapters)
+                       for key in (self, other))
         # A decode step needs room for the tokens of each request, a step with prompts for all of them together.
         scales = (1, 1) if self.has_prompts else (other.requests, self.requests)
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
@@ -106,8 +107,8 @@ class GraphKeys:
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler, has_adapters)
         drafts = max(batch.num_drafts)
-        shares = self._takes_shared and not has_adapters and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
-        shares = shares and self._is_sharing_ready()
+        shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
+        shares = shares and not has_adapters and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted
@@ -227,6 +228,16 @@ class GraphKeys:
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
+
+    def with_adapters(self) -> Iterator[GraphKey]:
+        """Some steps whose requests have adapters, of each kind: those are captured when they are met."""
+        sizes = self.sizes.at_start
+        if self._takes_adapters():
+            for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
+                yield replace(key, has_adapters=True)
+            largest = self.largest_with_prompts()
+            if largest is not None:
+                yield replace(largest, has_adapters=True)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""

@@ -1,0 +1,230 @@
+"""Engines with adapters: each request has the text of its own adapter, whatever runs beside it or before it."""
+
+from __future__ import annotations
+
+import functools
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.adapters import LoRARequest
+from outrider.adapters.registry import AdapterRegistry
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from outrider.models.base import Model
+from tests.adapters.folders import merged, write_adapter
+from tests.engine.harness import CONFIGS, Rig, greedy, prompt_of, random_model
+from tests.engine.recurrent_rig import HYBRIDS
+
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "auto": False, "prompt_lookup_min": 1}
+RANKS = (4, 2, 8, 3)
+PROMPT = prompt_of(3, 20) * 2
+
+
+@functools.cache
+def model_of(family: str) -> Model:
+    config = HYBRIDS[family] if family in HYBRIDS else CONFIGS[family]
+    return random_model(config | {"tie_word_embeddings": False}, torch.float64, 7)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    path = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(path / f"own{index}", model_of("llama"), index, rank) for index, rank in enumerate(RANKS)]
+
+
+@functools.cache
+def text_of(family: str, folder: Path | None, prompt: tuple[int, ...], count: int = 12) -> list[int]:
+    """The text of a model with the adapter merged into its weights, in an engine without adapters."""
+    model = model_of(family) if folder is None else merged(model_of(family), folder)
+    with Rig(model, poison=False) as rig:
+        return LLM.around(rig.engine).generate([list(prompt)], greedy(count), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def request_for(folder: Path | None, **fields: Any) -> LoRARequest | None:
+    return None if folder is None else LoRARequest(folder.name, 1, str(folder), **fields)
+
+
+def registry_of(rig: Rig) -> AdapterRegistry:
+    assert rig.engine.adapters is not None
+    return rig.engine.adapters
+
+
+@contextmanager
+def served(family: str = "llama", **settings: Any) -> Iterator[tuple[Rig, LLM]]:
+    with Rig(model_of(family), **ADAPTERS | settings) as rig:
+        yield rig, LLM.around(rig.engine)
+        rig.assert_clean()
+
+
+def generated(llm: LLM, prompts: Sequence[list[int]], folders: Sequence[Path | None]) -> list[list[int]]:
+    outputs = llm.generate(list(prompts), greedy(12), lora_request=[request_for(each) for each in folders],
+                           use_tqdm=False)
+    assert all(output.outputs[0].error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family, drafts", [("llama", None), ("llama", DRAFTS), ("gemma3", DRAFTS), ("mamba2", DRAFTS)])
+def test_each_request_has_the_text_of_its_own_adapter(family: str, drafts: dict[str, Any] | None,
+                                                      tmp_path: Path) -> None:
+    """One prompt for all, so that hits across adapters, or of base pages, would show; drafts change no text."""
+    own = [None, *(write_adapter(tmp_path / str(seed), model_of(family), seed) for seed in (1, 2))]
+    wanted = [text_of(family, folder, tuple(PROMPT)) for folder in own]
+    assert len(set(map(tuple, wanted))) == 3, "the adapters change nothing"
+    with served(family, speculative_config=drafts, pad_requests=(4,), pad_tokens=(8, 64)) as (rig, llm):
+        assert generated(llm, [PROMPT] * 3, own) == wanted
+        assert generated(llm, [PROMPT] * 3, own[::-1]) == wanted[::-1]
+        hits = llm.generate([PROMPT], greedy(12), lora_request=request_for(own[1]), use_tqdm=False)[0]
+        assert (hits.num_cached_tokens or 0) > 0, "requests of one adapter share pages"
+        assert drafts is None or any(any(batch.num_drafts) for batch in rig.batches)
+
+
+def test_more_adapters_than_slots_take_turns(folders: list[Path]) -> None:
+    wanted = [text_of("llama", folder, tuple(PROMPT)) for folder in folders]
+    with served() as (rig, llm):
+        assert generated(llm, [PROMPT] * 8, folders * 2) == wanted * 2
+        placed = [placement for batch in rig.batches for placement in batch.adapters]
+        assert len(placed) >= 4 and {placement.slot for placement in placed} == {0, 1}
+
+
+def test_an_adapter_that_is_read_again_shares_nothing_with_the_one_before(folders: list[Path], tmp_path: Path) -> None:
+    """The same name and folder, other numbers: the load has another number, and so have its pages."""
+    path = tmp_path / "own"
+    shutil.copytree(folders[0], path)
+    with served() as (_, llm):
+        assert generated(llm, [PROMPT], [path]) == [text_of("llama", folders[0], tuple(PROMPT))]
+        shutil.rmtree(path)
+        shutil.copytree(folders[1], path)
+        asked = request_for(path, load_inplace=True)
+        output = llm.generate([PROMPT], greedy(12), lora_request=asked, use_tqdm=False)[0]
+        assert output.outputs[0].token_ids == text_of("llama", folders[1], tuple(PROMPT))
+        assert not output.num_cached_tokens
+
+
+def test_preempted_requests_go_on_with_their_adapters(folders: list[Path]) -> None:
+    own = [folders[0], None, folders[1]]
+    wanted = [text_of("llama", folder, tuple(PROMPT)) for folder in own]
+    with served() as (rig, llm):
+        asked = [request_for(folder) for folder in own]
+        outputs = {}
+        for output in llm.follow([PROMPT] * 3, greedy(12), lora_request=asked, before_step=rig.preempt):
+            outputs[output.request_id] = output
+        assert [output.outputs[0].token_ids for output in outputs.values()] == wanted
+        assert rig.scheduler.stats.num_preemptions >= 3
+
+
+def test_a_failed_step_brings_adapters_back(folders: list[Path]) -> None:
+    """After it the device's memory is not known: adapters are copied again."""
+    with served(poison=False) as (rig, llm):
+        broken = iter([True])
+        inner = rig.step.run
+
+        def run(*args: Any) -> Any:
+            if len(rig.batches) == 4 and next(broken, False):
+                raise RuntimeError("a step fails")
+            return inner(*args)
+
+        rig.step.run = run  # type: ignore[method-assign]
+        wanted = [text_of("llama", folder, tuple(PROMPT)) for folder in folders[:2]]
+        assert generated(llm, [PROMPT] * 2, folders[:2]) == wanted
+        assert [placed.number for batch in rig.batches for placed in batch.adapters] == [1, 2, 1, 2]
+
+
+def test_broken_adapters_are_refused_and_harm_nobody(folders: list[Path], tmp_path: Path) -> None:
+    nan = write_adapter(tmp_path / "nan", model_of("llama"), 1, scale=float("nan"))
+    large = write_adapter(tmp_path / "large", model_of("llama"), 1, rank=16)
+    other = write_adapter(tmp_path / "other", model_of("gemma3"), 1)
+    with served() as (rig, llm):
+        for folder, words in ((nan, "holds NaN or Inf"), (large, "rank 16, and max_lora_rank is 8"),
+                              (other, "the adapter is for another base model"), (tmp_path, "is no adapter")):
+            with pytest.raises(ValueError, match=words):
+                generated(llm, [PROMPT], [folder])
+        assert registry_of(rig).sizes == {} and not rig.engine.has_work
+        assert generated(llm, [PROMPT], [folders[0]]) == [text_of("llama", folders[0], tuple(PROMPT))]
+
+
+def test_adapters_need_their_setting_and_their_type() -> None:
+    with Rig(model_of("llama")) as rig, pytest.raises(ValueError, match="start it with enable_lora=True"):
+        LLM.around(rig.engine).generate([PROMPT], greedy(2), lora_request=LoRARequest("a", 1, "b"), use_tqdm=False)
+    with served() as (_, llm):
+        for wrong, words in (("sql", "must be a LoRARequest"), ([None] * 2, "2 lora_requests for 1 prompts")):
+            with pytest.raises(ValueError, match=words):
+                llm.generate([PROMPT], greedy(2), lora_request=wrong, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_cpu_loras"):
+        Rig(model_of("llama"), **ADAPTERS | {"max_cpu_loras": 1})
+
+
+def test_adapters_with_requests_are_never_dropped(folders: list[Path]) -> None:
+    with served(max_cpu_loras=2) as (rig, llm):
+        engine = llm.llm_engine
+        for index in range(2):
+            engine.add_request(str(index), {"prompt_token_ids": PROMPT}, greedy(4),
+                               lora_request=request_for(folders[index]))
+        with pytest.raises(ValueError, match="2 adapters are loaded .* raise max_cpu_loras"):
+            engine.add_request("2", {"prompt_token_ids": PROMPT}, greedy(4), lora_request=request_for(folders[2]))
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert generated(llm, [PROMPT], [folders[2]]) == [text_of("llama", folders[2], tuple(PROMPT))]
+        assert len(registry_of(rig).sizes) == 2 and rig.step.adapter_store is not None
+        assert rig.step.adapter_store.num_loaded == 2, "the least recently used one is gone"
+
+
+@pytest.mark.parametrize("num_actions", [50, pytest.param(500, marks=pytest.mark.long)])
+def test_random_loads_and_aborts_give_no_wrong_token(num_actions: int, folders: list[Path]) -> None:
+    """Requests with any adapter come, are aborted, and adapters are removed and read again meanwhile."""
+    draw, wanted = random.Random(num_actions), {}
+    with served(speculative_config=DRAFTS, num_pages=24) as (rig, llm):
+        engine, registry, done = llm.llm_engine, registry_of(rig), 0
+        for index in range(num_actions):
+            folder, prompt = draw.choice([None, *folders]), prompt_of(draw.randrange(3), 18)
+            try:
+                engine.add_request(str(index), {"prompt_token_ids": prompt}, greedy(8),
+                                   lora_request=request_for(folder, load_inplace=draw.random() < 0.3)
+                                   if folder is not None else None)
+                wanted[str(index)] = text_of("llama", folder, tuple(prompt), 8)
+            except ValueError as error:
+                assert "raise max_cpu_loras" in str(error)
+            if draw.random() < 0.2 and registry._current:
+                llm._loop.run(lambda: registry.remove(draw.choice(list(registry._current))))
+            if draw.random() < 0.2 and wanted:
+                ended = draw.choice(list(wanted))
+                engine.abort_request(ended)
+                wanted.pop(ended)
+            for output in (out for _ in range(draw.randrange(4)) for out in engine.step()):
+                done += _check(output, wanted)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                done += _check(output, wanted)
+        assert done > num_actions / 3
+        for name in list(registry._current):
+            llm._loop.run(functools.partial(registry.remove, name))
+        assert registry.sizes == {} and rig.scheduler.adapters is not None
+        while rig.engine.has_work:
+            rig.engine.step()
+        assert rig.step.adapter_store is not None and rig.runner.in_order(lambda: 0).result() == 0
+        assert rig.step.adapter_store.num_loaded == 0 and not rig.scheduler.adapters._placed
+
+
+def _check(output: Any, wanted: dict[str, list[int]]) -> bool:
+    if not output.finished:
+        return False
+    assert output.outputs[0].error is None and output.outputs[0].token_ids == wanted.pop(output.request_id)
+    return True
+
+
+def test_a_request_keeps_its_parameters_beside_its_adapter(folders: list[Path]) -> None:
+    """Sampling and several samples: equal to the merged model's."""
+    params = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=8)
+    with Rig(merged(model_of("llama"), folders[0])) as rig:
+        (plain,) = LLM.around(rig.engine).generate([PROMPT], params, use_tqdm=False)
+    with served() as (_, llm):
+        (own,) = llm.generate([PROMPT], replace(params), lora_request=request_for(folders[0]), use_tqdm=False)
+    assert [each.token_ids for each in own.outputs] == [each.token_ids for each in plain.outputs]

@@ -1,0 +1,126 @@
+"""Adapters over HTTP: as models by their names, loaded and removed by the operator alone, from one folder alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.adapters import LoRARequest
+from outrider.async_llm import AsyncLLM
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from outrider.server.adapters import NamedAdapter, path_below, read_modules
+from outrider.server.settings import ServerConfig
+from tests.adapters.folders import write_adapter
+from tests.engine.harness import tiny_model
+from tests.server.rig import Served, serving, tiny_engine
+
+KEY = {"Authorization": "Bearer secret"}
+PROMPT = list(range(40, 60))
+ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, model = tmp_path_factory.mktemp("root"), tiny_model("llama", torch.float32)
+    for seed, name in enumerate(("sql", "law", "other")):
+        write_adapter(path / name, model, seed)
+    write_adapter(path / "bad", model, 1, scale=float("nan"))
+    write_adapter(path.parent / "outside", model, 9)
+    (path / "link").symlink_to(path.parent / "outside")
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(root: Path) -> dict[str, str]:
+    """What an engine answers to the prompt, by the adapter's name."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with tiny_engine(**ADAPTERS) as rig:
+        llm = LLM.around(rig.engine)
+        adapters = [None, *(LoRARequest(name, 1, str(root / name)) for name in ("sql", "law"))]
+        done = llm.generate([PROMPT] * 3, params, lora_request=adapters, use_tqdm=False)
+    made = dict(zip(("tiny", "sql", "law"), (output.outputs[0].text for output in done), strict=True))
+    assert len(set(made.values())) == 3
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> Iterator[Served]:
+    with serving(lambda: AsyncLLM.around(tiny_engine(**ADAPTERS).engine), api_key=("secret",), admin=True,
+                 lora_root=str(root), lora_modules=(f"sql={root / 'sql'}",)) as made:
+        made.http.headers.update(KEY)
+        yield made
+
+
+def text(served: Served, model: str) -> str:
+    answer = served.post("/v1/completions", model=model, prompt=PROMPT, temperature=0, max_tokens=8)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_an_adapter_is_a_model_of_its_own_name(served: Served, texts: dict[str, str], root: Path) -> None:
+    assert text(served, "sql") == texts["sql"] and text(served, "tiny") == texts["tiny"]
+    cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
+    assert cards["sql"]["parent"] == "tiny" and cards["sql"]["root"] == str(root / "sql")
+    assert cards["tiny"]["parent"] is None
+    assert served.http.get("/v1/models/sql").json()["id"] == "sql"
+    assert "there is no model 'law'" in served.error("/v1/completions", 404, model="law", prompt="x")["message"]
+
+
+def test_adapters_are_loaded_and_removed_while_serving(served: Served, texts: dict[str, str]) -> None:
+    done = served.post("/v1/load_lora_adapter", lora_name="law", lora_path="law")
+    assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'law' added successfully.")
+    assert text(served, "law") == texts["law"]
+    again = served.error("/v1/load_lora_adapter", lora_name="law", lora_path="law")
+    assert "there is a model 'law' already" in again["message"]
+    assert served.post("/v1/load_lora_adapter", lora_name="law", lora_path="sql", load_inplace=True).status_code == 200
+    assert text(served, "law") == texts["sql"], "read again in place"
+    assert served.post("/v1/unload_lora_adapter", lora_name="law").status_code == 200
+    assert served.post("/v1/completions", model="law", prompt="x").status_code == 404
+    assert served.error("/v1/unload_lora_adapter", 404, lora_name="law")["param"] == "lora_name"
+
+
+@pytest.mark.parametrize("path", ["../outside", "link", "/etc", ".", "nowhere", "a\0b", "sql/adapter_config.json",
+                                  "Qwen/Qwen2.5-7B-lora"])  # fmt: skip
+def test_only_folders_below_the_root_are_loaded(served: Served, path: str) -> None:
+    error = served.error("/v1/load_lora_adapter", lora_name="new", lora_path=path)
+    assert "is no folder below the server's --lora-root" in error["message"]
+    assert served.post("/v1/completions", model="new", prompt="x").status_code == 404
+
+
+def test_a_broken_adapter_is_refused_by_its_name(served: Served, texts: dict[str, str]) -> None:
+    error = served.error("/v1/load_lora_adapter", lora_name="bad", lora_path="bad")
+    assert "holds NaN or Inf" in error["message"]
+    assert text(served, "sql") == texts["sql"]
+
+
+def test_clients_without_the_key_or_a_server_without_the_flags_load_nothing(served: Served, root: Path) -> None:
+    body = {"lora_name": "x", "lora_path": "sql"}
+    assert served.http.post("/v1/load_lora_adapter", json=body, headers={"Authorization": "none"}).status_code == 401
+    for wrong in ({"lora_root": str(root)}, {"lora_root": str(root), "admin": True},
+                  {"lora_root": str(root), "api_key": ("k",)}):
+        with pytest.raises(ValueError, match="lora_root .* needs admin and an api_key"):
+            ServerConfig(**wrong)
+
+
+def test_modules_are_named_by_pairs_or_objects(root: Path) -> None:
+    given = (f"a={root / 'sql'}", f'{{"name": "b", "path": "{root / "law"}", "base_model_name": "base"}}')
+    assert read_modules(given) == {"a": NamedAdapter("a", str(root / "sql")),
+                                   "b": NamedAdapter("b", str(root / "law"), "base")}
+    for wrong, words in (("a", "write name=folder"), ("{", "is no JSON"), ('{"name": "a"}', "must have name and path"),
+                         (f"a={root}", "is no adapter"), ("=x", "write name=folder")):
+        with pytest.raises(ValueError, match=words):
+            read_modules([wrong])
+    with pytest.raises(ValueError, match="'a' is there twice"):
+        read_modules([given[0], given[0]])
+
+
+def test_links_are_resolved_before_they_are_compared(root: Path) -> None:
+    assert path_below(str(root), "sql") == path_below(str(root), "./law/../sql") == str((root / "sql").resolve())
+    with pytest.raises(ValueError, match="no folder below"):
+        path_below(str(root), "link")
