@@ -1,13 +1,14 @@
 """Outrider beside transformers and llama.cpp on the CPU: SmolLM2-135M, the same weights, interleaved runs, medians.
 
     python bench/cpu_speed.py [--threads 2] [--repeats 5] [--llama FOLDER] [--model FILE] [--without SIDE ...]
+                              [--new-tokens 64] [--processor-time]
 
 Prints single-stream decoding, a batch of 8 and prompt processing, and what an Outrider step costs by its token rows.
 The sides: Outrider with the weights in the file's own bits (the default) and dequantised to float32, which are
 equally close to exact sums; with token rows rounded to 8 bits (`activation_bits=8`), as llama.cpp does; transformers
 in float32 (needs `pip install transformers`); and llama.cpp, if a folder with its library is named (see
 llama_library.py). The last line is JSON. Threads of llama.cpp wait for each other by turning in a loop: measure it on a
-machine without other work.
+machine without other work, or with one thread and `--processor-time`, which other work disturbs less than a clock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +29,10 @@ from outrider import LLM, SamplingParams
 from outrider.models.sources import resolve
 from outrider.runner.graphs.costs import measure_costs
 
-NEW_TOKENS = 64
 OURS = {"outrider": {}, "8-bit rows": {"activation_bits": 8}, "float32 weights": {"keep_quantized": False}}
 TRANSFORMERS, LLAMA = "transformers", "llama.cpp"
 PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were rafts, and then"
-Run = Callable[[list[list[int]], int], float]  # seconds for prompts and a number of new tokens
+Run = Callable[[list[list[int]], int], object]  # generates a number of new tokens after prompts
 
 
 def our_llm(model: str, settings: dict[str, Any]) -> LLM:
@@ -52,12 +52,10 @@ def hf_model(name: str) -> Any:
     return model
 
 
-def hf_generate(model: Any, ids: list[list[int]], new: int) -> float:
-    start = time.perf_counter()
+def hf_generate(model: Any, ids: list[list[int]], new: int) -> None:
     with torch.inference_mode():
         model.generate(torch.tensor(ids), attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
                        max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return time.perf_counter() - start
 
 
 def llama_generate(folder: str, model: str, threads: int) -> Run:
@@ -66,20 +64,26 @@ def llama_generate(folder: str, model: str, threads: int) -> Run:
     path = str(resolve(model).path)
     one, eight = (LlamaLibrary(folder, path, threads=threads, sequences=n, length=1024) for n in (1, 8))
     print(f"{LLAMA}: {one.system}")
-    return lambda ids, new: (one if len(ids) == 1 else eight).seconds(ids, new)
+    return lambda ids, new: (one if len(ids) == 1 else eight).generate(ids, new)
 
 
-def our_generate(llm: LLM, ids: list[list[int]], new: int) -> float:
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    llm.generate(ids, params)
-    return time.perf_counter() - start
+def our_generate(llm: LLM, ids: list[list[int]], new: int) -> None:
+    llm.generate(ids, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False))
 
 
-def decode_rate(run: Run, ids: list[list[int]]) -> float:
-    """Tokens per second after the first: the time of a whole run less that of a one-token run."""
-    first = run(ids, 1)
-    return len(ids) * (NEW_TOKENS - 1) / (run(ids, NEW_TOKENS) - first)
+class Meter(NamedTuple):
+    clock: Callable[[], float]
+    new_tokens: int
+
+    def seconds(self, run: Run, ids: list[list[int]], new: int) -> float:
+        start = self.clock()
+        run(ids, new)
+        return self.clock() - start
+
+    def decode_rate(self, run: Run, ids: list[list[int]]) -> float:
+        """Tokens per second after the first: the time of a whole run less that of a one-token run."""
+        first = self.seconds(run, ids, 1)
+        return len(ids) * (self.new_tokens - 1) / (self.seconds(run, ids, self.new_tokens) - first)
 
 
 def main() -> None:
@@ -89,7 +93,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="a GGUF file of a Llama model (default: smollm2)")
     parser.add_argument("--llama", metavar="FOLDER", help="the folder of llama.cpp's library")
     parser.add_argument("--without", nargs="*", default=[], choices=[*OURS, TRANSFORMERS], help="sides to leave out")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a generated text, at least 2 (default: 64)")
+    parser.add_argument("--processor-time", action="store_true", help="count processor time, not that of a clock")
     args = parser.parse_args()
+    if args.new_tokens < 2:
+        parser.error("--new-tokens: the first is not counted, so at least 2")
     if TRANSFORMERS not in args.without and find_spec(TRANSFORMERS) is None:
         sys.exit("transformers is not here: `pip install transformers`, or --without transformers")
     torch.set_num_threads(args.threads)
@@ -101,12 +109,14 @@ def main() -> None:
         sides[LLAMA] = llama_generate(args.llama, args.model, args.threads)
     ids = next(iter(engines.values())).get_tokenizer().encode(PROMPT)[:32]
     long = (ids * 32)[:512]
+    meter = Meter(time.process_time if args.processor_time else time.perf_counter, args.new_tokens)
     cases: dict[str, Callable[[Run], float]] = {
-        "single stream, tok/s": lambda run: decode_rate(run, [ids]),
-        "batch 8, tok/s": lambda run: decode_rate(run, [ids] * 8),
-        "prompt of 512, tok/s": lambda run: 512 / run([long], 1),
+        "single stream, tok/s": lambda run: meter.decode_rate(run, [ids]),
+        "batch 8, tok/s": lambda run: meter.decode_rate(run, [ids] * 8),
+        "prompt of 512, tok/s": lambda run: 512 / meter.seconds(run, [long], 1),
     }
-    report: dict[str, Any] = {"threads": args.threads, "repeats": args.repeats}
+    report: dict[str, Any] = {"threads": args.threads, "repeats": args.repeats, "new_tokens": args.new_tokens,
+                              "clock": "processor time" if args.processor_time else "wall clock"}
     for run in sides.values():
         run([ids], 4)
     for name, case in cases.items():

@@ -8,7 +8,6 @@ processor: that of the wheel of llama-cpp-python (`llama_cpp/lib`), of a build o
 from __future__ import annotations
 
 import ctypes
-import time
 from pathlib import Path
 
 import numpy as np
@@ -92,11 +91,6 @@ class LlamaLibrary:
         rows = ((self._logits(position - 1).astype(np.float64), tokens[position])
                 for position in range(first, len(tokens)))
         return [float(row[token] - row.max() - np.log(np.exp(row - row.max()).sum())) for row, token in rows]
-
-    def seconds(self, prompts: list[list[int]], new: int) -> float:
-        start = time.perf_counter()
-        self.generate(prompts, new)
-        return time.perf_counter() - start
 
     def _step(self, rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
         """The next token of each row that asks for one, rows being (sequence, position, token, whether it asks)."""
