@@ -18,7 +18,7 @@ COUNTERS = ("request_success", "num_preemptions", "prompt_tokens", "generation_t
 HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
               "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
               "request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens",
-              "request_generation_tokens")
+              "request_generation_tokens", "request_max_num_generation_tokens", "iteration_tokens_total")
 LABELS = f'model_name="{MODEL}",engine="0"'
 
 
