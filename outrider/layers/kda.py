@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.core.ranks import CutSize
 from outrider.formats import InputCut, ModelSize, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import delta_scan, delta_step
-from outrider.layers.base import CutSize, HeldRows, Module, Parameter, TokenMixer
+from outrider.layers.base import HeldRows, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm

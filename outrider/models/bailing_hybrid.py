@@ -66,7 +66,7 @@ class BailingHybrid(KimiLinear):
             config.must_equal(key, only, default=only)
         config.passes_over("mtp_loss_scaling_factor")  # of training
         # The makers' files have the size of KDA heads as `head_dim`; transformers writes it under a name of its own.
-        own = {"head_dim": None, "partial_rotary_factor": None}
+        own: dict[str, int | None] = {"head_dim": None, "partial_rotary_factor": None}
         if not config.has("linear_head_dim"):
             own["linear_head_dim"] = config.required("head_dim", int)
         return with_common_names(config).with_values(own)

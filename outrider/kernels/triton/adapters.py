@@ -3,8 +3,8 @@ specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
-alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it. A tile of token
-rows goes through its slots one after the other; few token rows have a program each.
+alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it. A tile of
+token rows goes through its slots one after the other; few token rows have a program each.
 """
 
 from __future__ import annotations
