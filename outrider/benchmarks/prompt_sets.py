@@ -1,4 +1,6 @@
-"""Prompt sets of benchmarks: a JSON file with a name, prompts, and whether they are a user's messages."""
+"""Prompt sets of benchmarks: a JSON file with a name, prompts, and whether they are a user's messages; or a .jsonl file
+in the form of Spec-Bench, whose categories are a set each.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ class PromptSet:
     name: str
     prompts: list[str]
     is_chat: bool
+    is_category: bool = False  # one of several in a file
 
     def encode(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """Token ids of `count` prompts; a set with fewer prompts is repeated."""
@@ -30,12 +33,36 @@ def read_sets(paths: list[str] | None) -> list[PromptSet]:
     files = [Path(path) for path in paths] if paths else sorted(FOLDER.glob("*.json"))
     if not files:
         raise UsageError(f"there are no prompt sets in {FOLDER}: give some with --prompts FILE")
-    return [_read(path) for path in files]
+    return [prompts for path in files for prompts in _read(path)]
 
 
-def _read(path: Path) -> PromptSet:
+def _read(path: Path) -> list[PromptSet]:
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
+    return _read_categories(path) if path.suffix == ".jsonl" else [_read_set(path)]
+
+
+def _read_categories(path: Path) -> list[PromptSet]:
+    """The first turns of Spec-Bench's questions, by category in the order of the file."""
+    categories: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            question = json.loads(line)
+            category, first = question["category"], question["turns"][0]
+            if not isinstance(category, str) or not isinstance(first, str) or not first:
+                raise ValueError("category and turns must be texts")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise UsageError(f'{path}, line {number} is not a question, {{"category": ..., "turns": [...]}}: {error!r}'
+                             ) from error  # fmt: skip
+        categories.setdefault(category, []).append(first)
+    if not categories:
+        raise UsageError(f"{path} has no question")
+    return [PromptSet(name, prompts, is_chat=True, is_category=True) for name, prompts in categories.items()]
+
+
+def _read_set(path: Path) -> PromptSet:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         prompts = data["prompts"]

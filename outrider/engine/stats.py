@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
 from outrider.core.drafter_faults import DrafterFault, FaultKind
@@ -133,6 +134,16 @@ class EngineStats:
         for part in fields(self):
             now, then = getattr(self, part.name), getattr(before, part.name)
             setattr(result, part.name, _minus(now, then) if isinstance(now, list) else now - then)
+        return result
+
+    def plus(self, other: EngineStats) -> EngineStats:
+        """Counts of both together."""
+        result = EngineStats()
+        for part in fields(self):
+            one, two = getattr(self, part.name), getattr(other, part.name)
+            is_list = isinstance(one, list)
+            both = [sum(counts) for counts in zip_longest(one, two, fillvalue=0)] if is_list else one + two
+            setattr(result, part.name, both)
         return result
 
     def line(self) -> str:

@@ -457,6 +457,33 @@ def test_bench_spec_compares_and_plots(folder: Path, tmp_path: Path, capsys: pyt
     assert (tmp_path / "plots" / "spec.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "plots" / "spec.svg").exists()
 
 
+def test_bench_spec_reads_spec_benchs_form(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each category is a set of its own, and all of them are added up; the prompts of a set run in several batches."""
+    questions = [{"question_id": i, "category": "abcd"[i % 4], "turns": [f"{i} abcabcabc", "again"]} for i in range(8)]
+    prompts = tmp_path / "spec_bench.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, questions)))
+    result = outrider(capsys, "bench", "spec", folder, "--prompts", prompts, "--batch-sizes", 1, "--max-tokens", 8,
+                      "--rounds", 1, "--prompts-per-set", 2, "--num-pages", 99,
+                      "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "auto": false}')
+    assert result.status == 0, result.err
+    *cells, total = json.loads(result.out.splitlines()[-1])["results"]
+    assert [cell["prompts"] for cell in cells] == ["a", "b", "c", "d"] and total["prompts"] == "all"
+    assert all(cell["equal_requests"] == cell["num_requests"] == 2 for cell in cells)
+    assert total["num_requests"] == 8 and total["drafted"] == sum(cell["drafted"] for cell in cells)
+    assert min(cell["mean_run"] for cell in cells) <= total["mean_run"] <= max(cell["mean_run"] for cell in cells)
+    prompts.write_text('{"category": "a", "turns": ["x"]}\n{"category": "a"}')
+    assert "line 2 is not a question" in refused(capsys, "bench", "spec", folder, "--prompts", prompts)
+
+
+def test_many_sets_are_plotted_as_bars(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from outrider.benchmarks.plot import plot_spec
+
+    cells = [{"prompts": f"set {i}", "batch": 1, "ratio": 1 + i / 10, "mean_run": 1.5 + i / 10} for i in range(9)]
+    picture, vectors = plot_spec(cells, tmp_path / "spec", "tiny")
+    assert picture.read_bytes()[1:4] == b"PNG" and "set 8" in vectors.read_text()
+
+
 def test_shipped_prompt_sets_are_readable() -> None:
     from outrider.benchmarks.prompt_sets import read_sets
 
