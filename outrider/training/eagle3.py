@@ -43,7 +43,8 @@ class Eagle3Trainee(Trainee):
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None
         for own_rows, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
-            yield F.linear(states[own_rows // width, own_rows % width - 1], output)
+            chosen = states[own_rows // width, own_rows % width - 1]
+            yield F.linear(chosen, output) if torch.is_grad_enabled() else _float32_product(chosen, output)
 
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
         tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
@@ -54,6 +55,12 @@ class Eagle3Trainee(Trainee):
         else:
             config = self.sizes.hf_config(size)
         write_drafter(folder, config, tensors, self._vocabulary, "eagle3", self.num_passes, card)
+
+
+def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products in 16 bits have ties, which a measurement would count as wrong drafts."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.float(), weight)
 
 
 def fresh_weights(sizes: HeadSizes, target: Model, vocabulary: DraftVocabulary,

@@ -89,17 +89,21 @@ class Teacher:
     def _record(self, texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         """Let the engine compute the texts. Returns where the states of each begin."""
         starts = self._recorder.expect(texts)
+        self._wait()  # steps run on a stream of their own
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
         prompts: list[Prompt] = [list(text) for text in starts]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         errors = [output.outputs[0].error for output in outputs if output.outputs[0].finish_reason == "error"]
         if errors:
             raise RuntimeError(f"the target cannot compute {len(errors)} of {len(outputs)} texts: {errors[0]}")
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize()  # a result is back before the recorder's part of the step has run
+        self._wait()  # a result is back before the recorder's part of the step has run
         if not bool(self._recorder.is_written[: sum(len(text) for text in starts)].all()):
             raise RuntimeError("the engine did not record the hidden states of all texts; the log may say why")
         return starts
+
+    def _wait(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
 
     def _logits(self, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits of the drafter's tokens, and the likeliest of all tokens. final: [tokens, hidden]"""
