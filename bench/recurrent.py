@@ -1,8 +1,8 @@
 """Times the kernels of recurrent layers on the card: `python bench/recurrent.py [--only mamba2] [--no-sweep]`.
 
-One layer and step at the shapes of Nemotron-H (mamba2) and Qwen3-Next (delta), in captured graphs over rows larger than
-the cache. The floor is one read and one write of the states that the batch has, for any number of drafts. Checked
-against the torch path by tests/kernels/test_triton_recurrent.py, not here.
+One layer and step at the shapes of Nemotron-H (mamba2), Qwen3-Next (delta) and Kimi-Linear (kda), in captured graphs
+over rows larger than the cache. The floor is one read and one write of the states that the batch has, for any number of
+drafts. Checked against the torch path by tests/kernels/test_triton_recurrent.py, not here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets  # n
 from outrider.kernels.recurrent import CheckpointTargets  # noqa: E402
 from outrider.kernels.triton.gated_delta import delta_config, delta_steps  # noqa: E402
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps  # noqa: E402
-from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs  # noqa: E402
+from outrider.kernels.triton.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs  # noqa: E402
 from outrider.kernels.triton.recurrent_step import (  # noqa: E402
     LayerTensors,
     StepConfig,
@@ -40,12 +40,12 @@ PAGE_ELEMENTS = 16 * 2 * 2 * 128 * 6  # a page of 16 tokens, 2 heads of keys and
 
 @dataclass(frozen=True)
 class Shape:
-    kind: str
+    kind: GateKind
     heads: int
     dim: int
     n: int
     groups: int  # of B and C, or key heads
-    num_gates: int
+    gates: tuple[int, ...]  # numbers of each gate of a token
 
     @property
     def conv_dim(self) -> int:
@@ -60,7 +60,8 @@ class Shape:
         return -(-(self.state_bytes + 6 * self.conv_dim) // (2 * PAGE_ELEMENTS))
 
 
-SHAPES = {"mamba2": Shape("mamba2", 64, 64, 128, 8, 1), "delta": Shape("delta", 32, 128, 128, 16, 2)}
+SHAPES = {"mamba2": Shape("mamba2", 64, 64, 128, 8, (64,)), "delta": Shape("delta", 32, 128, 128, 16, (32, 32)),
+          "kda": Shape("kda", 32, 128, 128, 32, (32 * 128, 32))}  # fmt: skip
 
 
 @dataclass
@@ -82,12 +83,12 @@ class Layer:
         pages = shape.checkpoint_pages * requests if saves else 0
         pool = torch.zeros(1 + pages, PAGE_ELEMENTS, device="cuda", dtype=DTYPE)
         layer = LayerTensors(state, randn(rows, CONV_WIDTH - 1, shape.conv_dim), randn(rows, window, shape.conv_dim),
-                             tuple(randn(rows, window, heads) for _ in range(shape.num_gates)), pool, 0)
+                             tuple(randn(rows, window, size) for size in shape.gates), pool, 0)
         index = torch.arange(requests + 1, device="cuda")
         tokens, full = known + drafts, torch.ones_like(index[1:])
         step = StepTensors.stack(index[1:], index * tokens, 15 * full, known * full, drafts * full, pending * full,
                               torch.arange(requests, device="cuda").repeat_interleave(tokens))
-        columns = shape.heads * shape.dim + shape.conv_dim + shape.num_gates * heads
+        columns = shape.heads * shape.dim + shape.conv_dim + sum(shape.gates)
         return cls(shape, layer, step, randn(requests * tokens, columns), cls.saved(shape, requests) if saves else None)
 
     @staticmethod
@@ -100,7 +101,7 @@ class Layer:
 
     def split(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         _, conv_in, *gates = self.projected.split(
-            (self.shape.heads * self.shape.dim, self.shape.conv_dim, *[self.shape.heads] * self.shape.num_gates), dim=-1
+            (self.shape.heads * self.shape.dim, self.shape.conv_dim, *self.shape.gates), dim=-1
         )
         return conv_in, tuple(gates)
 
@@ -113,9 +114,9 @@ class Layer:
 
     def states(self, params: Params, **options: Any) -> torch.Tensor:
         assert self.made is not None
-        if self.shape.kind == "delta":
+        if self.shape.kind != "mamba2":
             return delta_steps(self.step, self.made, self.rows, num_key_heads=self.shape.groups, targets=self.targets,
-                               **options)
+                               per_channel=self.shape.kind == "kda", **options)
         return mamba2_steps(self.step, self.made, self.rows, params.gate.decay, params.skip,
                             num_groups=self.shape.groups, targets=self.targets, **options)
 
@@ -128,10 +129,9 @@ class Params:
 
     @classmethod
     def of(cls, shape: Shape) -> Params:
-        heads = torch.randn(3, shape.heads, device="cuda")
+        heads, dt_bias = torch.randn(2, shape.heads, device="cuda"), torch.randn(shape.gates[0], device="cuda")
         conv = ConvParams(randn(CONV_WIDTH, shape.conv_dim).float(), randn(shape.conv_dim).float())
-        kind = "delta" if shape.kind == "delta" else "mamba2"
-        return cls(conv, GateParams(kind, heads[0].contiguous(), -heads[1].exp()), heads[2].contiguous())
+        return cls(conv, GateParams(shape.kind, dt_bias, -heads[0].exp()), heads[1].contiguous())
 
 
 def time_steps(bench: Bench, shape: Shape, params: Params, requests: int, drafts: int, *, sweep: bool,
