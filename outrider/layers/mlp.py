@@ -12,7 +12,8 @@ from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 
-INNER_KEYS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+INNER_KEYS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+              "shared_intermediate_size")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # names as in configs
 PACKED = "gate_up_proj"
 

@@ -13,13 +13,15 @@ from typing import Any
 from outrider.core.ranks import CutSize, rank_refusal
 
 # Families whose attention ranks share; a family from outside may hold it whole.
-FAMILIES = re.compile(r"(Llama|Mistral|Qwen[23]|NemotronH|Bamba|DeepseekV3|GlmMoeDsa|Gemma[34])\w*For\w+")
+FAMILIES = re.compile(r"(Llama|Mistral|Qwen[23]|NemotronH|Bamba|GraniteMoeHybrid|Lfm2|KimiLinear|BailingHybrid|"
+                      r"FalconH1|DeepseekV3|GlmMoeDsa|Gemma[34])\w*For\w+")
 HEADS = "num_attention_heads"
 TEXT = "text_config"  # the section of a language model in configs of several
 # Sizes that some families cut. They only narrow down the numbers of ranks that are named: a config may have a key that
 # its layers do not use.
 OTHER_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
-              "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_n_heads", "linear_num_key_heads")
+              "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_n_heads", "linear_num_key_heads",
+              "linear_num_heads", "shared_intermediate_size")
 COPIED_KEYS = ("num_key_value_heads", "n_groups", "mamba_n_groups")  # several ranks may hold the same piece
 
 
