@@ -45,7 +45,12 @@ class CheckpointTargets(NamedTuple):
 
 
 def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu of a convolution of each channel: inputs [.., width - 1 + tokens, channels] -> [.., tokens, channels].
+    """silu of a convolution of each channel, see `plain_conv`."""
+    return F.silu(plain_conv(inputs, weight, bias))
+
+
+def plain_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution of each channel: inputs [.., width - 1 + tokens, channels] -> [.., tokens, channels].
 
     weight [width, channels]; the last tap is the token's own. One product after another, so that a token's result is
     the same bits in a call of one token and of many.
@@ -56,7 +61,7 @@ def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     total = inputs[..., :tokens, :] * weight[0]
     for tap in range(1, width):
         total = total + inputs[..., tap : tap + tokens, :] * weight[tap]
-    return F.silu(total if bias is None else total + bias)
+    return total if bias is None else total + bias
 
 
 # Mamba-2: S <- exp(A dt) S + dt x B', y = S C + D x

@@ -51,6 +51,7 @@ from outrider.layers.rotary import (
     yarn_mscale,
 )
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
+from outrider.layers.short_conv import ShortConv
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
@@ -59,7 +60,7 @@ __all__ = [
     "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear",
     "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer", "Parameter",
     "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters", "ScaledLayer",
-    "SelfAttention", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "TiedLinear", "TokenMixer",
-    "Unnormed", "Unrotated", "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table",
-    "rotate", "yarn_mscale",
+    "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "TiedLinear",
+    "TokenMixer", "Unnormed", "Unrotated", "WidthNormAttention", "check_ranks", "copy_stream", "find_modules",
+    "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

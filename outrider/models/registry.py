@@ -24,8 +24,10 @@ from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
 from outrider.models.glm4_moe import Glm4Moe
 from outrider.models.granite import Granite
+from outrider.models.granite_hybrid import GraniteHybrid
 from outrider.models.hunyuan import Hunyuan, HunyuanMoe
 from outrider.models.kimi_linear import KimiLinear
+from outrider.models.lfm2 import Lfm2
 from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
 from outrider.models.minimax_m2 import MiniMaxM2
 from outrider.models.mixtral import Mixtral
@@ -71,6 +73,8 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "KimiLinearForCausalLM": KimiLinear,
     "BailingHybridForCausalLM": BailingHybrid,
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "Lfm2ForCausalLM": Lfm2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV32ForCausalLM": DeepseekV32,
     "GlmMoeDsaForCausalLM": GlmMoeDsa,

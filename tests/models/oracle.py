@@ -123,6 +123,19 @@ _BAMBA: dict[str, Any] = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }
+_GRANITE: dict[str, Any] = {
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
 HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _MAMBA | {"hybrid_override_pattern": "M*-EME"}),
     "nemotron_h_latent": (
@@ -156,6 +169,34 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe": ("Qwen3_5Moe", _DELTA_MOE),
     "bamba": ("Bamba", _BAMBA),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 16,
+                      "block_ffn_dim_multiplier": 1.5, "tie_word_embeddings": False}),
+    "lfm2_bias": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_hybrid": ("GraniteMoeHybrid", _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "granite_hybrid_dense": (
+        "GraniteMoeHybrid",
+        _GRANITE
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 0.5,  # else every token predicts itself
+            "residual_multiplier": 1.5,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+        },
+    ),
     "bamba_bias": (
         "Bamba",
         _BAMBA

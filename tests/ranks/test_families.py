@@ -96,6 +96,8 @@ def cache_share(spec: Any, count: int) -> Any:
     match spec:
         case LatentSpec():
             return spec
+        case RecurrentSpec(state_shape=(0,)):  # a convolution alone
+            return replace(spec, conv_dim=spec.conv_dim // count, out_dim=spec.out_dim // count)
         case RecurrentSpec():
             heads, *state = spec.state_shape
             conv_dim = (spec.conv_dim - spec.out_dim) // 2
@@ -178,7 +180,7 @@ def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes:
         check_ranks(outline, count)
 
 
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES])
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES])
 def test_heads_are_refused_without_torch_only_where_the_model_refuses_them(family: str) -> None:
     """Before ranks start, the config alone is looked at. Its refusal names numbers of ranks that the model takes."""
     config = config_of(family)

@@ -74,11 +74,10 @@ class Walk:
         return y
 
     def _step_each(self, conv_in: torch.Tensor, gates: Gates) -> StepOutput:
-        each = zip(self.state.split(1), self.tail.split(1), conv_in.split(1),
-                   zip(*(gate.split(1) for gate in gates), strict=True), strict=True)
+        each = zip(self.state.split(1), self.tail.split(1), conv_in.split(1), strict=True)
         # Gates are copied: a library may look at where a row lies in memory.
-        done = [self.mixer.step(state, tail, inputs, tuple(gate.clone() for gate in own))
-                for state, tail, inputs, own in each]
+        done = [self.mixer.step(state, tail, inputs, tuple(gate[i, None].clone() for gate in gates))
+                for i, (state, tail, inputs) in enumerate(each)]
         return StepOutput(*map(torch.cat, zip(*done, strict=True)))
 
     def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:

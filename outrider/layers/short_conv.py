@@ -1,0 +1,92 @@
+"""The short convolution of LFM2: a token mixer that sees the last few tokens alone.
+
+One projection to B, C and x; a causal convolution of B * x, each channel by itself; the result times C; output. What a
+row keeps is the tail of the convolution's inputs, and no state beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.cache.kinds import RecurrentSpec
+from outrider.formats import InputCut, ModelSize, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.kernels.recurrent import plain_conv
+from outrider.layers.base import CutSize, HeldRows, Module, Parameter, TokenMixer
+from outrider.layers.context import StepContext
+from outrider.layers.linear import Linear
+from outrider.layers.rotary import Angles
+from outrider.mixers import Gates, MixerParams, RecurrentLayer, RecurrentState, ScanOutput, StepOutput
+
+
+class ShortConvMixer(Module):
+    """A RecurrentMixer whose state is empty: a convolution needs its tail alone. Its results have the same bits however
+    tokens are split into calls."""
+
+    def __init__(self, size: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.has_bias, self.width, self.itemsize, self.device = bias, width, dtype.itemsize, device
+        self.rows: HeldRows | None = None  # the channels of this rank; None if it holds all
+        self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
+        self.spec = RecurrentSpec(conv_dim=size, conv_width=self.width, state_shape=(0,), gate_sizes=(), out_dim=size,
+                                  itemsize=self.itemsize)
+        self.weight = torch.empty(self.width, size, dtype=self.wide, device=self.device)
+        self.bias = torch.empty(size, dtype=self.wide, device=self.device) if self.has_bias else None
+
+    def keep_rank(self, ranks: Ranks) -> None:
+        """Leave this rank its channels."""
+        size = self.spec.conv_dim
+        share = ranks.share(ModelSize(size))
+        self.rows = HeldRows(size, (share,))
+        self._allocate(len(share))
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        bias = [] if self.bias is None else [("bias", Parameter(self.bias, self.rows))]
+        return [("weight", Parameter(self.weight.t().unsqueeze(1), self.rows)), *bias]
+
+    def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
+        seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
+        return StepOutput(plain_conv(seen, self.weight, self.bias)[:, 0].to(conv_in.dtype), state, seen[:, 1:])
+
+    def scan(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates, boundaries: list[int],
+             exact: bool = False) -> ScanOutput:
+        num_tokens, length = conv_in.shape[0], tail.shape[0]
+        seen = torch.cat((tail, conv_in.to(tail.dtype)))
+        y = plain_conv(seen, self.weight, self.bias).to(conv_in.dtype)
+        states_at = [RecurrentState(state, seen[b : b + length]) for b in boundaries]
+        return ScanOutput(y, state, seen[num_tokens:], states_at)
+
+    def kernel_params(self) -> MixerParams | None:
+        return None
+
+
+class ShortConv(TokenMixer):
+    def __init__(self, index: int, hidden_size: int, width: int, *, bias: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.index = index
+        self.mixer = ShortConvMixer(hidden_size, width, bias=bias, dtype=dtype, device=device)
+        self.enter = Linear(hidden_size, 3 * hidden_size, bias=bias, dtype=dtype, device=device)
+        self.out = Linear(hidden_size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def cut_sizes(self) -> Sequence[CutSize]:
+        return (CutSize(("hidden_size",), self.mixer.spec.conv_dim),)
+
+    def cut(self, group: RankGroup) -> None:
+        """Keep some channels of B, C and x."""
+        ranks, size = Ranks.from_group(group), self.mixer.spec.conv_dim
+        self.enter.declare_cut(OutputCut(ranks, packed={"": [PackedPart(size)] * 3}))
+        self.out.declare_cut(InputCut.from_group(group))
+        self.mixer.keep_rank(ranks)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("in_proj", self.enter), ("conv", self.mixer), ("out_proj", self.out)
+
+    def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
+        """x: [tokens, hidden]. Positions do not matter."""
+        b, c, inner = self.enter(x, context).chunk(3, dim=-1)
+        recurrent: RecurrentLayer = context.attend.mixer(self.index)
+        return self.out(recurrent(b * inner, ()).mul_(c), context)
