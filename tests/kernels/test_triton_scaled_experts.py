@@ -215,6 +215,8 @@ def test_compiles_for_the_card() -> None:
     for kernel in found_without_interpreter(__file__):
         assert kernel["multiplies"], "tensor cores read fp8 codes as they are, and other codes as bf16"
         assert kernel["copies"] > 0 and kernel["shared"] <= 228 << 10
+        order = ["asks", "waits"] if kernel["is_second"] else ["waits", "releases"]
+        assert [step for step in kernel["order"] if step in order] == order
 
 
 def compile_product(code: str, group: int, rounds: bool, k: int, activation: int, tile: ScaledTile) -> dict[str, Any]:
@@ -223,16 +225,19 @@ def compile_product(code: str, group: int, rounds: bool, k: int, activation: int
     constants = {"K": k, "GROUP": group or k, "CODE": scaled.CODES.index(code), "X_GROUP": rounds * (group or k),
                  "PAIRS_PER_ROW": 8, "ACTIVATION": activation, "FEW": tile.block_m == 16, "PAIRS": 64, "EXPERTS": 64,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "HAS_ZEROS": False,
-                 "HAS_FACTORS": False, "WIDEN": False, "ASM": code == "int4", "PDL": True, "scales_n": 1,
-                 "zeros_n": 1}  # fmt: skip
-    kinds = {"x": "*fp8e4nv" if rounds else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "zeros": "*bf16",
+                 "HAS_OFFSETS": False, "HAS_FACTORS": False, "WIDEN": False, "ASM": code == "int4", "PDL": True,
+                 "EARLY": activation == 0, "scales_n": 1, "shifts_n": 1}  # fmt: skip
+    kinds = {"x": "*fp8e4nv" if rounds else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "shifts": "*bf16",
              "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "out": "*bf16", "ids": "*i64",
              "order": "*i32", "ends": "*i32"}  # fmt: skip
     made = compile_for_card(module._scaled_expert_kernel, constants, kinds, num_warps=tile.num_warps,
                             num_stages=tile.num_stages)  # fmt: skip
     ptx, wanted = made.asm["ptx"], "e4m3.e4m3" if rounds else "bf16.bf16"
+    steps = {"asks": "prefetch.global.L2", "waits": "griddepcontrol.wait", "releases": "griddepcontrol.launch"}
+    places = sorted((ptx.rindex(text), step) for step, text in steps.items() if text in ptx)
     return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
-            "shared": made.metadata.shared}  # fmt: skip
+            "shared": made.metadata.shared, "is_second": activation == 0,
+            "order": [step for _, step in places]}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 import triton.language as tl
-from outrider.kernels.scaled import CODES, FP8, INT4, Scaled
+from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -41,9 +41,11 @@ from outrider.kernels.triton.moe import ACTIVATIONS, combine, multiply_pairs, ti
 from outrider.kernels.triton.rounding import round_rows, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand
 from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns
+from outrider.kernels.triton.thin_linear import prefetch_rows
 
 NUMBERS_PAIRS_PER_EXPERT = 256  # from here on writing numbers once costs less than making them for every tile
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
+_INT4, _FP4 = tl.constexpr(CODES.index(INT4)), tl.constexpr(CODES.index(FP4))
 
 
 @kernel(do_not_specialize=["P"])
@@ -53,20 +55,32 @@ def _scaled_expert_kernel(
     CODE: tl.constexpr, X_GROUP: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
     FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
 
     Strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group. With a
-    gated activation weight rows 0 to N are the gate and the next N are what it gates."""
+    gated activation weight rows 0 to N are the gate and the next N are what it gates. EARLY: ids, order and ends are
+    not of the kernels that may still run, so weights are asked for before x is there."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
+    PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
+    tl.static_assert(not (EARLY and GATED), "rows that are asked for early are those of the outputs")
+    if EARLY:
+        release_dependents(PDL)
+    else:
+        # In this order: kernels that start from here on find the ids complete, before they wait themselves.
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
     if FEW:
         expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
     else:
         expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), 0, E, EXPERTS, BLOCK_M)
+    if EARLY:
+        if PDL and is_tile:
+            first_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+            prefetch_rows(codes + expert * codes_e, first_row, codes_n, N, K // PER_BYTE)
+        wait_for_inputs(PDL)
     if is_tile:
         at = tl.arange(0, BLOCK_N)
         output = tl.program_id(0) * OUTPUTS + at % OUTPUTS
@@ -130,8 +144,8 @@ def scaled_experts(
     pdl = uses_pdl(device) if pdl is None else pdl
     as_numbers = is_faster_as_numbers(down.code, ids.numel(), num_experts) if as_numbers is None else as_numbers
     pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
-    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl)
-    out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl)
+    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False)
+    out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl, True)
     return combine(out, weights, added=added, pdl=pdl)
 
 
@@ -151,9 +165,9 @@ def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
 
 def _product(
     x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
-    activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool,
+    activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool, is_second: bool,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
+    """[pairs, n], row p for pair p, from row p // pairs_per_row of x. is_second: x is made by a first product."""
     group = min(weight.group, x.shape[1])
     assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
     values, x_scales = x, x
@@ -161,7 +175,8 @@ def _product(
         values, x_scales = rounded_rows(x, group, False) if group == x.shape[1] else round_rows(x, group, pdl=pdl)
     out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
     if not as_numbers:
-        _multiply_codes(values, x_scales, weight, ids, pairs, pairs_per_row, out, activation, group, rounds, tile, pdl)
+        _multiply_codes(values, x_scales, weight, ids, pairs, pairs_per_row, out, activation, group, rounds, tile, pdl,
+                        is_second)
         return out
     assert pairs is not None
     values = expand(Scaled(FP8, group, values, x_scales), x.dtype) if rounds else values
@@ -178,7 +193,7 @@ def _product(
 def _multiply_codes(
     x: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None,
     pairs_per_row: int, out: torch.Tensor, activation: str | None, group: int, rounds: bool, tile: ScaledTile | None,
-    pdl: bool,
+    pdl: bool, is_second: bool,
 ) -> None:
     """Fill out [pairs, n]. x: codes, if token rows are rounded."""
     (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
@@ -198,6 +213,6 @@ def _multiply_codes(
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=weight.zeros is not None,
         HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None, WIDEN=not is_card,
-        ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **pdl_options(pdl),
+        ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, EARLY=is_second,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
