@@ -119,11 +119,12 @@ class TimedStep(FullStep):
     def most_tokens(self, context: int) -> int:
         """They fill a captured size, so that none is padding. The first chunk of a step always has some: prompts must
         end too."""
-        for size in reversed(self._costs.tokens):
+        seconds_left = self._max_seconds - self._seconds
+        for size, seconds in zip(reversed(self._costs.tokens), reversed(self._costs.seconds), strict=True):
             num_tokens = min(size - self._num_tokens, self.tokens_left)
             if num_tokens <= 0:
                 break
-            if self._costs.step(size) + self._seconds + self._costs.attend(num_tokens, context) <= self._max_seconds:
+            if seconds <= seconds_left and seconds + self._costs.attend(num_tokens, context) <= seconds_left:
                 return num_tokens
         return 0 if self._has_prompt else min(self._costs.tokens[0], self.tokens_left)
 
