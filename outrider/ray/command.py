@@ -11,6 +11,7 @@ from outrider.commands.serve import settings_of
 from outrider.commands.serve_engine import tell
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.ray import NEEDS
+from outrider.ray.preflight import check_address
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +29,14 @@ def run(args: argparse.Namespace) -> int:
         if getattr(config, name):
             raise ValueError(f"--ray: Ray's proxies listen, and know no --{name.replace('_', '-')}")
     check_files(engine, config, chat_template(config))
-    ray.init(address=os.environ.get("RAY_ADDRESS"), ignore_reinit_error=True)
+    address = os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        check_address(address)
+    try:
+        ray.init(address=address, ignore_reinit_error=True)
+    except Exception as error:  # Ray raises plain ones, too
+        at = "on this machine" if address is None else f"at {address}"
+        raise ValueError(f"no cluster of Ray could be used {at}: {error}") from None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)  # in place of Ray's own handlers, which abort the process within seconds
     try:

@@ -1,8 +1,10 @@
-"""Checks of a node before a replica loads weights there: all problems at once, each by name."""
+"""Checks before a replica loads weights: whether the cluster answers, and what is wrong with a node, all problems at
+once, each by name."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,11 +14,25 @@ from outrider.config import EngineConfig
 from outrider.replicas.placement import VISIBLE
 from outrider.server.settings import ServerConfig
 
+ANSWER_SECONDS = 10.0  # for a cluster's address to take a connection
 PACKAGES = ("torch", "ray", "safetensors", "tokenizers")
 
 
 class NodeNotReady(RuntimeError):
     """A replica cannot start on its node. The message lists everything that is wrong."""
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError if nothing listens at a cluster's address, `host:port` or `ray://host:port`. Ray itself tries
+    for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # `auto` or `local`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"no cluster of Ray answers at {address} ({error}): set RAY_ADDRESS to one that does, or "
+                         "unset it for a cluster of this machine") from None
 
 
 def versions_here() -> dict[str, str]:

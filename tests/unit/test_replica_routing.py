@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from outrider.cli import main
 from outrider.config import EngineConfig
 from outrider.ray import app
-from outrider.ray.preflight import NodeNotReady, check_node, versions_here
+from outrider.ray.preflight import NodeNotReady, check_address, check_node, versions_here
 from outrider.replicas.joined_metrics import joined_metrics
 from outrider.replicas.placement import replica_environments
 from outrider.replicas.policy import MOST_BEHIND, PrefixRouter
@@ -139,6 +140,16 @@ def test_what_is_wrong_with_a_node_is_told_all_at_once(tmp_path: Path) -> None:
         check_node(EngineConfig(str(tmp_path / "nowhere")), ServerConfig(), wanted, 0, {})
     for words in ("torch is", "and 1.0 where the application was built", "outrider is", "1 GPUs are needed", "nowhere"):
         assert words in str(told.value)
+
+
+def test_a_cluster_that_does_not_answer_is_told_before_ray_tries_for_minutes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "auto"):
+            check_address(address)
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:99999"):
+        with pytest.raises(ValueError, match=f"no cluster of Ray answers at {address}"):
+            check_address(address)
 
 
 def test_without_ray_the_application_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
