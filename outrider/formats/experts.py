@@ -47,8 +47,9 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @abstractmethod
     def mix(
-        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
+        biases: moe.ExpertBiases | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
     @property
@@ -86,9 +87,10 @@ class DenseExperts(ExpertsFormat):
         return self._gate_up, self._down
 
     def mix(
-        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added)
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
+        biases: moe.ExpertBiases | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, biases)
 
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
                         down: LinearFormat) -> torch.Tensor | None:

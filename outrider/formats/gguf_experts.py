@@ -60,6 +60,7 @@ class GgufExperts(ExpertsFormat):
         """The products are exact in any mode."""
 
     def mix(
-        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return native_experts(x, routed, self._matrices, activation, added)
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
+        biases: moe.ExpertBiases | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        return native_experts(x, routed, self._matrices, activation, added, biases)

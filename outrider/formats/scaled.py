@@ -278,11 +278,13 @@ class ScaledExperts(ExpertsFormat):
         return self.declared.hidden_size if is_left else 0
 
     def mix(
-        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
+        biases: moe.ExpertBiases | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         if self._matrices:
-            return native_experts(x, routed, self._matrices, activation, added)
-        return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, self._rounds)
+            return native_experts(x, routed, self._matrices, activation, added, biases)
+        return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, self._rounds,
+                         biases)
 
     def prepare(self, allow_copy: bool) -> int:
         may_copy = allow_copy or self._activation_bits == 8

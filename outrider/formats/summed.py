@@ -138,10 +138,11 @@ class SummedExperts(ExpertsFormat):
         return self._inner.use_int8_activations()
 
     def mix(
-        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """added: this rank's part of what is added."""
-        return self._reduce(self._inner.mix(x, routed, activation, added))
+        self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
+        biases: moe.ExpertBiases | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """added, biases: this rank's part of what is added."""
+        return self._reduce(self._inner.mix(x, routed, activation, added, biases))
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:

@@ -25,31 +25,33 @@ def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-            added: Tensor | None = None) -> Tensor:
-    return _mix(ops.linear_wide, x, ids, weights, gate_up, down, activation, added)
+            added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
+    return _mix(ops.linear_wide, x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-                  added: Tensor | None = None) -> Tensor:
+                  added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
     """Each token row's result has the same bits, whatever the other rows are and choose."""
-    return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added)
+    return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
-                   added: Tensor | None = None, rounds: bool = False) -> Tensor:
+                   added: Tensor | None = None, rounds: bool = False,
+                   biases: moe.ExpertBiases | None = None) -> Tensor:
     """Experts whose weights are codes with scales."""
     product = _rounding_product(ops.scaled_wide) if rounds else ops.scaled_wide
-    return _mix(product, x, ids, weights, gate_up, down, activation, added)
+    return _mix(product, x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def exact_scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
-                         added: Tensor | None = None, rounds: bool = False) -> Tensor:
+                         added: Tensor | None = None, rounds: bool = False,
+                         biases: moe.ExpertBiases | None = None) -> Tensor:
     product = _rounding_product(exact.scaled_wide) if rounds else exact.scaled_wide
-    return _mix(product, x, ids, weights, gate_up, down, activation, added)
+    return _mix(product, x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[native.Matrix]], activation: str,
-                   added: Tensor | None = None) -> Tensor:
+                   added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
     """Experts by native products, which are exact in any mode. matrices: the first projection of each expert, and
     down."""
     num_tokens, top_k = routed.ids.shape
@@ -57,8 +59,8 @@ def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[na
     for expert, pairs in plan_on_host(routed.ids, len(matrices)):
         first, down = matrices[expert]
         projected = native.product(x[pairs // top_k], first)
-        gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
-        made[pairs] = native.product(gated, down)
+        made[pairs] = _with_down_bias(native.product(_activated(projected, activation, biases, expert), down), biases,
+                                      expert)
     out = moe.combine(made.view(num_tokens, top_k, -1), routed.weights)
     return out if added is None else out.add_(added)
 
@@ -69,13 +71,24 @@ def _rounding_product(product: Callable[..., Tensor]) -> Callable[[Tensor, Scale
 
 
 def _mix(product: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight,
-         activation: str, added: Tensor | None) -> Tensor:
+         activation: str, added: Tensor | None, biases: moe.ExpertBiases | None) -> Tensor:
     moe.check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     made = x.new_empty(num_tokens * top_k, x.shape[1])
     for expert, pairs in plan_on_host(ids, down.shape[0]):
         projected = product(x[pairs // top_k], gate_up[expert])
-        gated = ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
-        made[pairs] = product(gated.to(x.dtype), down[expert]).to(x.dtype)
+        gated = _activated(projected, activation, biases, expert)
+        made[pairs] = _with_down_bias(product(gated.to(x.dtype), down[expert]), biases, expert).to(x.dtype)
     out = moe.combine(made.view(num_tokens, top_k, x.shape[1]), weights)
     return out if added is None else out.add_(added)
+
+
+def _activated(projected: Tensor, activation: str, biases: moe.ExpertBiases | None, expert: int) -> Tensor:
+    """The activation of one expert's first projection, which is changed."""
+    if biases is not None:
+        projected += biases.gate_up[expert]
+    return ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
+
+
+def _with_down_bias(made: Tensor, biases: moe.ExpertBiases | None, expert: int) -> Tensor:
+    return made if biases is None or biases.down is None else made.add_(biases.down[expert])

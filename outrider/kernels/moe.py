@@ -17,7 +17,9 @@ from outrider.kernels import reference
 from outrider.kernels.scaled import Scaled, rounded
 
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
+CLAMPED = "clamped_swiglu"  # gpt-oss's: gate and up are limited, see `reference.clamped_swiglu`
 PLAIN = ("relu2",)  # the square of relu, of one projection
+KNOWN = (*GATED, CLAMPED, *PLAIN)
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")  # a group is worth its best expert, or the sum of its two best
 
@@ -50,6 +52,13 @@ class RouteRule:
     @property
     def group_size(self) -> int:
         return self.num_experts // self.num_groups
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of all experts, in the order of their outputs: gate before up."""
+
+    gate_up: Tensor  # [experts, 2 x width]
+    down: Tensor | None  # [experts, hidden]; None on ranks that leave it to another
 
 
 class Routed(NamedTuple):
@@ -87,25 +96,26 @@ def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-            added: Tensor | None = None) -> Tensor:
+            added: Tensor | None = None, biases: ExpertBiases | None = None) -> Tensor:
     """The weighted sum of each token row's experts, and `added`: x and added [tokens, hidden] -> [tokens, hidden].
 
     ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
     [experts, width, hidden] where the activation takes no gate. Fixed shapes and no host reads on any device, at the
     price of a copy of each pair's weights.
     """
-    return _mix(x, ids, weights, gate_up, down, activation, added)
+    return _mix(x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
-                   added: Tensor | None = None, rounds: bool = False) -> Tensor:
+                   added: Tensor | None = None, rounds: bool = False,
+                   biases: ExpertBiases | None = None) -> Tensor:
     """`experts` whose weights are codes with scales. rounds: token rows, and the activation's results before the second
     projection, are first rounded to fp8, each row by itself, in groups of as many inputs as share a scale."""
-    return _mix(x, ids, weights, gate_up, down, activation, added, rounds)
+    return _mix(x, ids, weights, gate_up, down, activation, added, biases, rounds)
 
 
 def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled, activation: str,
-         added: Tensor | None, rounds: bool = False) -> Tensor:
+         added: Tensor | None, biases: ExpertBiases | None, rounds: bool = False) -> Tensor:
     check_experts(x, ids, weights, gate_up, down, activation)
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
@@ -114,7 +124,12 @@ def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down
     parts = []
     for rows, chosen in zip(token.split(chunk), flat.split(chunk), strict=True):
         projected = _products(x[rows], gate_up[chosen], rounds)
-        parts.append(_products(activate(projected, activation).to(x.dtype), down[chosen], rounds).to(x.dtype))
+        if biases is not None:
+            projected += biases.gate_up[chosen]
+        made = _products(activate(projected, activation).to(x.dtype), down[chosen], rounds)
+        if biases is not None and biases.down is not None:
+            made += biases.down[chosen]
+        parts.append(made.to(x.dtype))
     out = combine(torch.cat(parts).view(num_tokens, top_k, x.shape[1]), weights)
     return out if added is None else out.add_(added)
 
@@ -140,10 +155,10 @@ def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor
 
 def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled,
                   activation: str) -> None:
-    if activation not in GATED + PLAIN:
-        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(GATED + PLAIN)}")
+    if activation not in KNOWN:
+        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(KNOWN)}")
     num_experts, hidden, width = down.shape
-    rows = 2 * width if activation in GATED else width
+    rows = width if activation in PLAIN else 2 * width
     for name, tensor, shape in (
         ("x", x, (ids.shape[0], hidden)),
         ("ids", ids, (x.shape[0], ids.shape[-1])),
@@ -157,6 +172,8 @@ def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Sca
 def activate(projected: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return reference.silu_mul(projected)
+    if activation == CLAMPED:
+        return reference.clamped_swiglu(projected)
     return reference.gelu_tanh_mul(projected) if activation in GATED else reference.relu2(projected)
 
 

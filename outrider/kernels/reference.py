@@ -70,6 +70,17 @@ def gelu_tanh_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+SWIGLU_LIMIT, SWIGLU_GAIN = 7.0, 1.702  # of `clamped_swiglu`
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """x [.., 2 * width], gate and up -> gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up from -7 to 7.
+    """
+    gate, up = widened(x).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate * torch.sigmoid(SWIGLU_GAIN * gate) * (up + 1)).to(x.dtype)
+
+
 def relu2(x: Tensor) -> Tensor:
     """The square of relu."""
     return F.relu(x).square()

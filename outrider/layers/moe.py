@@ -30,7 +30,7 @@ from outrider.layers.router import Router
 
 
 class Experts(FormatModule[ExpertsFormat]):
-    """Equal MLPs without biases, gated or not as their activation says."""
+    """Equal MLPs, gated or not as their activation says. A family whose experts have biases derives from this."""
 
     declared: ExpertsDeclaration
     format_base = ExpertsFormat
@@ -51,7 +51,7 @@ class Experts(FormatModule[ExpertsFormat]):
         """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert. names:
         those of gate, up and down in a checkpoint with tensors by expert. cut: the rank holds a part of every expert's
         inner features."""
-        assert activation in moe.GATED + moe.PLAIN
+        assert activation in moe.KNOWN
         self.num_experts = num_experts
         self.activation = activation
         sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
@@ -67,12 +67,17 @@ class Experts(FormatModule[ExpertsFormat]):
 
     @property
     def is_gated(self) -> bool:
-        return self.activation in moe.GATED
+        return self.activation not in moe.PLAIN
+
+    @property
+    def biases(self) -> moe.ExpertBiases | None:
+        """This rank's biases, of experts that have them."""
+        return None
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
                  added: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`."""
-        out = self.format.mix(x, routed, self.activation, added)
+        out = self.format.mix(x, routed, self.activation, added, self.biases)
         if context.adapters is not None and context.adapters.change(self):
             context.adapters.mix(out, self, x, routed, added)
         return out

@@ -23,6 +23,7 @@ from outrider.models.gemma2 import Gemma2
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
 from outrider.models.glm4_moe import Glm4Moe
+from outrider.models.gpt_oss import GptOss
 from outrider.models.granite import Granite
 from outrider.models.granite_hybrid import GraniteHybrid
 from outrider.models.hunyuan import Hunyuan, HunyuanMoe
@@ -59,6 +60,7 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "Ernie4_5_MoeForCausalLM": ErnieMoe,
     "HunYuanDenseV1ForCausalLM": Hunyuan,
     "HunYuanMoEV1ForCausalLM": HunyuanMoe,
+    "GptOssForCausalLM": GptOss,
     "MixtralForCausalLM": Mixtral,
     "MiniMaxM2ForCausalLM": MiniMaxM2,
     "Glm4MoeForCausalLM": Glm4Moe,

@@ -46,6 +46,9 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}),
 }  # fmt: skip
 _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("GptOss", _EXPERTS | {"head_dim": 16, "sliding_window": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        "truncate": False}}),
     "mixtral": ("Mixtral", _EXPERTS),
     "mixtral_sliding": ("Mixtral", _EXPERTS | {"sliding_window": 16, "head_dim": 32}),
     "ernie_moe": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,
@@ -58,56 +61,5 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
                              "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}),
 }  # fmt: skip
 CLASSICS = _DENSE | _SPARSE
-LONGROPE: dict[str, Any] = {
-    "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64,
-    "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9, 2.2, 2.5], "long_factor": [1.0, 1.5, 2.0, 2.7, 3.1, 4.0, 5.5, 7.0],
-}  # fmt: skip
-_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
-_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "seed_oss": ("SeedOss", {"head_dim": 32}),
-    "seed_oss_bias": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
-    "smollm3": ("SmolLM3", {"tie_word_embeddings": False}),
-    "smollm3_sliding": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1, 0, 1, 0]}),
-    "granite": ("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
-                            "logits_scaling": 8.0}),
-    "granite_bias": ("Granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "phi3": ("Phi3", {}),
-    "phi3_sliding": ("Phi3", {"sliding_window": 16, "num_key_value_heads": 4}),
-    "phi4_mini": ("Phi3", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}}),
-    "olmo2": ("Olmo2", {}),
-    "olmo2_bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
-    "olmo3": ("Olmo3", _WINDOWS | {"rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-        "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0,
-                           "original_max_position_embeddings": 64}}}),
-    "exaone4": ("Exaone4", _WINDOWS),
-    "exaone4_full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "cohere": ("Cohere", {}),
-    "cohere_normed": ("Cohere", {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.5,
-                                 "tie_word_embeddings": False}),
-    "cohere2": ("Cohere2", _WINDOWS),
-    "ernie": ("Ernie4_5", {"head_dim": 32}),
-    "ernie_bias": ("Ernie4_5", {"use_bias": True, "head_dim": 16, "tie_word_embeddings": False}),
-    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "attention_bias": True}),
-    "hunyuan_alpha": ("HunYuanDenseV1", {"head_dim": 32, "rope_parameters": {
-        "rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0}}),
-    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 4, "sliding_window": 16,
-                          "attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}),
-}  # fmt: skip
-_SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", _EXPERTS),
-    "mixtral_sliding": ("Mixtral", _EXPERTS | {"sliding_window": 16, "head_dim": 32}),
-    "ernie_moe": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,
-                                   "moe_num_shared_experts": 2}),
-    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
-    "minimax_m2": ("MiniMaxM2", _EXPERTS | {"head_dim": 16, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
-    "glm4_moe": ("Glm4Moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-                             "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
-                             "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}),
-}  # fmt: skip
-CLASSICS = _DENSE | _SPARSE
-# Apart from the others: transformers holds these experts in other tensors than it saves.
-CLASSICS_WITH_EXPERTS = [*_SPARSE]
+# Values of a Phi-3 with divisors of its frequencies.
 LONGROPE: dict[str, Any] = {"head_dim": 16, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}

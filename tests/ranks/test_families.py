@@ -28,14 +28,15 @@ EXPERTS = [*MOE_FAMILIES, "gemma4_moe"]
 QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2), ("qwen3_moe_mixed", 4),
          ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
          ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
-         ("minimax_m2", 2), ("ernie_moe", 4), ("kimi_linear", 4), ("bailing_hybrid", 2)}  # fmt: skip
+         ("minimax_m2", 2), ("ernie_moe", 4), ("kimi_linear", 4), ("bailing_hybrid", 2),
+         ("gpt_oss", 4)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
          for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *CLASSICS)
          for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
-    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
+    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
 
 # Norms with a scale for every feature of every head: each rank has those of its heads.
 CUT_NORMS = re.compile(r"^(olmo|cohere|minimax).*\.[qk]_norm\.")

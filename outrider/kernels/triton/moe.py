@@ -14,6 +14,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -29,6 +30,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.expert_biases import clamped_swiglu
 from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
@@ -121,8 +123,9 @@ def _spread_kernel(x, place, out, x_stride, out_stride, width, K: tl.constexpr, 
 
 @kernel
 def _combine_kernel(
-    made, weights, place, added, out, made_stride, added_stride, out_stride, width, K: tl.constexpr,
-    HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    made, weights, place, added, bias, ids, out, made_stride, added_stride, bias_stride, out_stride, width,
+    K: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -131,11 +134,16 @@ def _combine_kernel(
     inside = column < width
     total = tl.zeros([COLUMNS], dtype=tl.float32)
     for slot in tl.static_range(K):
-        row = token * K + slot
-        weight = tl.load(weights + row)
+        pair = token * K + slot
+        row = pair
+        weight = tl.load(weights + pair)
         if HAS_PLACE:
-            row = tl.load(place + row).to(tl.int64)
-        total += weight * tl.load(made + row * made_stride + column, mask=inside, other=0.0).to(tl.float32)
+            row = tl.load(place + pair).to(tl.int64)
+        value = tl.load(made + row * made_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            own = bias + tl.load(ids + pair) * bias_stride + column
+            value += tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        total += weight * value
     if HAS_ADDED:
         total = total.to(out.dtype.element_ty).to(tl.float32)  # as if it had been stored
         total += tl.load(added + token * added_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -186,11 +194,12 @@ def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> 
 
 
 def combine(
-    made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None, *,
-    pdl: bool | None = None,
+    made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None,
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None, *, pdl: bool | None = None,
 ) -> torch.Tensor:
     """made [pairs, width], weights [tokens, k] float32 -> [tokens, width], added up in the order of k, `added` [tokens,
-    width] last. place: the row of each pair in `made`, where it is another than its own."""
+    width] last. place: the row of each pair in `made`, where it is another than its own. bias: [experts, width] and the
+    ids [tokens, k] of the experts, whose biases are added to what they made."""
     pdl = uses_pdl(made.device) if pdl is None else pdl
     name, (num_tokens, top_k), width = "combine", weights.shape, made.shape[1]
     require_tensor(name, "made", made, (num_tokens * top_k, width), weights.device, FLOATS)
@@ -199,29 +208,34 @@ def combine(
         require_tensor(name, "place", place, (num_tokens * top_k,), made.device, (torch.int32,))
     if added is not None:
         require_tensor(name, "added", added, (num_tokens, width), made.device, (made.dtype,))
+    own, ids = (made, weights) if bias is None else bias
+    if bias is not None:
+        require_tensor(name, "bias", own, (None, width), made.device, FLOATS)
+        require_tensor(name, "ids", ids, (num_tokens, top_k), made.device, (torch.int64,), inner_contiguous=2)
     out = torch.empty(num_tokens, width, dtype=made.dtype, device=made.device)
     grid = (num_tokens, cdiv(width, _COLUMNS))
     last = made if added is None else added
     _combine_kernel[grid](
-        made, weights, weights if place is None else place, last, out, made.stride(0), last.stride(0), out.stride(0),
-        width, K=top_k, HAS_PLACE=place is not None, HAS_ADDED=added is not None,
-        COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4, **pdl_options(pdl),
+        made, weights, weights if place is None else place, last, own, ids, out, made.stride(0), last.stride(0),
+        own.stride(0), out.stride(0), width, K=top_k, HAS_PLACE=place is not None, HAS_ADDED=added is not None,
+        HAS_BIAS=bias is not None, COLUMNS=min(_COLUMNS, next_power_of_two(width)), PDL=pdl, num_warps=4,
+        **pdl_options(pdl),
     )
     return out
 
 
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    activation: str, added: torch.Tensor | None = None, *, method: str | None = None,
-    up_config: TileConfig | None = None, down_config: TileConfig | None = None, pdl: bool = False,
+    activation: str, added: torch.Tensor | None = None, biases: ExpertBiases | None = None, *,
+    method: str | None = None, up_config: TileConfig | None = None, down_config: TileConfig | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """See `kernels.moe.experts`.
 
     method: "rows" (each pair by itself), "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
     "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
-    if activation not in ACTIVATIONS:
-        refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+    check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     require_tensor(name, "gate_up", gate_up, (num_experts, rows, hidden), device, (x.dtype,))
@@ -232,6 +246,12 @@ def experts(
         refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
+    if activation == CLAMPED:  # in three steps: no kernel adds biases between the products
+        pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
+        projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, up_config, pdl)
+        made = clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
+        made = _product(made, down, ids, pairs, 1, hidden, None, down_config, pdl)
+        return combine(made, weights, added=added, bias=bias_of_down(biases, ids), pdl=pdl)
     if method is None:
         method = choose_method(ids.numel(), gate_up, down)
         for other in methods_of_class(ids.numel(), gate_up, down) - {method} if is_collecting() else ():
@@ -249,12 +269,24 @@ def experts(
 
 def exact_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    activation: str, added: torch.Tensor | None = None,
+    activation: str, added: torch.Tensor | None = None, biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """`experts` without the library, whose order of additions is not specified: a pair's result is one chain of
     additions in a tile of any size, rounded at the same places."""
     method = "few" if ids.numel() <= FEW_PAIRS else "tiles"
-    return experts(x, ids, weights, gate_up, down, activation, added, method=method)
+    return experts(x, ids, weights, gate_up, down, activation, added, biases, method=method)
+
+
+def check_activation(name: str, activation: str, biases: ExpertBiases | None) -> None:
+    if activation not in ACTIVATIONS and activation != CLAMPED:
+        refuse(name, "activation", f"is {activation!r}, known are {[*ACTIVATIONS, CLAMPED][1:]}")
+    if biases is not None and activation != CLAMPED:
+        refuse(name, "biases", f"are served with the activation {CLAMPED!r} alone")
+
+
+def bias_of_down(biases: ExpertBiases | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The argument of `combine`."""
+    return None if biases is None or biases.down is None else (biases.down, ids)
 
 
 def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> str:

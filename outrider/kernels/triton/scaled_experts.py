@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 import triton.language as tl
+from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -28,6 +29,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.expert_biases import clamped_swiglu
 from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
@@ -37,7 +39,14 @@ from outrider.kernels.triton.expert_pairs import (
     sort_pairs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.moe import ACTIVATIONS, combine, multiply_pairs, tile_config
+from outrider.kernels.triton.moe import (
+    ACTIVATIONS,
+    bias_of_down,
+    check_activation,
+    combine,
+    multiply_pairs,
+    tile_config,
+)
 from outrider.kernels.triton.rounding import round_rows, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand
 from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns
@@ -125,14 +134,13 @@ def expert_tile(num_pairs: int, num_experts: int, is_small: bool) -> ScaledTile:
 
 def scaled_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
-    added: torch.Tensor | None = None, rounds: bool = False, *, as_numbers: bool | None = None,
-    tile: ScaledTile | None = None, pdl: bool | None = None,
+    added: torch.Tensor | None = None, rounds: bool = False, biases: ExpertBiases | None = None, *,
+    as_numbers: bool | None = None, tile: ScaledTile | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.moe.scaled_experts`. as_numbers: whether codes are written as numbers to scratch memory first, None
     for the choice by shapes."""
     name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
-    if activation not in ACTIVATIONS:
-        refuse(name, "activation", f"is {activation!r}, known are {list(ACTIVATIONS)[1:]}")
+    check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (None, hidden), device, FLOATS)
     if gate_up.shape != (num_experts, rows, hidden):
@@ -144,17 +152,22 @@ def scaled_experts(
     pdl = uses_pdl(device) if pdl is None else pdl
     as_numbers = is_faster_as_numbers(down.code, ids.numel(), num_experts) if as_numbers is None else as_numbers
     pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
-    made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False)
+    if activation == CLAMPED:  # no kernel adds biases between the products
+        projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, rounds, as_numbers, tile, pdl,
+                             False)
+        made = clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
+    else:
+        made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False)
     out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl, True)
-    return combine(out, weights, added=added, pdl=pdl)
+    return combine(out, weights, added=added, bias=bias_of_down(biases, ids), pdl=pdl)
 
 
 def exact_scaled_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
-    added: torch.Tensor | None = None, rounds: bool = False,
+    added: torch.Tensor | None = None, rounds: bool = False, biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """`scaled_experts` with one order of additions, and the same roundings, for any number of pairs."""
-    return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, as_numbers=False)
+    return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, biases, as_numbers=False)
 
 
 def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:

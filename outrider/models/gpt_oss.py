@@ -1,0 +1,131 @@
+"""gpt-oss: attention with sinks, every second layer with a window, and experts with biases and a limited activation.
+
+The published files hold the experts in MXFP4; files of numbers hold them input by output, gate and up in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.formats import RankGroup, Ranks, TensorCut, WeightSlot, join_names
+from outrider.formats.declared import ModelSize
+from outrider.kernels.moe import CLAMPED, ExpertBiases
+from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, Router, SelfAttention
+from outrider.layers.base import HeldRows
+from outrider.mixers import AttentionLayer
+from outrider.models.config import FULL, SLIDING, ConfigReader, layer_windows
+from outrider.models.llama import Llama
+from outrider.models.qwen3_moe import read_rule
+from outrider.models.sources.quantization import KEY
+
+
+class SinkAttention(SelfAttention):
+    """Attention with a sink for every head: the layer's own tensor, which attention reads, is the checkpoint's."""
+
+    _held: HeldRows | None = None
+
+    def cut(self, group: RankGroup) -> None:
+        held = Ranks.from_group(group).share(ModelSize(self.layer.num_heads))
+        self._held = HeldRows(self.layer.num_heads, (held,))
+        super().cut(group)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [*super().parts(), ("sinks", Parameter(self.layer.sinks, self._held))]
+
+
+@dataclass(frozen=True)
+class AlternatingSlot(WeightSlot):
+    """A slot for a tensor of all experts in which the output features of gate and up alternate, along its last axis; a
+    matrix has its inputs before them, where the target has outputs before inputs."""
+
+    is_gated: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *others = super().shape
+        return (first, *reversed(others))
+
+    def store(self, tensor: torch.Tensor) -> None:
+        if self.is_gated:
+            tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
+        super().store(tensor.transpose(1, -1))
+
+
+class BiasedExperts(Experts):
+    """Experts with biases, of which the rank holds its part of the first projection's. Rank 0 adds those of the
+    second."""
+
+    def __init__(self, num_experts: int, hidden_size: int, width: int, *, is_transposed: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """is_transposed: the files hold the matrices as numbers, input by output."""
+        super().__init__(num_experts, hidden_size, width, activation=CLAMPED, is_fused=True, dtype=dtype, device=device)
+        self._is_transposed, self._rank = is_transposed, 0
+        self._width, self._held = width, range(width)
+        self._down = torch.empty(num_experts, hidden_size, dtype=dtype, device=device)
+        self._gate_up = torch.empty(num_experts, 2 * width, dtype=dtype, device=device)
+
+    @property
+    def biases(self) -> ExpertBiases:
+        return ExpertBiases(self._gate_up, None if self._rank else self._down)
+
+    def cut(self, group: RankGroup) -> None:
+        super().cut(group)
+        self._rank = group.rank
+        self._held = Ranks.from_group(group).share(ModelSize(self._width))
+        self._gate_up = self._gate_up.new_empty(len(self._gate_up), 2 * len(self._held))
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        slots = super().weights(prefix)
+        if self._is_transposed:
+            slots = {name: AlternatingSlot(slot.target, cut=slot.cut, is_gated=name.endswith("gate_up_proj"))
+                     if slot.kind is None else slot for name, slot in slots.items()}  # fmt: skip
+        held, width = self._held, self._width
+        both = (held, range(width + held.start, width + held.stop))
+        cut = None if len(held) == width else TensorCut((len(self._gate_up), 2 * width), 1, both)
+        return slots | {
+            join_names(prefix, "gate_up_proj_bias"): AlternatingSlot(self._gate_up, cut=cut),
+            join_names(prefix, "down_proj_bias"): WeightSlot(self._down),
+        }
+
+
+class GptOss(Llama):
+    """GptOssForCausalLM."""
+
+    default_head_dim = 64
+    default_theta = 150_000.0
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        config.must_equal("swiglu_limit", 7.0, default=7.0)
+        config.must_equal("swiglu_alpha", 1.702, default=1.702)
+        config.passes_over("initial_context_length", "experts_per_token")  # other names of keys that are read
+        super().__init__(config, dtype=dtype, device=device, max_len=max_len)
+
+    def windows(self, config: ConfigReader) -> list[int | None]:
+        kinds = [FULL if index % 2 else SLIDING for index in range(self.num_layers)]
+        return layer_windows(config, config.get("layer_types", list, kinds))
+
+    def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
+        attention = config.get("attention_bias", bool, True)
+        return attention, attention, False
+
+    def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sinks = torch.empty(self.sizes.num_heads, dtype=wide, device=self.device)
+        return replace(super().attention_layer(index, window), sinks=sinks)
+
+    def make_attention(self, layer: AttentionLayer) -> SelfAttention:
+        return SinkAttention(layer, self.hidden_size, head_norm=None, **self.attention_options())
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        rule = read_rule(self.config.with_values({"norm_topk_prob": True}))
+        return MoE(
+            Router(index, self.hidden_size, rule, has_linear_bias=True, dtype=self.dtype, device=self.device),
+            BiasedExperts(rule.num_experts, self.hidden_size, self.sizes.intermediate_size,
+                          is_transposed=not self.config.has(KEY), dtype=self.dtype, device=self.device),
+            router_name="router",
+        )  # fmt: skip
