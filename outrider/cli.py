@@ -123,6 +123,11 @@ def build_parser() -> Parser:
                "examples:\n  outrider env\n  outrider env smollm2\n")
     add_model(env, default=None)
     add_engine_flags(env)
+    models = _add(commands, "models", "the models that are served, with their drafters, files and hub ids",
+                  "examples:\n  outrider models\n  outrider models --json\n", usage="[flags]")
+    form = models.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON list")
+    form.add_argument("--markdown", action="store_true", help="the page docs/models.md")
     demo = _add(commands, "demo", "a small model answers four prompts at once, then with drafts",
                 "example:\n  outrider demo\n", usage="[flags]")
     demo.add_argument("--max-tokens", type=count_flag, default=64, metavar="N", help="longest answer (default: 64)")

@@ -162,6 +162,12 @@ def describe_mtp(target: Model) -> MTPDescription:
     raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module; known are {known}")
 
 
+def has_own_module(model_class: type[Model]) -> bool:
+    """Whether checkpoints of this class are published with a module. Any model like Llama may be trained with one."""
+    describe = next((_FAMILIES[each] for each in model_class.__mro__ if each in _FAMILIES), _describe_nothing)
+    return describe not in (_describe_llama, _describe_nothing)
+
+
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
     """One more layer like the target's own, with full attention."""
     attention = target.attention_layer(index)

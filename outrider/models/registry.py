@@ -94,6 +94,11 @@ _ARCHITECTURES: dict[str, type[Model]] = {
 }
 
 
+def architectures() -> Mapping[str, type[Model]]:
+    """Every architecture that is served, with its class."""
+    return _ARCHITECTURES
+
+
 def register(architecture: str, model_class: type[Model]) -> None:
     """Serve `architecture` (a name in a config's `architectures`) with `model_class` from now on."""
     _ARCHITECTURES[architecture] = model_class

@@ -16,6 +16,7 @@ from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from outrider.models.sources.safetensors_files import safetensors_tensors
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.test_exact_mode import bits_of
 from tests.models import oracle
 from tests.models.classics import CLASSICS, LONGROPE
 from tests.models.oracle import (
@@ -71,6 +72,24 @@ def test_an_engine_says_what_transformers_does(folder_of: Folders, family: str) 
         assert any(part.num_drafted for result in rig.results for part in result.requests)
     assert tokens_of(preempted) == tokens_of(again) == texts
     assert len({token for (text,) in texts for token in text}) > 4, "a constant text would hide mistakes"
+
+
+# Families with blocks of their own; the others are built of blocks that these or other tests go through.
+EXACT = ["gpt_oss", "olmo2", "cohere_normed", "hunyuan", "granite"]
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=[] if family in EXACT else pytest.mark.long)
+                                    for family in CLASSICS])  # fmt: skip
+def test_exact_mode_has_the_same_bits_alone_and_among_others(folder_of: Folders, family: str) -> None:
+    """Log-probabilities of all tokens: one request at a time, and all in chunks, with drafts, after preemptions."""
+    asks = [Ask(prompt, greedy(6, ignore_eos=True, logprobs=oracle.VOCAB)) for prompt in PROMPTS]
+    model, options = load(folder_of(family)), {**SETTINGS, "exact": True, "max_logprobs": oracle.VOCAB}
+    with Rig(model, **options | {"max_num_batched_tokens": 128}, enable_prefix_caching=False) as alone:
+        expected = bits_of(alone.run_one_by_one(asks))
+    with Rig(model, drafter=NgramDrafter(3, min_n=1, max_n=3), **options) as rig:
+        assert bits_of(rig.run(asks, after_step=rig.preempt)) == expected
+        assert bits_of(rig.run(asks)) == expected
+        assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
 
 
 def generate(model: Any, prompt: list[int]) -> list[int]:

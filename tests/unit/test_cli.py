@@ -92,7 +92,7 @@ def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
     assert min(float(run.stdout.split()[-2]) for run in runs) < 1.0
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "verify", "run-batch", "env", "demo", "bench",
+@pytest.mark.parametrize("command", ["generate", "chat", "verify", "run-batch", "env", "models", "demo", "bench",
                                      "bench throughput", "bench latency", "bench spec", "bench exact",
                                      "bench quality", "train-drafter"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,11 @@ _METHODS: dict[str, type[Quantization] | str] = {
 }
 
 
+def methods() -> list[str]:
+    """The values of `quant_method` that are read."""
+    return list(_METHODS)
+
+
 def register_quantization(quant_method: str, quantization: type[Quantization]) -> None:
     """Read checkpoints whose `quantization_config` has this `quant_method` so from now on."""
     _METHODS[quant_method] = quantization

@@ -1,0 +1,71 @@
+"""`outrider models`: the model families that are served, with their drafters, files and hub ids.
+
+The text is made from the tables that the engine itself goes by; `docs/models.md` is this command's `--markdown`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+
+from outrider.models.catalog import Family, served
+from outrider.models.sources.quantization import methods
+
+PAGE = """# Models
+
+Made by `outrider models --markdown`; a test holds it against the tables that the engine goes by.
+
+Every family runs on a CPU (float32, float64) and on CUDA (bf16), with chunked prefill, prefix caching, preemption,
+tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your own. The column "own
+drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as numbers or in
+these forms: {methods}. GGUF files are read of the families that have a name in that column.
+
+Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
+refused by name.
+
+| family | architectures | own drafter | GGUF | on the hub |
+|---|---|---|---|---|
+{rows}
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json:
+        print(json.dumps([as_dict(family) for family in served()], indent=2))
+    elif args.markdown:
+        print(page(), end="")
+    else:
+        for line in lines():
+            print(line)
+    return 0
+
+
+def as_dict(family: Family) -> dict[str, object]:
+    return {"family": family.name, "architectures": [*family.architectures], "own_drafters": family.own_drafters,
+            "gguf": family.gguf_names, "hub_ids": [*family.hub_ids]}
+
+
+def lines() -> Iterator[str]:
+    for family in served():
+        yield family.name
+        yield f"  architectures  {', '.join(family.architectures)}"
+        if family.own_drafters:
+            yield f"  own drafter    {', '.join(family.own_drafters)}"
+        if family.gguf_names:
+            yield f"  GGUF           {', '.join(family.gguf_names)}"
+        if family.hub_ids:
+            yield f"  on the hub     {', '.join(family.hub_ids)}"
+    yield ""
+    yield "All run on a CPU and on CUDA, with the drafters ngram, suffix, draft_model, eagle and eagle3."
+    yield f"Quantised files: {', '.join(methods())}, and GGUF where it is named."
+
+
+def page() -> str:
+    return PAGE.format(methods=", ".join(methods()), rows="\n".join(map(_row, served())))
+
+
+def _row(family: Family) -> str:
+    cells = (family.name, *(", ".join(f"`{item}`" for item in items) for items in (
+        family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)))  # fmt: skip
+    return f"| {' | '.join(cells)} |"

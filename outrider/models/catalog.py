@@ -1,0 +1,102 @@
+"""Catalog: the families that are served, each with its architectures and with models of the hub that are of it.
+
+What a family is served with (its own drafter, GGUF files) is asked of the tables that decide it, so that nothing here
+can say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outrider.models.base import Model
+from outrider.models.gemma4 import Gemma4
+from outrider.models.mtp import has_own_module
+from outrider.models.registry import architectures
+from outrider.models.sources.gguf_families import FAMILIES as GGUF_FAMILIES
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    architectures: tuple[str, ...]  # names in a config's `architectures`
+    hub_ids: tuple[str, ...]  # some of its models
+
+    def model_classes(self) -> list[type[Model]]:
+        return [architectures()[name] for name in self.architectures]
+
+    @property
+    def own_drafters(self) -> list[str]:
+        """Drafters that come with the family's checkpoints, or were made for them."""
+        classes = self.model_classes()
+        found = ["mtp"] if any(map(has_own_module, classes)) else []
+        return found + (["gemma4 assistant"] if any(issubclass(each, Gemma4) for each in classes) else [])
+
+    @property
+    def gguf_names(self) -> list[str]:
+        """What GGUF files call its architectures."""
+        return [name for name, family in GGUF_FAMILIES.items() if family.architecture in self.architectures]
+
+
+def _causal(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}ForCausalLM" for name in names)
+
+
+def _with_head(name: str) -> tuple[str, ...]:
+    """A family that also has a head over classes."""
+    return f"{name}ForCausalLM", f"{name}ForSequenceClassification"
+
+
+def _with_images(*names: str) -> tuple[str, ...]:
+    """Families whose text is also served inside checkpoints that see images."""
+    return tuple(f"{name}{end}" for name in names for end in ("ForCausalLM", "ForConditionalGeneration"))
+
+
+FAMILIES = (
+    Family("Llama 2, 3 and SmolLM2", _with_head("Llama"), ("meta-llama/Llama-3.1-8B-Instruct",
+           "HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B")),
+    Family("Mistral and Mistral Small 3", (*_with_head("Mistral"), "Mistral3ForConditionalGeneration"),
+           ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-3.2-24B-Instruct-2506")),
+    Family("Mixtral", _causal("Mixtral"), ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
+    Family("Qwen2 and Qwen2.5", _with_head("Qwen2"), ("Qwen/Qwen2.5-7B-Instruct",)),
+    Family("Qwen3", _with_head("Qwen3"), ("Qwen/Qwen3-8B",)),
+    Family("Qwen3-MoE", _causal("Qwen3Moe"), ("Qwen/Qwen3-30B-A3B",)),
+    Family("Qwen3-Next", _causal("Qwen3Next"), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
+    Family("Qwen3.5, and the dense models of Qwen3.6 and Qwen3.8", _with_images("Qwen3_5", "Qwen3_5Moe"),
+           ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B")),
+    Family("gpt-oss", _causal("GptOss"), ("openai/gpt-oss-20b", "openai/gpt-oss-120b")),
+    Family("Gemma 2", _causal("Gemma2"), ("google/gemma-2-9b-it",)),
+    Family("Gemma 3", _with_images("Gemma3"), ("google/gemma-3-1b-it", "google/gemma-3-27b-it")),
+    Family("Gemma 4", _with_images("Gemma4", "Gemma4Unified"), ("google/gemma-4-E2B-it",)),
+    Family("DeepSeek-V2", _causal("DeepseekV2"), ("deepseek-ai/DeepSeek-V2-Lite-Chat",)),
+    Family("DeepSeek-V3, R1 and V3.2", _causal("DeepseekV3", "DeepseekV32"),
+           ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.2-Exp")),
+    Family("GLM-4.5, 4.6 and 4.7", _causal("Glm4Moe"), ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6")),
+    Family("GLM-5", _causal("GlmMoeDsa"), ("zai-org/GLM-5",)),
+    Family("MiniMax-M2", _causal("MiniMaxM2"), ("MiniMaxAI/MiniMax-M2",)),
+    Family("Phi-3, Phi-3.5 and Phi-4", _causal("Phi3"), ("microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4",
+           "microsoft/Phi-4-mini-instruct")),
+    Family("SmolLM3", _causal("SmolLM3"), ("HuggingFaceTB/SmolLM3-3B",)),
+    Family("OLMo 2 and 3", _causal("Olmo2", "Olmo3"), ("allenai/OLMo-2-1124-7B-Instruct",
+           "allenai/Olmo-3-7B-Instruct")),
+    Family("Granite 3", _causal("Granite"), ("ibm-granite/granite-3.3-8b-instruct",)),
+    Family("Seed-OSS", _causal("SeedOss"), ("ByteDance-Seed/Seed-OSS-36B-Instruct",)),
+    Family("ERNIE 4.5", _causal("Ernie4_5", "Ernie4_5_Moe"), ("baidu/ERNIE-4.5-0.3B-PT",
+           "baidu/ERNIE-4.5-21B-A3B-PT")),
+    Family("Hunyuan", _causal("HunYuanDenseV1", "HunYuanMoEV1"), ("tencent/Hunyuan-7B-Instruct",
+           "tencent/Hunyuan-A13B-Instruct")),
+    Family("EXAONE 4", _causal("Exaone4"), ("LGAI-EXAONE/EXAONE-4.0-1.2B", "LGAI-EXAONE/EXAONE-4.0-32B")),
+    Family("Command R and Command A", _causal("Cohere", "Cohere2"), ("CohereLabs/c4ai-command-r-v01",
+           "CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025")),
+    Family("Nemotron-H and Nemotron Nano", _causal("NemotronH"), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",)),
+    Family("Bamba", _causal("Bamba"), ("ibm-ai-platform/Bamba-9B-v2",)),
+)  # fmt: skip
+
+
+def served() -> Iterator[Family]:
+    """The families of this list, and one more for each architecture that `register` added from outside."""
+    yield from FAMILIES
+    listed = {name for family in FAMILIES for name in family.architectures}
+    for name, model_class in architectures().items():
+        if name not in listed:
+            yield Family(f"{model_class.__module__}.{model_class.__qualname__}", (name,), ())
