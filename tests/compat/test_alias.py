@@ -20,8 +20,11 @@ import outrider, sys, vllm, vllm.outputs
 
 assert vllm is outrider and vllm.__spec__.name == "outrider" and vllm.outputs.RequestOutput is outrider.RequestOutput
 assert __name__ == "__main__" and sys.argv == [__file__, "--flag"]
+from vllm.lora.request import LoRARequest
+
+assert LoRARequest("sql", 1, "folder").lora_name == "sql"
 try:
-    from vllm.lora.request import LoRARequest
+    from vllm.multimodal import MULTIMODAL_REGISTRY
 except ImportError as error:
     print(error)
 """
@@ -35,7 +38,7 @@ def test_a_script_for_vllm_runs_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run("-m", "outrider.compat", str(tmp_path / "script.py"), "--flag")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "outrider.lora is not supported: adapters are not served" in done.stdout
+    assert "outrider.multimodal is not supported: " in done.stdout
 
 
 def test_the_alias_is_explicit_and_comes_first() -> None:

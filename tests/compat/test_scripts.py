@@ -186,7 +186,7 @@ RUNS = {
 REFUSED = {
     "classes": ("llm.classify(['a'])", "this model has no head that classifies"),
     "other tasks of pooling": ("llm.encode('a', pooling_task='plugin')", "pooling_task must be one of embed, classify"),
-    "adapters": ("llm.generate('a', lora_request=object())", "lora_request is not supported: .*merge the adapter"),
+    "adapters": ("llm.generate('a', lora_request=object())", "lora_request must be a LoRARequest"),
     "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
     "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
                          "a part 'image_url' of a message is not supported"),
@@ -209,8 +209,6 @@ REFUSED = {
                            r"^speculative_config: method 'ngrm': did you mean 'ngram'\? It must be one of ngram"),
     "a misspelt key of drafting": ("LLM(model, speculative_config={'methd': 'ngram'})",
                                    r"^speculative_config: unknown key 'methd': did you mean method\? Known are"),
-    "adapters at their place": ("from outrider.lora.request import LoRARequest",
-                                "outrider.lora is not supported: adapters are not served"),
     "a module that nobody has": ("import outrider.nothing", "No module named 'outrider.nothing'"),
     "arguments of the tokenizer": ("llm.generate('a', tokenization_kwargs={'truncation': True})",
                                    "tokenization_kwargs is not supported: encode the prompt"),
