@@ -18,7 +18,7 @@ from outrider.adapters.arena import AdapterArena
 from outrider.adapters.host_adapter import Entry
 from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, Target
 from outrider.kernels import moe, ops
-from outrider.kernels.adapters import NO_SLOT
+from outrider.kernels.adapters import NO_SLOT, RowSlots
 from outrider.layers.context import LinearLayer, RowAdapters
 
 exact_product = ops.linear.variant(exact=True)
@@ -34,6 +34,10 @@ class StepAdapters(RowAdapters):
 
     def change(self, module: object) -> bool:
         return any(self._arena.entries(target.index) for target in self._arena.targets.of_module.get(id(module), ()))
+
+    @cached_property
+    def _row_slots(self) -> RowSlots:
+        return RowSlots.from_slots(self._slots)
 
     @cached_property
     def _rows_of_slot(self) -> dict[int, torch.Tensor]:
@@ -52,7 +56,7 @@ class StepAdapters(RowAdapters):
         assert len(x) == len(out) == len(self._slots), "the context is of other token rows"
         targets = self._arena.targets.ranges.get(id(linear))
         if targets is not None:
-            ops.add_adapters(x, out, first, self._slots, self._arena.tables, targets)
+            ops.add_adapters(x, out, first, self._row_slots, self._arena.tables, targets)
 
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
         (target,) = self._arena.targets.of_module[id(embedding)]

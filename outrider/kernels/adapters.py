@@ -26,6 +26,17 @@ class AdapterTables:
     max_rank: int
 
 
+class RowSlots(NamedTuple):
+    """The slots of token rows, and the rows in the order of their slots, which kernels go through."""
+
+    slots: Tensor  # [tokens] int64, NO_SLOT for rows without an adapter
+    order: Tensor  # [tokens] int64
+
+    @classmethod
+    def from_slots(cls, slots: Tensor) -> RowSlots:
+        return cls(slots, slots.argsort(stable=True))
+
+
 class TargetRange(NamedTuple):
     """The targets of one linear layer, which lie one behind the other, and where the output features of each end."""
 
@@ -40,17 +51,17 @@ class TargetRange(NamedTuple):
         return range(self.first + places[0], self.first + places[-1] + 1) if places else range(0)
 
 
-def add_adapters(x: Tensor, out: Tensor, first: int, slots: Tensor, tables: AdapterTables,
+def add_adapters(x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange) -> None:
     """Add to out [tokens, features], the output features of a linear layer from `first` on for x [tokens, inputs], what
-    the adapter in each token row's slot adds. slots: [tokens] int64, NO_SLOT for rows without an adapter."""
+    the adapter in each token row's slot adds."""
     from outrider.kernels.ops import exact  # which is made of references like this one
 
-    for slot in slots.unique().tolist():
+    for slot in rows.slots.unique().tolist():
         if slot == NO_SLOT:
             continue
-        rows = (slots == slot).nonzero().flatten()
-        own = x[rows]
+        token_rows = (rows.slots == slot).nonzero().flatten()
+        own = x[token_rows]
         for target in targets.within(first, first + out.shape[1]):
             a, b, rank = tables.places[slot, target].tolist()
             if not rank:
@@ -60,4 +71,4 @@ def add_adapters(x: Tensor, out: Tensor, first: int, slots: Tensor, tables: Adap
             inner = exact.linear(own, tables.numbers[a : a + rank * x.shape[1]].view(rank, -1))
             factor = tables.numbers[b : b + rank * (end - begin)].view(-1, rank)[low - begin : high - begin]
             delta = exact.linear(inner, factor) * tables.scales[slot, target].item()
-            out[rows, low - first : high - first] += delta.to(out.dtype)
+            out[token_rows, low - first : high - first] += delta.to(out.dtype)

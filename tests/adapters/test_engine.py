@@ -16,11 +16,14 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.adapters.registry import AdapterRegistry
+from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model
 from tests.adapters.folders import merged, write_adapter
-from tests.engine.harness import CONFIGS, Rig, greedy, prompt_of, random_model
+from tests.engine.captured import AsCaptured
+from tests.engine.harness import CONFIGS, SETTINGS, Rig, greedy, prompt_of, random_model, save_folder
 from tests.engine.recurrent_rig import HYBRIDS
 
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
@@ -85,6 +88,40 @@ def test_each_request_has_the_text_of_its_own_adapter(family: str, drafts: dict[
         hits = llm.generate([PROMPT], greedy(12), lora_request=request_for(own[1]), use_tqdm=False)[0]
         assert (hits.num_cached_tokens or 0) > 0, "requests of one adapter share pages"
         assert drafts is None or any(any(batch.num_drafts) for batch in rig.batches)
+
+
+def test_captured_steps_read_their_adapters_on_the_device(folders: list[Path]) -> None:
+    """One graph serves any adapters, and steps without an adapter are never padded to it."""
+    own = [folders[0], None, folders[1]]
+    wanted = [text_of("llama", folder, tuple(PROMPT)) for folder in own]
+    with served(speculative_config=DRAFTS) as (rig, llm):
+        captured = AsCaptured(rig, takes_adapters=True)
+        assert generated(llm, [PROMPT] * 3, own) == wanted
+        assert captured.met and all(key.has_adapters for key in captured.met) and not captured.reasons
+        captured.met.clear()
+        assert generated(llm, [PROMPT] * 3, own[::-1]) == wanted[::-1]
+        assert generated(llm, [PROMPT], [None]) == [wanted[1]]
+        assert any(not key.has_adapters for key in captured.met)
+        with_adapters, without = (next(key for key in captured.met if key.has_adapters is has) for has in (True, False))
+        assert not with_adapters.covers(replace(with_adapters, has_adapters=False))
+        assert captured.keys.wider(without, [replace(without, has_adapters=True)]) is None
+
+
+def test_adapters_of_a_worker_in_its_own_process(folders: list[Path], tmp_path: Path) -> None:
+    """Loads, refusals and steps go through the pipe."""
+    config = CONFIGS["llama"] | {"tie_word_embeddings": False}
+    model = save_folder(tmp_path / "model", config, seed=7)
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_logprobs"}
+    engine_config = EngineConfig(str(model), skip_tokenizer_init=True, dtype="float64", **settings | ADAPTERS)
+    asked = [request_for(folder) for folder in (folders[0], None, folders[1])]
+    texts = []
+    for in_process in (True, False):
+        with LLM.around(start_engine(engine_config, in_process=in_process)) as llm:
+            with pytest.raises(ValueError, match="is no adapter"):
+                llm.generate([PROMPT], greedy(4), lora_request=request_for(tmp_path), use_tqdm=False)
+            outputs = llm.generate([PROMPT] * 3, greedy(8), lora_request=asked, use_tqdm=False)
+            texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1] and len(set(map(tuple, texts[0]))) == 3
 
 
 def test_more_adapters_than_slots_take_turns(folders: list[Path]) -> None:

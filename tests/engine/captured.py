@@ -21,11 +21,12 @@ class AsCaptured:
     `stands_in`: in the first and every second step a graph of start-up stands in for the batch's own."""
 
     def __init__(self, rig: Rig, *, takes_prompts: bool = True, takes_parameters: bool = False,
-                 form: StepForm = StepForm.WHOLE, stands_in: bool = False) -> None:
+                 form: StepForm = StepForm.WHOLE, stands_in: bool = False, takes_adapters: bool = False) -> None:
         self._rig, self._form = rig, form
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len,
-                              takes_shared=rig.step.pool.layout.has_full_attention)
+                              takes_shared=rig.step.pool.layout.has_full_attention,
+                              takes_adapters=lambda: takes_adapters)
         self._at_start = list(self.keys.at_start()) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []

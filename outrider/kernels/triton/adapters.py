@@ -3,8 +3,8 @@ specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
-alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it. A tile of
-token rows goes through its slots one after the other; few token rows have a program each.
+alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it. Token rows
+are taken in the order of their slots; a program goes through the slots of its rows one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 import triton.language as tl
-from outrider.kernels.adapters import NUM_PLACES, AdapterTables, TargetRange
+from outrider.kernels.adapters import NUM_PLACES, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -26,7 +26,8 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-_FEW_ROWS = 128  # token rows up to which each has programs of its own
+# Token rows of a program, up to so many of a step. Tensor cores take _TILE in any case, so bits do not depend on it.
+_ROWS_OF_PROGRAM = ((16, 1), (512, 4))
 _TILE = 16  # token rows, and ranks, that tensor cores take at least
 _BLOCK_K, _BLOCK_N = 128, 128
 _MAX_SPLITS, _SPLIT_COLUMNS = 8, 512
@@ -34,19 +35,21 @@ _MAX_SPLITS, _SPLIT_COLUMNS = 8, 512
 
 @kernel(do_not_specialize=["M"])
 def _shrink_kernel(
-    x, numbers, places, slots, inner, x_stride, M, first_target, num_targets, max_rank, K: tl.constexpr,
+    x, numbers, places, slots, order, inner, x_stride, M, first_target, num_targets, max_rank, K: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, token rows, targets, max rank] float32: the sums over SPLIT input features each."""
+    """inner [splits, token rows in their order, targets, max rank] float32: the sums over SPLIT input features each."""
     release_dependents(PDL)
     lane, column = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
-    token = tl.program_id(0) * ROWS + lane
+    place_of_row = tl.program_id(0) * ROWS + lane
+    exists = (lane < ROWS) & (place_of_row < M)
     target, begin = tl.program_id(1), tl.program_id(2) * SPLIT
     wait_for_inputs(PDL)
-    slot = tl.load(slots + token, mask=(lane < ROWS) & (token < M), other=-1)
-    x_at = x + token.to(tl.int64)[:, None] * x_stride + column[None, :]
-    row = tl.program_id(2).to(tl.int64) * M + token
+    token = tl.load(order + place_of_row, mask=exists, other=0)
+    slot = tl.load(slots + token, mask=exists, other=-1)
+    x_at = x + token[:, None] * x_stride + column[None, :]
+    row = tl.program_id(2).to(tl.int64) * M + place_of_row
     inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * max_rank + lane[None, :]
     current = tl.max(slot, axis=0)
     while current >= 0:
@@ -57,7 +60,7 @@ def _shrink_kernel(
             in_rank = block + lane < rank
             a_at = factor + (block + lane).to(tl.int64)[:, None] * K + column[None, :]
             acc = tl.zeros([TILE, TILE], dtype=tl.float32)
-            for start in range(begin, min(begin + SPLIT, K), BLOCK_K):
+            for start in range(begin, tl.minimum(begin + SPLIT, K), BLOCK_K):
                 is_there = start + column < K
                 value = tl.load(x_at + start, mask=is_own[:, None] & is_there[None, :], other=0.0)
                 a = tl.load(a_at + start, mask=in_rank[:, None] & is_there[None, :], other=0.0)
@@ -69,24 +72,26 @@ def _shrink_kernel(
 
 @kernel(do_not_specialize=["M", "first"])
 def _expand_kernel(
-    inner, numbers, places, scales, bounds, slots, out, out_stride, M, first, width, first_target, num_targets,
+    inner, numbers, places, scales, bounds, slots, order, out, out_stride, M, first, width, first_target, num_targets,
     max_rank, count, SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """first, width: the output features that `out` has. count: targets that `inner` has."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    token = tl.program_id(0) * ROWS + lane
+    place_of_row = tl.program_id(0) * ROWS + lane
+    exists = (lane < ROWS) & (place_of_row < M)
     place_of_target = tl.program_id(2)
     target = first_target + place_of_target
     wait_for_inputs(PDL)
-    slot = tl.load(slots + token, mask=(lane < ROWS) & (token < M), other=-1)
+    token = tl.load(order + place_of_row, mask=exists, other=0)
+    slot = tl.load(slots + token, mask=exists, other=-1)
     low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
     column = low + feature - first  # of `out`
     is_there = (low + feature < high) & (column >= 0) & (column < width)
-    inner_at = inner + (token.to(tl.int64)[:, None] * count + place_of_target) * max_rank + lane[None, :]
-    out_at = out + token.to(tl.int64)[:, None] * out_stride + column[None, :]
+    inner_at = inner + (place_of_row.to(tl.int64)[:, None] * count + place_of_target) * max_rank + lane[None, :]
+    out_at = out + token[:, None] * out_stride + column[None, :]
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
@@ -111,7 +116,7 @@ def _expand_kernel(
         current = tl.max(slot, axis=0)
 
 
-def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, slots: torch.Tensor, tables: AdapterTables,
+def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
@@ -119,7 +124,8 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, slots: torch.Te
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     num_tokens, num_inputs = x.shape
     require_tensor(name, "out", out, (num_tokens, None), device, FLOATS)
-    require_tensor(name, "slots", slots, (num_tokens,), device, (torch.int64,))
+    for argument, tensor in (("slots", rows.slots), ("order", rows.order)):
+        require_tensor(name, argument, tensor, (num_tokens,), device, (torch.int64,))
     require_tensor(name, "numbers", tables.numbers, (None,), device, (x.dtype,))
     num_slots, num_targets = tables.scales.shape
     require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), device, (torch.int64,), 3)
@@ -134,17 +140,17 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, slots: torch.Te
     splits = max(1, min(_MAX_SPLITS, num_inputs // _SPLIT_COLUMNS))
     split = cdiv(cdiv(num_inputs, splits), _BLOCK_K) * _BLOCK_K
     splits = cdiv(num_inputs, split)
-    rows = 1 if num_tokens <= _FEW_ROWS else _TILE
+    height = next((height for most, height in _ROWS_OF_PROGRAM if num_tokens <= most), _TILE)
     inner = torch.empty(splits, num_tokens, len(asked), tables.max_rank, dtype=torch.float32, device=device)
-    tiles = cdiv(num_tokens, rows)
+    tiles = cdiv(num_tokens, height)
     _shrink_kernel[(tiles, len(asked), splits)](
-        x, tables.numbers, tables.places, slots, inner, x.stride(0), num_tokens, asked.start, num_targets,
-        tables.max_rank, K=num_inputs, SPLIT=split, ROWS=rows, TILE=_TILE, BLOCK_K=_BLOCK_K, PLACES=NUM_PLACES,
+        x, tables.numbers, tables.places, *rows, inner, x.stride(0), num_tokens, asked.start, num_targets,
+        tables.max_rank, K=num_inputs, SPLIT=split, ROWS=height, TILE=_TILE, BLOCK_K=_BLOCK_K, PLACES=NUM_PLACES,
         PDL=pdl, num_warps=4, num_stages=3, **pdl_options(pdl))  # fmt: skip
     begins = (0, *targets.ends[:-1])
     largest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
     block_n = min(_BLOCK_N, max(_TILE, next_power_of_two(largest)))
     _expand_kernel[(tiles, cdiv(largest, block_n), len(asked))](
-        inner, tables.numbers, tables.places, tables.scales, tables.bounds, slots, out, out.stride(0), num_tokens,
-        first, width, asked.start, num_targets, tables.max_rank, len(asked), SPLITS=splits, ROWS=rows, TILE=_TILE,
+        inner, tables.numbers, tables.places, tables.scales, tables.bounds, *rows, out, out.stride(0), num_tokens,
+        first, width, asked.start, num_targets, tables.max_rank, len(asked), SPLITS=splits, ROWS=height, TILE=_TILE,
         BLOCK_N=block_n, PLACES=NUM_PLACES, PDL=pdl, num_warps=4, num_stages=2, **pdl_options(pdl))  # fmt: skip
