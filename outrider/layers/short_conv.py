@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
+from outrider.core.ranks import CutSize
 from outrider.formats import InputCut, ModelSize, OutputCut, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import plain_conv
-from outrider.layers.base import CutSize, HeldRows, Module, Parameter, TokenMixer
+from outrider.layers.base import HeldRows, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.rotary import Angles
