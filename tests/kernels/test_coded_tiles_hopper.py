@@ -36,7 +36,7 @@ FORMS = {
     "Q4_K": ("int4", 32), "Q2_K": ("int4", 16), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32), "int8 of 64": ("int8", 64),
     "int4": ("int4", 128), "int4 with zeros": ("int4", 128), "int4 with float16 scales": ("int4", 128),
 }  # fmt: skip
-SMALL, TALL, WIDE, LOW = SHAPES
+SMALL, SHORT, TALL, WIDE, LOW = SHAPES
 
 
 def make(form: str, n: int, k: int) -> tuple[Scaled, torch.Tensor]:
@@ -74,7 +74,7 @@ def test_products(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_tiles, "coded_tiles_kernel", Emulated())
     torch.manual_seed(0)
     for shape, splits, num_rows, activation in (
-        (SMALL, 2, 65, None), (TALL, 3, 300, None), (TALL, 1, 130, "silu"), (WIDE, 2, 259, None),
+        (SMALL, 2, 65, None), (SHORT, 2, 70, None), (TALL, 3, 300, None), (TALL, 1, 130, "silu"), (WIDE, 2, 259, None),
         (LOW, 1, 67, "gelu_pytorch_tanh"), (replace(SMALL, warp_groups=1), 1, 129, None),
     ):  # fmt: skip
         n, k = 384 if activation else 320, 640

@@ -38,7 +38,8 @@ MAX_ROWS = 512
 FETCH_REGISTERS = 40
 SHARED_BYTES = 224 << 10  # of a program that has a multiprocessor for itself, less what barriers take
 MAX_STAGES, MAX_X_STAGES = 8, 12
-MAX_SPLITS, MIN_SPLIT_STEPS, SPLIT_STEPS = 4, 16, 2
+MAX_SPLITS, MIN_SPLIT_STEPS = 4, 16
+SPLIT_STEPS = 4.0  # that take as long as writing and reading the sums of one split of the first shape
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class TileShape:
         return (255, 0) if self.warp_groups == 1 else (168, 232)
 
 
-SHAPES = (TileShape(128, 2, 1, 1.0), TileShape(128, 2, 2, 1.8), TileShape(256, 2, 1, 1.8), TileShape(64, 2, 2, 1.2))
+SHAPES = (TileShape(128, 2, 1, 1.0), TileShape(64, 2, 1, 0.7), TileShape(128, 2, 2, 1.85), TileShape(256, 2, 1, 1.72),
+          TileShape(64, 2, 2, 1.2))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ def choose(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> tuple[Til
         return cdiv(num_rows, shape.rows) * cdiv(n, shape.outputs) * splits
 
     def seconds(shape: TileShape, splits: int) -> float:
-        # The sums of a split are written and read again, which takes about as long as so many steps of its tile.
-        added = SPLIT_STEPS if splits > 1 else 0
-        return cdiv(num_programs(shape, splits), sms) * (cdiv(steps, splits) + added) * shape.seconds
+        share = shape.rows * shape.outputs / (SHAPES[0].rows * SHAPES[0].outputs)
+        added = SPLIT_STEPS * splits * share if splits > 1 else 0.0
+        return cdiv(num_programs(shape, splits), sms) * cdiv(steps, splits) * shape.seconds + added
 
     def fits(shape: TileShape, splits: int) -> bool:
         if is_gated and (splits > 1 or shape.blocks < 2):
