@@ -67,13 +67,18 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
     def take(module: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor) -> None:
         check_cancelled()
         for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
-            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.to(dtype)).all()):
+            if not tensor.is_floating_point() or not _is_finite(tensor, dtype):
                 raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype}), or no numbers")
         target, rest = places[module]
         held.setdefault(target, []).append(NamedPair(rest, a, b, source.scale(target.config_name(module))))
 
     source.read(take)
     return _packed(name, held, dtype, pin)
+
+
+def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers are finite in a dtype. NaN is the least and the largest of numbers that it is among."""
+    return bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
 
 
 def _check_rank(source: PeftFolder, module: str, pair: FactorPair, rank: int) -> None:
@@ -91,8 +96,8 @@ def _packed(name: str, held: dict[Target, list[NamedPair]], dtype: torch.dtype, 
     first = 0
     for target, a, b, scale in made:
         second = first + aligned(a.numel())
-        numbers[first : first + a.numel()] = a.reshape(-1).to(dtype)
-        numbers[second : second + b.numel()] = b.reshape(-1).to(dtype)
+        numbers[first : first + a.numel()].view(a.shape).copy_(a)
+        numbers[second : second + b.numel()].view(b.shape).copy_(b)
         entries.append(Entry(target.index, first, second, b.shape[-1], scale))
         first = second + aligned(b.numel())
     return HostAdapter(name, numbers, tuple(entries))

@@ -84,6 +84,12 @@ def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
     return rank
 
 
+def _held_rows(b: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The rows of a segment that this rank holds."""
+    parts = [b[held.start : held.stop] for held in segment.held]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearTarget(Target):
     """One matrix of a linear layer."""
@@ -104,7 +110,7 @@ class LinearTarget(Target):
     def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
         (pair,) = pairs
         inputs, segment = self.linear.declared.inputs, self.segment
-        b = torch.cat([pair.b[held.start : held.stop] for held in segment.held])
+        b = _held_rows(pair.b, segment)
         if segment.layout is not None:
             b = segment.layout.sort(b)
         return pair.a[:, inputs.start : inputs.stop], b, pair.scale
@@ -126,7 +132,7 @@ class ExpansionTarget(Target):
 
     def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
         (pair,), (segment,) = pairs, self.expansion.declared.segments
-        return pair.a, torch.cat([pair.b[held.start : held.stop] for held in segment.held]), pair.scale
+        return pair.a, _held_rows(pair.b, segment), pair.scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
