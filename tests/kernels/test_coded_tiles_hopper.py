@@ -156,7 +156,7 @@ def compile_kernel(form: str, shape: TileShape, splits: int, gate: int, is_wide:
     registers, multiply_registers = shape.registers
     constants = {"CODE": CODES.index(code), "ROWS": shape.rows, "WARP_GROUPS": shape.warp_groups,
                  "BLOCKS": shape.blocks, "GROUP": group, "SHIFTS": coded_tiles.shift_kind(weight), "HAS_BIAS": True,
-                 "GATE": gate, "STAGES": plan.num_stages, "X_STAGES": plan.num_x_stages, "SPLITS": splits,
+                 "GATE": gate, "STAGES": plan.num_stages, "X_STAGES": plan.num_x_stages, "IS_SPLIT": splits > 1,
                  "BYTES": coded_tiles.step_bytes(weight, shape), "REGS": multiply_registers,
                  "FETCH_REGS": coded_tiles.FETCH_REGISTERS, "PDL": True}  # fmt: skip
 

@@ -11,7 +11,7 @@ import triton.experimental.gluon.language as gl
 from outrider.kernels.scaled import CODES, INT8
 from outrider.kernels.triton.hopper.coded_kernel import COLUMNS, OUTPUTS, int4_halves, int8_half, load_groups
 from outrider.kernels.triton.hopper.dependent_launch import release_dependents, wait_for_inputs
-from outrider.kernels.triton.hopper.few_rows import add_parts, gated
+from outrider.kernels.triton.hopper.few_rows import gated
 from outrider.kernels.triton.hopper.items import barrier, phase_of, slot_of
 from outrider.kernels.triton.hopper.prefill import make_barriers
 from outrider.kernels.triton.launch import TritonKernel
@@ -158,18 +158,22 @@ def _store(values, out, out_stride, output, token, M, N, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _sum_splits(acc, parts, counters, place, SPLITS: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _sum_splits(acc, parts, counters, place, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """(whether this program is the last of those that share the sums of a block, the block's sums if it is)."""
     SIZE: gl.constexpr = OUTPUTS * ROWS
+    splits = gl.num_programs(2)  # not compiled in: products of other shapes have other numbers
     row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    part_of = parts + place.to(gl.int64) * (SPLITS * SIZE) + row[:, None] * ROWS + token[None, :]
-    gl.store(part_of + gl.program_id(2) * SIZE, acc)
+    part = parts + place.to(gl.int64) * splits * SIZE + row[:, None] * ROWS + token[None, :]
+    gl.store(part + gl.program_id(2) * SIZE, acc)
     barrier()  # every thread's part is stored before one of them says so
-    is_last = gl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    is_last = gl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == splits - 1
     if is_last:
         gl.store(counters + place, 0)
-        acc = add_parts(part_of, SPLITS, SIZE)
+        # Parts come from other multiprocessors: they are read where all of them write, and added in order.
+        acc = gl.load(part, cache_modifier=".cg")
+        for split in range(1, splits):
+            acc += gl.load(part + split * SIZE, cache_modifier=".cg")
     return is_last, acc
 
 
@@ -186,7 +190,7 @@ def _multiply(
     bias, out, out_stride, parts, counters, ring, tile, token, steps, M, N, WARP_GROUP: gl.constexpr,
     CODE: gl.constexpr, ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     SHIFTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
-    SPLITS: gl.constexpr,
+    IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -221,11 +225,11 @@ def _multiply(
     output = of_outputs * OUTPUTS
     of_other = _outputs_of(tile, WARP_GROUP, BLOCKS - 1, N, WARP_GROUPS, BLOCKS, GATE) * OUTPUTS
     is_last = True
-    if SPLITS > 1:
+    if IS_SPLIT:
         block = ((gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) * WARP_GROUPS + WARP_GROUP) * BLOCKS
-        is_last, acc = _sum_splits(acc, parts, counters, block, SPLITS, ROWS, LAYOUT)
+        is_last, acc = _sum_splits(acc, parts, counters, block, ROWS, LAYOUT)
         if BLOCKS == 2:
-            is_other_last, other = _sum_splits(other, parts, counters, block + 1, SPLITS, ROWS, LAYOUT)
+            is_other_last, other = _sum_splits(other, parts, counters, block + 1, ROWS, LAYOUT)
     if GATE:
         dtype: gl.constexpr = out.dtype.element_ty
         acc = _with_bias(acc, bias, output, N, HAS_BIAS, LAYOUT).to(dtype).to(gl.float32)
@@ -235,7 +239,7 @@ def _multiply(
         if is_last:
             _store(_with_bias(acc, bias, output, N, HAS_BIAS, LAYOUT), out, out_stride, output, token, M, N, ROWS)
         if BLOCKS == 2:
-            if SPLITS > 1:
+            if IS_SPLIT:
                 is_last = is_other_last
             if is_last:
                 _store(_with_bias(other, bias, of_other, N, HAS_BIAS, LAYOUT), out, out_stride, of_other, token, M, N,
@@ -247,11 +251,12 @@ def _multiply(
 def coded_tiles_kernel(
     x_tiles, w_tiles, s_tiles, z_tiles, bias, out, parts, counters, out_stride, M, N, num_steps, CODE: gl.constexpr,
     ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
     BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: columns of a scale, 128 at
-    most. BYTES: codes, scales and shifts of one step. A gate has no splits, and two blocks."""
+    most. IS_SPLIT: there are several of these. BYTES: codes, scales and shifts of one step. A gate has two blocks and
+    no splits."""
     release_dependents(PDL)
     TILES: gl.constexpr = 2 if CODE == _INT8 else 1
     ALL: gl.constexpr = STAGES * WARP_GROUPS * BLOCKS
@@ -270,15 +275,15 @@ def coded_tiles_kernel(
     fence_async_shared()
     barrier()
     token, tile = gl.program_id(0) * ROWS, gl.program_id(1)
-    first = gl.program_id(2) * num_steps // SPLITS
-    steps = (gl.program_id(2) + 1) * num_steps // SPLITS - first
+    first = gl.program_id(2) * num_steps // gl.num_programs(2)
+    steps = (gl.program_id(2) + 1) * num_steps // gl.num_programs(2) - first
     if WARP_GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (bias, out, out_stride, parts, counters, ring, tile, token, steps, M, N, 0, CODE, ROWS,
-                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, SPLITS)),
+                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, IS_SPLIT)),
                 (_multiply, (bias, out, out_stride, parts, counters, ring, tile, token, steps, M, N, 1, CODE, ROWS,
-                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, SPLITS)),
+                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, IS_SPLIT)),
                 (_fetch, (tiles, ring, tile, token, first, steps, num_steps, N, CODE, ROWS, WARP_GROUPS, BLOCKS, GROUP,
                           SHIFTS, GATE, BYTES, STAGES, X_STAGES, PDL)),
             ],
@@ -289,7 +294,7 @@ def coded_tiles_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (bias, out, out_stride, parts, counters, ring, tile, token, steps, M, N, 0, CODE, ROWS,
-                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, SPLITS)),
+                             WARP_GROUPS, BLOCKS, GROUP, SHIFTS, HAS_BIAS, GATE, STAGES, X_STAGES, IS_SPLIT)),
                 (_fetch, (tiles, ring, tile, token, first, steps, num_steps, N, CODE, ROWS, WARP_GROUPS, BLOCKS, GROUP,
                           SHIFTS, GATE, BYTES, STAGES, X_STAGES, PDL)),
             ],

@@ -186,9 +186,11 @@ def coded_tiles(
 
 
 def later_choices(n: int, k: int, is_gated: bool, sms: int) -> Iterable[tuple[TileShape, int]]:
-    """Tiles and splits of all numbers of token rows that the kernel serves, of which later steps have some."""
+    """Tiles of all numbers of token rows that the kernel serves, of which later steps have some, with and without
+    splits as they need it: their number is not compiled in."""
     counts = range(coded_rows.MAX_ROWS + 1, MAX_ROWS + 1, min(shape.rows for shape in SHAPES))
-    return dict.fromkeys(choose(count, n, k, is_gated, sms) for count in counts)
+    chosen = (choose(count, n, k, is_gated, sms) for count in counts)
+    return {(shape, splits > 1): (shape, splits) for shape, splits in chosen}.values()
 
 
 def shift_kind(weight: Scaled) -> int:
@@ -220,7 +222,7 @@ def _launch(
         x_tiles, w_tiles, s_tiles, z_tiles, x if bias is None else bias, out, parts, counters, out.stride(0), num_rows,
         n, k // COLUMNS.value, CODE=CODES.index(weight.code), ROWS=shape.rows, WARP_GROUPS=shape.warp_groups,
         BLOCKS=shape.blocks, GROUP=step_group(weight), SHIFTS=shift_kind(weight), HAS_BIAS=bias is not None, GATE=gate,
-        STAGES=plan.num_stages, X_STAGES=plan.num_x_stages, SPLITS=plan.splits, BYTES=step_bytes(weight, shape),
+        STAGES=plan.num_stages, X_STAGES=plan.num_x_stages, IS_SPLIT=plan.splits > 1, BYTES=step_bytes(weight, shape),
         REGS=multiply_registers, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=registers,
         **pdl_options(pdl),
     )  # fmt: skip
