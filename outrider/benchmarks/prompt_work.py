@@ -72,10 +72,11 @@ def four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def prompt_speed(work: PromptWork, outputs: Sequence[RequestOutput], product: float) -> dict[str, Any]:
-    """Operations per second until every request had its first token, and their share of a large product's."""
+def prompt_speed(operations: float, outputs: Sequence[RequestOutput], product: float) -> dict[str, Any]:
+    """Operations per second until every request had its first token, and their share of a large product's. operations:
+    those of all prompts."""
     first = [output.metrics.first_token_time for output in outputs]
     seconds = max(t for t in first if t is not None) - min(output.metrics.arrival_time for output in outputs)
-    speed = work.total([len(output.prompt_token_ids) for output in outputs]) / seconds
+    speed = operations / seconds
     return {"prompts_s": round(seconds, 4), "prompt_tflop_s": four_digits(speed / 1e12),
             "of_product": round(speed / product, 3)}

@@ -24,22 +24,22 @@ from typing import Any
 import torch
 
 from outrider import __version__
-from outrider.benchmarks.prompt_work import PromptWork, four_digits, measure_product, prompt_speed
-from outrider.benchmarks.roofline import Decoding, Traffic, measure_bandwidth
+from outrider.benchmarks.prompt_work import four_digits, measure_product, prompt_speed
+from outrider.benchmarks.roofline import Decoding, measure_bandwidth
 from outrider.benchmarks.server_load import percentile
+from outrider.benchmarks.worker_facts import CountExperts, DecodingBytes, PromptOperations, ReadExperts
 from outrider.commands.env import cpu_name, version_of
-from outrider.commands.loading import Loaded, load
+from outrider.commands.loading import Loaded, OnRanks, load_or_find
 from outrider.commands.output_files import check_result_file
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, run_prompts
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams
 from outrider.drafters.base import Drafter
-from outrider.layers import ExpertTally, Router, SpreadRouting, find_modules
+from outrider.layers import Router, SpreadRouting, find_modules
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.device import pick_device
-from outrider.runner.worker import Worker
 
 log = logging.getLogger("outrider")
 
@@ -116,14 +116,15 @@ def run(args: argparse.Namespace) -> int:
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
     check_result_file(args.save_result)
+    if config.tensor_parallel_size > 1 and args.routing == "spread":
+        raise UsageError("--routing spread draws experts of a model in this process: leave it out with -tp")
     bandwidth = measure_bandwidth(pick_device(config.device))
     start = time.perf_counter()
-    loaded = load(config, needs_text=False)
+    loaded = load_or_find(config, needs_text=False)
     loading_seconds = time.perf_counter() - start
-    product = measure_product(loaded.device, loaded.model.dtype) if args.kind == "throughput" else 0.0
+    product = measure_product(loaded.device, loaded.outline.dtype) if args.kind == "throughput" else 0.0
     start = time.perf_counter() - loading_seconds  # measuring is no part of starting
-    worker = loaded.worker(config, prepare=_spread if args.routing == "spread" else None)
-    with loaded.llm(config, worker) as llm:
+    with _started(loaded, config, spreads=args.routing == "spread") as llm:
         warm_up, work = workloads(shapes, config.seed, llm.engine.limits.vocab_size)
         sampling = sampling_params(args)
         work = [replace(one, sampling=sampling, num_sampled=args.sampled_requests) for one in work]
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         for one in work:
             if args.kind == "throughput":
-                rows.append(_throughput(llm, worker, one, args.rounds, bandwidth, product))
+                rows.append(_throughput(llm, one, args.rounds, bandwidth, product))
             else:
                 rows.append(_latency(llm, one, args.rounds))
             print(_line(rows[-1]), flush=True)
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         print("experts were drawn, not chosen by the routers: the text is not the model's")
     if args.kind == "throughput":
         print("s: seconds of the best round; first_s: of the first; of_first: the best's share of the first's\n"
-              "step_mb: megabytes that a decode step must read and write, in the mean\n"
+              "step_mb: megabytes that a decode step must read and write in one device's memory, in the mean\n"
               f"floor_tok_s: speed if only that took time, at {bandwidth / 1e9:.1f} GB/s; prompts are not counted\n"
               "prompts_s: until all first tokens were there; prompt_tflop_s: operations of prompts in that time\n"
               f"of_product: their share of {four_digits(product / 1e12):g} TFLOP/s, which one large product of torch "
@@ -160,11 +161,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
+def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -> LLM:
+    if isinstance(loaded, OnRanks):
+        return loaded.llm(config)
+    return loaded.llm(config, loaded.worker(config, prepare=_spread if spreads else None))
+
+
+def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded | OnRanks) -> dict[str, Any]:
     """The caller's choices, which the result is reported with."""
     return {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
-            "dtype": str(loaded.model.dtype).removeprefix("torch."), "seed": config.seed,
-            "speculative_config": config.speculative_config, "routing": args.routing,
+            "ranks": config.tensor_parallel_size, "dtype": str(loaded.outline.dtype).removeprefix("torch."),
+            "seed": config.seed, "speculative_config": config.speculative_config, "routing": args.routing,
             "sampling": _asked(sampling_params(args)), "sampled_requests": args.sampled_requests}
 
 
@@ -203,8 +210,7 @@ def _check_fits(llm: LLM, work: Workload) -> None:
         raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}")
 
 
-def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth: float,
-                product: float) -> dict[str, Any]:
+def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: float, product: float) -> dict[str, Any]:
     """The best of the rounds, and the first; a round is everything from the first request to the last token."""
     before = llm.engine.stats.copy()
     ran = [run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}") for i in range(rounds)]
@@ -218,38 +224,30 @@ def _throughput(llm: LLM, worker: Worker, work: Workload, rounds: int, bandwidth
         row |= {"mean_run": round(stats.mean_run_length, 3), "drafted": stats.num_draft_tokens,
                 "accepted": stats.num_accepted_tokens,
                 "acceptance_per_position": [round(rate, 3) for rate in stats.acceptance_per_position]}
-    distinct = _distinct_experts(llm, worker, work)
+    distinct = _distinct_experts(llm, work)
     if distinct is not None:
         row["distinct_experts"] = round(distinct, 2)
     lengths = [(len(p), n) for p, n in zip(work.prompts, work.output_lens, strict=True)]
     decoding = Decoding(lengths, max(1.0, stats.mean_run_length), stats.mean_chosen, distinct)
-    step = worker.device_step
-    traffic = Traffic(step.model, step.drafter, step.pool.layout)
-    floor = traffic.floor(decoding, bandwidth)
-    row |= {"step_mb": round(traffic.total(decoding) / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
+    moved = llm.engine.command(DecodingBytes(decoding))
+    floor = decoding.num_tokens / (moved / bandwidth)
+    row |= {"step_mb": round(moved / decoding.num_steps / 1e6, 1), "floor_tok_s": round(floor, 1),
             "of_floor": round(best.tokens_per_second / floor, 3)}
-    return row | prompt_speed(PromptWork(worker.device_step.model), best.outputs, product)
+    operations = llm.engine.command(PromptOperations(tuple(len(output.prompt_token_ids) for output in best.outputs)))
+    return row | prompt_speed(operations, best.outputs, product)
 
 
-def _distinct_experts(llm: LLM, worker: Worker, work: Workload) -> float | None:
+def _distinct_experts(llm: LLM, work: Workload) -> float | None:
     """Mean number of distinct experts of a layer in a decode step; None for a model without experts. Counted in a
     shorter run of its own, eagerly, so that counting disturbs no measurement."""
-    model = worker.device_step.model
-    routers = find_modules([model], Router)
-    if not routers:
+    if not llm.engine.command(CountExperts(work.shape.batch * (1 + llm.engine.limits.max_drafts))):
         return None
-    most = work.shape.batch * (1 + llm.engine.limits.max_drafts)
-    tally = ExpertTally(routers, most, device=model.device)
-    for router in routers:
-        router.observer = tally
     try:
-        with worker.uncaptured():  # captured steps have no observer
-            run_prompts(llm, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
-                        label="counting experts")
+        run_prompts(llm, replace(work, output_lens=[min(n, COUNTED_TOKENS) for n in work.output_lens]).asks(),
+                    label="counting experts")
     finally:
-        for router in routers:
-            router.observer = None
-    return tally.mean()
+        distinct = llm.engine.command(ReadExperts())
+    return distinct
 
 
 def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from outrider.commands.conversation import Conversation
 from outrider.commands.line_input import LineInput
-from outrider.commands.loading import load_for_text
+from outrider.commands.loading import load_or_find
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
     config = engine_config(args)
-    loaded = load_for_text(config)
+    loaded = load_or_find(config)
     loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}])  # without a template it is refused now
     with loaded.llm(config) as llm:
         return _talk(LocalConversation(llm, params, args.system), args)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from outrider.commands.loading import load_for_text
+from outrider.commands.loading import load_or_find
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.core import RequestOutput
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompts = read_prompts(args)
     config = engine_config(args)
-    loaded = load_for_text(config)
+    loaded = load_or_find(config)
     tokenizer = loaded.need_tokenizer()
     encode = partial(chat_ids, tokenizer, system=args.system) if args.chat else tokenizer.encode
     asks = [Ask(encode(text), params, text) for text in prompts]

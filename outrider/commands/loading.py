@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
@@ -21,6 +22,7 @@ from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM
+from outrider.models.sources.base import ModelSource
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,11 @@ class Loaded:
     model: Model
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
+
+    @property
+    def outline(self) -> Model:
+        """The model, for its sizes and its dtype."""
+        return self.model
 
     @property
     def device(self) -> torch.device:
@@ -67,31 +74,56 @@ class Loaded:
 class OnRanks:
     """A model that processes of its own load, one for each rank, when an LLM is made."""
 
-    tokenizer: Tokenizer
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    config: EngineConfig
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @cached_property
+    def outline(self) -> Model:
+        """The model without memory, for its sizes and its dtype."""
+        from outrider.models.registry import build_model
+        from outrider.runner.device import pick_dtype
+
+        dtype = pick_dtype(self.config.dtype, self.source, self.device)
+        return build_model(self.source.config, dtype=dtype, device="meta", source=str(self.source.config_file))
+
+    @property
+    def device(self) -> torch.device:
+        from outrider.runner.device import pick_device
+
+        return pick_device(self.config.device)
 
     def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(NO_TOKENIZER.format(self.name))
         return self.tokenizer
 
     def llm(self, config: EngineConfig) -> LLM:
-        return LLM.around(start_engine(config))
+        """An LLM whose ranks load the model. One rank has a process of its own, too."""
+        return LLM.around(start_engine(config, in_process=True))
 
 
-def load_for_text(config: EngineConfig) -> Loaded | OnRanks:
-    """The model of a config, for a command that makes one LLM of it."""
+def load_or_find(config: EngineConfig, *, needs_text: bool = True) -> Loaded | OnRanks:
+    """The model of a config: loaded, or on ranks found. `needs_text`: refuse a model without tokenizer."""
     if config.tensor_parallel_size == 1:
-        return load(config)
+        return load(config, needs_text=needs_text)
     source = find_model(config)
-    tokenizer = load_tokenizer(config, source)
-    if tokenizer is None:
-        raise ValueError(NO_TOKENIZER.format(source.name))
-    return OnRanks(tokenizer)
+    found = OnRanks(source, load_tokenizer(config, source), config)
+    if needs_text:
+        found.need_tokenizer()
+    return found
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
     if config.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: this command loads the model into its "
-                         "own process; generate, chat, run-batch and serve take ranks")
+                         "own process; generate, chat, run-batch, verify, bench throughput, bench latency and serve "
+                         "take ranks")
     load_torch_libraries_ahead()
     source = find_model(config)
     tokenizer = load_tokenizer(config, source)

@@ -1,8 +1,9 @@
 """`outrider verify`: runs the same requests in many variants, which must all give the same tokens.
 
-The reference runs every request alone, plainly. For every request that differs, the scores of the two differing tokens,
-after the tokens that both runs share, tell a near-tie of arithmetic from a fault. With `--exact` every difference of a
-bit is a fault. This file knows no drafter by name.
+The reference runs every request alone, plainly; on several ranks it has these, and one of the variants has one rank.
+For every request that differs, the scores of the two differing tokens, after the tokens that both runs share, tell a
+near-tie of arithmetic from a fault. With `--exact` every difference of a bit is a fault. This file knows no drafter by
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from outrider.commands.compare import Difference, describe, differences, explain
-from outrider.commands.loading import Loaded, load
+from outrider.commands.loading import Loaded, OnRanks, load_or_find
 from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, prompt_ids, run_prompts
 from outrider.commands.verify_bits import Bits, asking_for_bits, bits_of, describe_bits, summary
@@ -29,11 +30,12 @@ from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepRes
 from outrider.core.status_line import status_line
 from outrider.engine.engine import Engine
 from outrider.llm import LLM
-from outrider.runner.commands import Answer, Command
-from outrider.runner.worker import Worker
+from outrider.runner.commands import Answer, Command, CountPaddedSteps
+from outrider.runner.interface import NoDeviceMemory, Runner
 
 ROWS = 4  # requests at once
 CHUNK = 16
+NO_MEMORY = "no memory"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ def _variants(drafts: bool) -> list[Variant]:
     ]
 
 
+ONE_RANK = Variant("one rank", settings=(("tensor_parallel_size", 1),))
+
+
 def all_variants(speculative: bool) -> list[Variant]:
     if not speculative:
         return _variants(False)
@@ -88,7 +93,7 @@ class Row:
     requests: int
     happened: dict[str, int]
     is_met: bool
-    verdict: str  # equal, near-tie, fault
+    verdict: str  # equal, near-tie, fault; no memory: it could not run
     detail: str = ""
     differing_bits: int = 0  # requests whose log-probabilities differ, with `--exact`
 
@@ -96,11 +101,11 @@ class Row:
 class Check:
     """The requests, the reference, and every variant compared with it."""
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, asks: Sequence[Ask]) -> None:
+    def __init__(self, loaded: Loaded | OnRanks, config: EngineConfig, asks: Sequence[Ask]) -> None:
         self._loaded = loaded
-        self._asks = asking_for_bits(asks, loaded.model.vocab_size) if config.exact else list(asks)
+        self._asks = asking_for_bits(asks, loaded.outline.vocab_size) if config.exact else list(asks)
         longest = max(len(ask.token_ids) + (ask.params.max_tokens or 0) for ask in asks)
-        self._config = replace(config, max_model_len=min(longest + 1, loaded.model.max_positions), max_num_seqs=ROWS,
+        self._config = replace(config, max_model_len=min(longest + 1, loaded.outline.max_positions), max_num_seqs=ROWS,
                                enable_prefix_caching=False, overlap=False)
         # Pages of the longest request, and of several that start: without and with drafts.
         self._pages: dict[bool, tuple[int, int]] = {}
@@ -110,6 +115,13 @@ class Check:
 
     def run_reference(self) -> None:
         self.reference, self._bits, _ = self._answers(Variant("reference", alone=True))
+
+    def run_one_rank(self) -> Row:
+        """The model on one rank, if its device has the memory for it."""
+        try:
+            return self.run(ONE_RANK)
+        except NoDeviceMemory as error:
+            return Row(ONE_RANK.name, False, 0, 0, len(self._asks), {}, False, NO_MEMORY, str(error))
 
     def run(self, variant: Variant) -> Row:
         tokens, bits, happened = self._answers(variant)
@@ -137,7 +149,7 @@ class Check:
 
     def _explain(self, index: int, position: int, tokens: list[int]) -> Difference:
         first, second = (next(iter(run[position:]), None) for run in (self.reference[index], tokens))
-        dtype = str(self._loaded.model.dtype).removeprefix("torch.")
+        dtype = str(self._loaded.outline.dtype).removeprefix("torch.")
         return explain(index, position, self._asks[index], (first, second),
                        self._scores[self._before(index, position)], dtype)
 
@@ -147,7 +159,7 @@ class Check:
         if not fresh:
             return
         config = replace(self._config_of(Variant("reference", alone=True)), logprobs_mode="raw",
-                         max_logprobs=self._loaded.model.vocab_size)
+                         max_logprobs=self._loaded.outline.vocab_size)
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
         with self._loaded.llm(config) as llm:
             for prompt in fresh:
@@ -180,9 +192,8 @@ class Check:
     def _answers(self, variant: Variant) -> tuple[list[list[int]], list[Bits], dict[str, int]]:
         """(tokens of each request, their log-probabilities with `--exact`, what happened)"""
         config = self._config_of(variant)
-        worker = self._loaded.worker(config)
-        with self._loaded.llm(config, worker) as llm:
-            watch = llm.engine.runner = _Watch(worker)
+        with self._loaded.llm(config) as llm:
+            watch = llm.engine.runner = _Watch(llm.engine.runner)
             outputs = self._run(llm, variant)
             happened = watch.happened(llm.engine)
         return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), happened
@@ -201,7 +212,7 @@ class Check:
 class _Watch:
     """A runner around a worker that counts the events of an engine."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Runner) -> None:
         self._inner = worker
         self._chunks = self._mates = 0
 
@@ -223,17 +234,17 @@ class _Watch:
         stats, scheduler = engine.stats, engine.scheduler.stats
         return {
             "batch mates": self._mates, "hits": stats.num_hit_tokens, "chunks": self._chunks,
-            "padded steps": self._inner.num_padded_steps, "preemptions": scheduler.num_preemptions,
+            "padded steps": self.command(CountPaddedSteps()).result(), "preemptions": scheduler.num_preemptions,
             "overlap": int(scheduler.max_steps_in_flight > 1), "drafts": stats.num_draft_tokens,
             "accepted": stats.num_accepted_tokens,
         }  # fmt: skip
 
 
-def make_asks(loaded: Loaded, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
+def make_asks(loaded: Loaded | OnRanks, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
     """Every prompt once greedy and once sampled, in turn, so that both kinds meet in one batch."""
     if loaded.tokenizer is None:
         source = torch.Generator().manual_seed(seed)
-        vocab = loaded.model.vocab_size
+        vocab = loaded.outline.vocab_size
         prompts = [torch.randint(0, vocab, (20 + 9 * i,), generator=source).tolist() for i in range(6)]
     else:
         prompts = [prompt_ids(loaded.tokenizer, text) for text in PROMPTS]
@@ -249,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     if config.speculative is not None and config.speculative.synthetic_rates is not None:
         raise ValueError("synthetic acceptance changes the text on purpose: there is nothing to verify")
-    loaded = load(config, needs_text=False)
+    loaded = load_or_find(config, needs_text=False)
     logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
     asks = make_asks(loaded, args.quick, args.max_tokens or (16 if args.quick else 24), config.seed)
     check = Check(loaded, config, asks)
@@ -259,9 +270,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'run':<30} {'requests equal':>14} {'tokens':>7}  {'verdict':<9} what happened in it", flush=True)
     with status_line(f"the reference, {len(asks)} requests one by one, then {len(variants)} runs"):
         check.run_reference()
+    if config.tensor_parallel_size > 1 and not config.exact:  # bits are those of one number of ranks
+        variants.insert(0, ONE_RANK)
     for number, variant in enumerate(variants, 1):
         with status_line(f"run {number} of {len(variants)}: {_name(variant.name, variant.drafts)}"):
-            rows.append(check.run(variant))
+            rows.append(check.run_one_rank() if variant is ONE_RANK else check.run(variant))
         if not args.json:
             _print_row(rows[-1])
     faults = [row for row in rows if row.verdict == "fault"]
@@ -278,20 +291,24 @@ def _name(way: str, drafts: bool) -> str:
 
 def _print_row(row: Row) -> None:
     happened = ", ".join(f"{name} {count}" for name, count in row.happened.items() if count)
-    note = happened if row.is_met else f"{happened}  (NOT TRIED: its condition did not occur)"
+    note = happened
+    if not row.is_met:
+        why = "its device has too little memory" if row.verdict == NO_MEMORY else "its condition did not occur"
+        note = f"{happened}  (NOT TRIED: {why})"
     equal = f"{row.equal} of {row.requests}"
     print(f"{_name(row.way, row.drafts):<30} {equal:>14} {row.compared:>7}  {row.verdict:<9} {note}", flush=True)
 
 
 def _print_summary(rows: list[Row], faults: list[Row], is_exact: bool) -> None:
     for row in rows:
-        if row.detail:
+        if row.detail and row.verdict != NO_MEMORY:
             kind = "a fault" if row.verdict == "fault" else "the widest difference"
             print(f"\n{_name(row.way, row.drafts)}, {kind}: {row.detail}")
     ties = sum(row.verdict == "near-tie" for row in rows)
     untried = sum(not row.is_met for row in rows)
     tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""
-    print(f"\n{len(rows) - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
+    num_run = sum(row.verdict != NO_MEMORY for row in rows)
+    print(f"\n{num_run - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
           + (f"; {untried} not tried" if untried else "") + (f"; {len(faults)} FAULTS" if faults else ""))
     if is_exact:
         occurred = [name for name in rows[0].happened if any(row.happened[name] for row in rows)]

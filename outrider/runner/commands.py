@@ -67,6 +67,14 @@ class WeightsIncomplete(RuntimeError):
 
 
 @dataclass(frozen=True)
+class CountPaddedSteps(Command[int]):
+    """The number of steps whose batches were padded."""
+
+    def carry_out(self, worker: Any) -> int:
+        return int(worker.num_padded_steps)
+
+
+@dataclass(frozen=True)
 class Sleep(Command[SleepReport]):
     """Free the memory of weights and cache. No step may be submitted until all parts are awake again."""
 

@@ -40,6 +40,10 @@ class WorkerDied(RuntimeError):
     """The process that holds the device has ended, or the device is lost: no step can run any more."""
 
 
+class NoDeviceMemory(ValueError):
+    """The device has too little memory for what the settings ask for."""
+
+
 class StepCancelled(RuntimeError):
     """The step did not run, because one before it had failed."""
 

@@ -18,6 +18,7 @@ from outrider.cache.groups import MAX_PADDING, CacheLayout
 from outrider.cache.kinds import MODEL_CACHE, RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
+from outrider.runner.interface import NoDeviceMemory
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.storages import collect_replaced
 
@@ -54,7 +55,7 @@ def enough_memory(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
-        raise ValueError(f"the device has no memory for {what}: {advice} ({_first_line(error)})") from error
+        raise NoDeviceMemory(f"the device has no memory for {what}: {advice} ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:

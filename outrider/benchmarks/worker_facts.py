@@ -1,0 +1,80 @@
+"""Commands that ask a worker for facts of its model which a benchmark is measured by. Each rank knows its own part.
+
+Ranks compute at the same time. What counts is therefore the work of the busiest device: of a rank alone on its GPU, or
+of all ranks that share one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.benchmarks.prompt_work import PromptWork
+from outrider.benchmarks.roofline import Decoding, Traffic
+from outrider.layers import ExpertTally, Router, find_modules
+from outrider.runner.commands import Command
+
+
+@dataclass(frozen=True)
+class DecodingBytes(Command[float]):
+    """Bytes that decode steps must move in one device's memory."""
+
+    work: Decoding
+
+    def carry_out(self, worker: Any) -> float:
+        step = worker.device_step
+        return Traffic(step.model, step.drafter, step.pool.layout).total(self.work) * int(step.ranks.num_sharing)
+
+    def combine(self, answers: Sequence[float]) -> float:
+        return max(answers)
+
+
+@dataclass(frozen=True)
+class PromptOperations(Command[float]):
+    """Operations that prompts of these lengths take on one device."""
+
+    lengths: tuple[int, ...]
+
+    def carry_out(self, worker: Any) -> float:
+        step = worker.device_step
+        return PromptWork(step.model).total(self.lengths) * int(step.ranks.num_sharing)
+
+    def combine(self, answers: Sequence[float]) -> float:
+        return max(answers)
+
+
+@dataclass(frozen=True)
+class CountExperts(Command[bool]):
+    """From now on count the distinct experts of decode steps, which run eagerly: captured steps have no observer.
+    Answers whether the model has experts; only then something has changed. `ReadExperts` ends it."""
+
+    max_rows: int  # token rows of a step
+
+    def carry_out(self, worker: Any) -> bool:
+        model = worker.device_step.model
+        routers = find_modules([model], Router)
+        if not routers:
+            return False
+        tally = ExpertTally(routers, self.max_rows, device=model.device)
+        for router in routers:
+            router.observer = tally
+        stack = ExitStack()
+        stack.enter_context(worker.uncaptured())
+        worker.expert_count = stack, routers, tally
+        return True
+
+
+@dataclass(frozen=True)
+class ReadExperts(Command[float]):
+    """The mean number of distinct experts of a layer in a decode step since `CountExperts`, the same on every rank."""
+
+    def carry_out(self, worker: Any) -> float:
+        stack, routers, tally = worker.expert_count
+        del worker.expert_count
+        for router in routers:
+            router.observer = None
+        stack.close()
+        mean: float = tally.mean()
+        return mean
