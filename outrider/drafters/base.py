@@ -37,8 +37,10 @@ class DraftBuild:
 
     @property
     def first_layer(self) -> int:
-        """Drafters' layers are numbered after the target's and each other's."""
-        return self.target.num_layers + self.num_drafter_layers
+        """Drafters' layers are numbered after the target's and each other's. A layer of the target may have several
+        numbers, one for each kind of cache that it keeps."""
+        last = max((claim.layer for claim in self.target.cache_layers()), default=-1)
+        return max(self.target.num_layers, last + 1) + self.num_drafter_layers
 
     @property
     def is_outline(self) -> bool:

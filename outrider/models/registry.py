@@ -19,6 +19,7 @@ from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
 from outrider.models.ernie import Ernie, ErnieMoe
 from outrider.models.exaone4 import Exaone4
+from outrider.models.falcon_h1 import FalconH1
 from outrider.models.gemma2 import Gemma2
 from outrider.models.gemma3 import Gemma3
 from outrider.models.gemma4 import Gemma4
@@ -76,6 +77,7 @@ _ARCHITECTURES: dict[str, type[Model]] = {
     "KimiLinearForCausalLM": KimiLinear,
     "BailingHybridForCausalLM": BailingHybrid,
     "GraniteMoeHybridForCausalLM": GraniteHybrid,
+    "FalconH1ForCausalLM": FalconH1,
     "Lfm2ForCausalLM": Lfm2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "DeepseekV32ForCausalLM": DeepseekV32,

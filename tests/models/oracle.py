@@ -136,6 +136,24 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.4,
     "logits_scaling": 3.0,
 }
+_FALCON: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 0.7,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [1.4, 0.6],
+}
 HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _MAMBA | {"hybrid_override_pattern": "M*-EME"}),
     "nemotron_h_latent": (
@@ -178,6 +196,21 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
             "conv_bias": True,
             "conv_L_cache": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1": ("FalconH1", _FALCON),
+    "falcon_h1_norm": (
+        "FalconH1",
+        _FALCON
+        | {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
             "tie_word_embeddings": True,
         },
     ),
