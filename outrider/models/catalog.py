@@ -90,6 +90,11 @@ FAMILIES = (
            "CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025")),
     Family("Nemotron-H and Nemotron Nano", _causal("NemotronH"), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",)),
     Family("Bamba", _causal("Bamba"), ("ibm-ai-platform/Bamba-9B-v2",)),
+    Family("Granite 4 hybrid", _causal("GraniteMoeHybrid"), ("ibm-granite/granite-4.0-h-tiny",)),
+    Family("Falcon-H1", _causal("FalconH1"), ("tiiuae/Falcon-H1-1.5B-Deep-Instruct",)),
+    Family("LFM2", _causal("Lfm2"), ("LiquidAI/LFM2-1.2B",)),
+    Family("Kimi-Linear", _causal("KimiLinear"), ("moonshotai/Kimi-Linear-48B-A3B-Instruct",)),
+    Family("Ling and Ring 3", _causal("BailingHybrid"), ("inclusionAI/Ling-3.0-Flash",)),
 )  # fmt: skip
 
 
