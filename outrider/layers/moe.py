@@ -77,7 +77,8 @@ class Experts(FormatModule[ExpertsFormat]):
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
                  added: torch.Tensor | None = None) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`."""
-        out = self.format.mix(x, routed, self.activation, added, self.biases)
+        biases = () if self.biases is None else (self.biases,)  # a format from outside may know of none
+        out = self.format.mix(x, routed, self.activation, added, *biases)
         if context.adapters is not None and context.adapters.change(self):
             context.adapters.mix(out, self, x, routed, added)
         return out

@@ -4,101 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from outrider.models.bailing_hybrid import BailingHybrid
-from outrider.models.bamba import Bamba
 from outrider.models.base import Model
-from outrider.models.classifier import LlamaClassifier, MistralClassifier, Qwen2Classifier, Qwen3Classifier
-from outrider.models.cohere import Cohere, Cohere2
-from outrider.models.conditional import Gemma3Conditional, Mistral3Conditional
 from outrider.models.config import ConfigError, ConfigReader
-from outrider.models.deepseek_v2 import DeepseekV2
-from outrider.models.deepseek_v3 import DeepseekV3, DeepseekV32, GlmMoeDsa
-from outrider.models.ernie import Ernie, ErnieMoe
-from outrider.models.exaone4 import Exaone4
-from outrider.models.falcon_h1 import FalconH1
-from outrider.models.gemma2 import Gemma2
-from outrider.models.gemma3 import Gemma3
-from outrider.models.gemma4 import Gemma4
-from outrider.models.glm4_moe import Glm4Moe
-from outrider.models.gpt_oss import GptOss
-from outrider.models.granite import Granite
-from outrider.models.granite_hybrid import GraniteHybrid
-from outrider.models.hunyuan import Hunyuan, HunyuanMoe
-from outrider.models.kimi_linear import KimiLinear
-from outrider.models.lfm2 import Lfm2
-from outrider.models.llama import Llama, Mistral, Qwen2, Qwen3
-from outrider.models.minimax_m2 import MiniMaxM2
-from outrider.models.mixtral import Mixtral
-from outrider.models.nemotron_h import NemotronH
-from outrider.models.olmo2 import Olmo2, Olmo3
-from outrider.models.phi3 import Phi3
-from outrider.models.qwen3_5 import Qwen3_5
-from outrider.models.qwen3_moe import Qwen3Moe
-from outrider.models.qwen3_next import Qwen3Next
-from outrider.models.seed_oss import SeedOss
-from outrider.models.smollm3 import SmolLM3
 
-_ARCHITECTURES: dict[str, type[Model]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Mistral,
-    "Mistral3ForConditionalGeneration": Mistral3Conditional,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
-    "SmolLM3ForCausalLM": SmolLM3,
-    "SeedOssForCausalLM": SeedOss,
-    "GraniteForCausalLM": Granite,
-    "Phi3ForCausalLM": Phi3,
-    "Olmo2ForCausalLM": Olmo2,
-    "Olmo3ForCausalLM": Olmo3,
-    "Exaone4ForCausalLM": Exaone4,
-    "CohereForCausalLM": Cohere,
-    "Cohere2ForCausalLM": Cohere2,
-    "Ernie4_5ForCausalLM": Ernie,
-    "Ernie4_5_MoeForCausalLM": ErnieMoe,
-    "HunYuanDenseV1ForCausalLM": Hunyuan,
-    "HunYuanMoEV1ForCausalLM": HunyuanMoe,
-    "GptOssForCausalLM": GptOss,
-    "MixtralForCausalLM": Mixtral,
-    "MiniMaxM2ForCausalLM": MiniMaxM2,
-    "Glm4MoeForCausalLM": Glm4Moe,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
-    "Qwen3NextForCausalLM": Qwen3Next,
-    "Qwen3_5ForCausalLM": Qwen3_5,
-    "Qwen3_5ForConditionalGeneration": Qwen3_5,
-    "Qwen3_5MoeForCausalLM": Qwen3_5,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
-    "NemotronHForCausalLM": NemotronH,
-    "BambaForCausalLM": Bamba,
-    "DeepseekV2ForCausalLM": DeepseekV2,
-    "KimiLinearForCausalLM": KimiLinear,
-    "BailingHybridForCausalLM": BailingHybrid,
-    "GraniteMoeHybridForCausalLM": GraniteHybrid,
-    "FalconH1ForCausalLM": FalconH1,
-    "Lfm2ForCausalLM": Lfm2,
-    "DeepseekV3ForCausalLM": DeepseekV3,
-    "DeepseekV32ForCausalLM": DeepseekV32,
-    "GlmMoeDsaForCausalLM": GlmMoeDsa,
-    "Gemma2ForCausalLM": Gemma2,
-    "Gemma3ForCausalLM": Gemma3,
-    "Gemma3ForConditionalGeneration": Gemma3Conditional,
-    "Gemma4ForCausalLM": Gemma4,
-    "Gemma4ForConditionalGeneration": Gemma4,
-    "Gemma4UnifiedForCausalLM": Gemma4,
-    "Gemma4UnifiedForConditionalGeneration": Gemma4,
-    "LlamaForSequenceClassification": LlamaClassifier,
-    "MistralForSequenceClassification": MistralClassifier,
-    "Qwen2ForSequenceClassification": Qwen2Classifier,
-    "Qwen3ForSequenceClassification": Qwen3Classifier,
+# By the names in configs; those of the package as "module:class" of outrider.models, imported when they are needed.
+_ARCHITECTURES: dict[str, type[Model] | str] = {
+    "LlamaForCausalLM": "llama:Llama",
+    "MistralForCausalLM": "llama:Mistral",
+    "Mistral3ForConditionalGeneration": "conditional:Mistral3Conditional",
+    "Qwen2ForCausalLM": "llama:Qwen2",
+    "Qwen3ForCausalLM": "llama:Qwen3",
+    "SmolLM3ForCausalLM": "smollm3:SmolLM3",
+    "SeedOssForCausalLM": "seed_oss:SeedOss",
+    "GraniteForCausalLM": "granite:Granite",
+    "Phi3ForCausalLM": "phi3:Phi3",
+    "Olmo2ForCausalLM": "olmo2:Olmo2",
+    "Olmo3ForCausalLM": "olmo2:Olmo3",
+    "Exaone4ForCausalLM": "exaone4:Exaone4",
+    "CohereForCausalLM": "cohere:Cohere",
+    "Cohere2ForCausalLM": "cohere:Cohere2",
+    "Ernie4_5ForCausalLM": "ernie:Ernie",
+    "Ernie4_5_MoeForCausalLM": "ernie:ErnieMoe",
+    "HunYuanDenseV1ForCausalLM": "hunyuan:Hunyuan",
+    "HunYuanMoEV1ForCausalLM": "hunyuan:HunyuanMoe",
+    "GptOssForCausalLM": "gpt_oss:GptOss",
+    "MixtralForCausalLM": "mixtral:Mixtral",
+    "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
+    "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3Moe",
+    "Qwen3NextForCausalLM": "qwen3_next:Qwen3Next",
+    "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5:Qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5:Qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5:Qwen3_5",
+    "NemotronHForCausalLM": "nemotron_h:NemotronH",
+    "BambaForCausalLM": "bamba:Bamba",
+    "DeepseekV2ForCausalLM": "deepseek_v2:DeepseekV2",
+    "KimiLinearForCausalLM": "kimi_linear:KimiLinear",
+    "BailingHybridForCausalLM": "bailing_hybrid:BailingHybrid",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid:GraniteHybrid",
+    "FalconH1ForCausalLM": "falcon_h1:FalconH1",
+    "Lfm2ForCausalLM": "lfm2:Lfm2",
+    "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3",
+    "DeepseekV32ForCausalLM": "deepseek_v3:DeepseekV32",
+    "GlmMoeDsaForCausalLM": "deepseek_v3:GlmMoeDsa",
+    "Gemma2ForCausalLM": "gemma2:Gemma2",
+    "Gemma3ForCausalLM": "gemma3:Gemma3",
+    "Gemma3ForConditionalGeneration": "conditional:Gemma3Conditional",
+    "Gemma4ForCausalLM": "gemma4:Gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4:Gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4:Gemma4",
+    "LlamaForSequenceClassification": "classifier:LlamaClassifier",
+    "MistralForSequenceClassification": "classifier:MistralClassifier",
+    "Qwen2ForSequenceClassification": "classifier:Qwen2Classifier",
+    "Qwen3ForSequenceClassification": "classifier:Qwen3Classifier",
 }
 
 
 def architectures() -> Mapping[str, type[Model]]:
     """Every architecture that is served, with its class."""
-    return _ARCHITECTURES
+    return {name: _class_of(name) for name in _ARCHITECTURES}
+
+
+def _class_of(architecture: str) -> type[Model]:
+    found = _ARCHITECTURES[architecture]
+    if isinstance(found, str):
+        module, _, name = found.partition(":")
+        loaded: type[Model] = getattr(import_module(f"outrider.models.{module}"), name)
+        return loaded
+    return found
 
 
 def register(architecture: str, model_class: type[Model]) -> None:
@@ -140,4 +120,4 @@ def _family(reader: ConfigReader) -> Callable[..., Model]:
     architectures = reader.required("architectures", list)
     if not architectures or str(architectures[0]) not in _ARCHITECTURES:
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
-    return _ARCHITECTURES[architectures[0]]
+    return _class_of(architectures[0])

@@ -604,7 +604,7 @@ def whole_layer(
     attention: native.Attention,
 ) -> Tensor | None:  # fmt: skip
     norms = None if rope.q_norm is None or rope.k_norm is None else (rope.q_norm, rope.k_norm)
-    _, scale, window, softcap = attention
+    _, scale, window, softcap, _ = attention
     bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, norms, rope.eps, scale=scale, window=window,
                                    softcap=softcap)  # fmt: skip
     step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
