@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Never, cast
 
-from outrider.adapters.loading import load, need_registry
-from outrider.adapters.request import LoRARequest, one_for_each
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
+from outrider.core.lora_request import LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
 from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
+from outrider.engine.adapter_loading import load, need_registry
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command

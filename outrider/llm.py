@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Never, TypeVar, cast
 
-from outrider.adapters.loading import loaded
-from outrider.adapters.request import AdapterChoice, LoRARequest, one_for_each
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
+from outrider.core.lora_request import AdapterChoice, LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
@@ -27,6 +26,7 @@ from outrider.core.pooling import (
 )
 from outrider.core.pooling_params import TASKS, PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
+from outrider.engine.adapter_loading import loaded
 from outrider.engine.engine import Engine
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.pooling import cosine, raise_failed

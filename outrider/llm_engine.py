@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from outrider.adapters.loading import loaded
-from outrider.adapters.request import LoRARequest, one_for_each
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.fields import Text, check_value
+from outrider.core.lora_request import LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.pooling import Output
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
+from outrider.engine.adapter_loading import loaded
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.adapters.host_adapter import Entry, HostAdapter
+from outrider.adapters.host_adapter import FactorPlace, HostAdapter
 from outrider.adapters.targets import LinearTarget, Targets
 from outrider.core import Axis, Limits
 from outrider.kernels.adapters import NO_SLOT, NUM_PLACES, AdapterTables
@@ -27,7 +27,7 @@ class AdapterArena:
             scales=buffer(*axes, dtype=wide, device=device),
             bounds=to_device(targets.bounds, torch.int64, device).view(-1, 2), max_rank=max_rank)
         self.slot_of_row = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=NO_SLOT)
-        self._entries: dict[int, dict[int, Entry]] = {}  # by slot and target, as in the tables
+        self._entries: dict[int, dict[int, FactorPlace]] = {}  # by slot and target, as in the tables
         self._others: set[int] = set()  # slots whose adapters change more than linear layers
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
@@ -38,9 +38,9 @@ class AdapterArena:
         tables.numbers[offset:end].copy_(adapter.numbers, non_blocking=True)
         places = torch.zeros(tables.places.shape[1:], dtype=torch.int64)
         scales = torch.zeros(tables.scales.shape[1:], dtype=tables.scales.dtype)
-        placed: dict[int, Entry] = {}
+        placed: dict[int, FactorPlace] = {}
         for entry in adapter.entries:
-            at = Entry(entry.target, offset + entry.a, offset + entry.b, entry.rank, entry.scale)
+            at = FactorPlace(entry.target, offset + entry.a, offset + entry.b, entry.rank, entry.scale)
             places[at.target] = torch.tensor([at.a, at.b, at.rank])
             scales[at.target] = at.scale
             placed[at.target] = at
@@ -67,11 +67,12 @@ class AdapterArena:
         """Whether the adapters that are placed change linear layers alone."""
         return self._others.isdisjoint(self._entries)
 
-    def entries(self, target: int) -> Mapping[int, Entry]:
+    def entries(self, target: int) -> Mapping[int, FactorPlace]:
         """The slots whose adapters change a target."""
         return {slot: placed[target] for slot, placed in self._entries.items() if target in placed}
 
-    def factors(self, entry: Entry, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def factors(self, entry: FactorPlace, a_shape: tuple[int, ...],
+                b_shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Views of the two factors."""
         return tuple(self.tables.numbers[start : start + torch.Size(shape).numel()].view(shape)
                      for start, shape in ((entry.a, a_shape), (entry.b, b_shape)))

@@ -12,7 +12,7 @@ from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets,
 
 
 @dataclass(frozen=True)
-class Entry:
+class FactorPlace:
     """Where the factors of one target begin within an adapter, and their rank."""
 
     target: int
@@ -26,7 +26,7 @@ class Entry:
 class HostAdapter:
     name: str
     numbers: torch.Tensor  # [size], in the model's dtype
-    entries: tuple[Entry, ...]
+    entries: tuple[FactorPlace, ...]
 
     @property
     def size(self) -> int:
@@ -92,12 +92,12 @@ def _packed(name: str, held: dict[Target, list[NamedPair]], dtype: torch.dtype, 
         made.append((target, *target.factors(pairs)))
     size = sum(aligned(a.numel()) + aligned(b.numel()) for _, a, b, _ in made)
     numbers = torch.zeros(size, dtype=dtype, pin_memory=pin)
-    entries: list[Entry] = []
+    entries: list[FactorPlace] = []
     first = 0
     for target, a, b, scale in made:
         second = first + aligned(a.numel())
         numbers[first : first + a.numel()].view(a.shape).copy_(a)
         numbers[second : second + b.numel()].view(b.shape).copy_(b)
-        entries.append(Entry(target.index, first, second, b.shape[-1], scale))
+        entries.append(FactorPlace(target.index, first, second, b.shape[-1], scale))
         first = second + aligned(b.numel())
     return HostAdapter(name, numbers, tuple(entries))

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from outrider.adapters.request import CONFIG, TENSORS
 from outrider.core.fields import shown
+from outrider.core.lora_request import CONFIG, TENSORS
 
 MAX_CONFIG_BYTES = 1 << 20
 PREFIX = "base_model.model."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.adapters.arena import AdapterArena
-from outrider.adapters.host_adapter import Entry
+from outrider.adapters.host_adapter import FactorPlace
 from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, Target
 from outrider.kernels import moe, ops
 from outrider.kernels.adapters import NO_SLOT, RowSlots
@@ -45,7 +45,7 @@ class StepAdapters(RowAdapters):
         used = [slot for slot in self._slots.unique().tolist() if slot != NO_SLOT]
         return {slot: (self._slots == slot).nonzero().flatten() for slot in used}
 
-    def _adapted(self, target: Target) -> Iterator[tuple[Entry, torch.Tensor]]:
+    def _adapted(self, target: Target) -> Iterator[tuple[FactorPlace, torch.Tensor]]:
         """The adapters that change a target, each with its token rows."""
         entries = self._arena.entries(target.index)
         for slot, rows in self._rows_of_slot.items() if entries else ():
@@ -79,7 +79,7 @@ class StepAdapters(RowAdapters):
                 out[rows] = own if added is None else own + added[rows]
 
     def _mix_row(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, targets: tuple[ExpertsTarget, ...],
-                 entries: tuple[Entry | None, ...]) -> torch.Tensor:
+                 entries: tuple[FactorPlace | None, ...]) -> torch.Tensor:
         """The weighted sum of one token row's experts: each product with what the adapter adds to it."""
         total = torch.zeros(targets[1].num_outputs, dtype=weights.dtype, device=x.device)
         parts = targets[0].experts.format.plain_parts
@@ -91,7 +91,7 @@ class StepAdapters(RowAdapters):
         return total
 
     def _expert(self, x: torch.Tensor, weight: torch.Tensor, expert: int, target: ExpertsTarget,
-                entry: Entry | None) -> torch.Tensor:
+                entry: FactorPlace | None) -> torch.Tensor:
         out: torch.Tensor = exact_product(x, weight)
         if entry is None:
             return out
@@ -111,7 +111,7 @@ class StepAdapters(RowAdapters):
             inner = _head_products(latents[rows], a.expand(values.shape[0], -1, -1))
             _add_rows(out, rows, _head_products(inner, values), entry.scale)
 
-    def _expansions(self, expansion: object) -> Iterator[tuple[Entry, torch.Tensor, Any, Any, Any]]:
+    def _expansions(self, expansion: object) -> Iterator[tuple[FactorPlace, torch.Tensor, Any, Any, Any]]:
         """The adapters of an expansion: entry, token rows, first factor, second factor of keys and of values."""
         (target,) = self._arena.targets.of_module[id(expansion)]
         assert isinstance(target, ExpansionTarget)

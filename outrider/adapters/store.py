@@ -19,10 +19,11 @@ from outrider.core.step import AdapterPlacement
 from outrider.kernels import ops
 from outrider.kernels.adapters import NO_SLOT
 from outrider.kernels.buffers import to_device
+from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model
 
 
-class AdapterStore:
+class AdapterStore(LoadedAdapters):
     def __init__(self, model: Model, max_rank: int, limits: Limits) -> None:
         self.targets = Targets.from_model(model)
         self.arena = AdapterArena(self.targets, limits, max_rank, model.dtype, model.device)
@@ -84,7 +85,7 @@ class AdapterStore:
         self.arena.reset()
 
     @property
-    def is_capturable(self) -> bool:
+    def is_capturable(self) -> bool:  # type: ignore[override]
         """Whether kernels add all that the adapters on the device add. They do so for linear layers; other modules
         read the device."""
         return self.arena.has_only_linears and ops.add_adapters.serves(self.arena.tables.numbers)

@@ -1,5 +1,6 @@
 """Plain data that crosses boundaries: limits, lengths, batches, step results, parameters, outputs. No torch."""
 
+from outrider.core.class_head import ClassHead
 from outrider.core.drafter_faults import FaultRecord
 from outrider.core.lengths import Bound, Settled
 from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
@@ -26,6 +27,7 @@ __all__ = [
     "Axis",
     "Bound",
     "CheckpointWrite",
+    "ClassHead",
     "FaultRecord",
     "Finish",
     "HiddenReport",

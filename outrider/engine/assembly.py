@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outrider.adapters.registry import AdapterRegistry
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets, KvEvents

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from outrider.adapters.registry import AdapterRegistry
-from outrider.core import FaultRecord, Finish, Limits, StepResult
+from outrider.core import ClassHead, FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.class_head import ClassHead
 from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
+from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.collector import unfreeze_heap
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import KvEvents

@@ -6,9 +6,12 @@ where the factors lie; knows nothing of files, requests or layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NO_SLOT = -1  # of token rows without an adapter
@@ -51,12 +54,24 @@ class TargetRange(NamedTuple):
         return range(self.first + places[0], self.first + places[-1] + 1) if places else range(0)
 
 
+Product = Callable[[Tensor, Tensor], Tensor]  # token rows [tokens, inputs] and a weight [outputs, inputs]
+
+
+def row_products(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of token rows, each computed alone."""
+    return torch.cat([F.linear(row.clone(), weight) for row in x.split(1)])
+
+
 def add_adapters(x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange) -> None:
     """Add to out [tokens, features], the output features of a linear layer from `first` on for x [tokens, inputs], what
     the adapter in each token row's slot adds."""
-    from outrider.kernels.ops import exact  # which is made of references like this one
+    add_by(row_products, x, out, first, rows, tables, targets)
 
+
+def add_by(product: Product, x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+           targets: TargetRange) -> None:
+    """As `add_adapters`, by a product that gives a token row the same bits alone and among others."""
     for slot in rows.slots.unique().tolist():
         if slot == NO_SLOT:
             continue
@@ -68,7 +83,7 @@ def add_adapters(x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: Ada
                 continue
             begin, end = tables.bounds[target].tolist()
             low, high = max(begin, first), min(end, first + out.shape[1])
-            inner = exact.linear(own, tables.numbers[a : a + rank * x.shape[1]].view(rank, -1))
+            inner = product(own, tables.numbers[a : a + rank * x.shape[1]].view(rank, -1))
             factor = tables.numbers[b : b + rank * (end - begin)].view(-1, rank)[low - begin : high - begin]
-            delta = exact.linear(inner, factor) * tables.scales[slot, target].item()
+            delta = product(inner, factor) * tables.scales[slot, target].item()
             out[token_rows, low - first : high - first] += delta.to(out.dtype)

@@ -7,13 +7,14 @@ calls its parts with the context of those rows (`of_rows`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Never, Protocol
 
 import torch
 
+from outrider.core.step import AdapterPlacement
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
@@ -78,15 +79,28 @@ class RowAdapters(ABC):
         raise NotImplementedError
 
 
-class LoadedAdapters(Protocol):
+class LoadedAdapters(ABC):
     """The adapters that an engine has loaded. It keeps on the device which row has which."""
 
+    is_capturable = False  # whether a captured step may have the adapters that are on the device now
+
+    @abstractmethod
     def admit(self, numbers: Mapping[int, int | None]) -> None:
         """Rows that were just admitted, with the number of the request's adapter; None for the model itself."""
 
+    @abstractmethod
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowAdapters:
         """The adapters of a step's token rows. rows: [requests], the row of each request; request_of: [tokens]. Needs
         nothing that only the host knows."""
+
+    def place(self, placements: Sequence[AdapterPlacement]) -> None:  # noqa: B027
+        """Copy adapters to the places that the scheduler has chosen, before rows are admitted with them."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Forget all rows and places: what the device holds is not known after a failed step."""
+
+    def close(self) -> None:  # noqa: B027
+        """The worker ends."""
 
 
 class NothingAttends:

@@ -77,5 +77,5 @@ class StepParts:
         if self.processors:
             step.planner.processors = ProcessorRows(self.processors, state, limits)
         if self.max_adapter_rank is not None:
-            step.adapters = step.adapter_store = AdapterStore(model, self.max_adapter_rank, limits)
+            step.adapters = AdapterStore(model, self.max_adapter_rank, limits)
         return step

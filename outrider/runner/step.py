@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from outrider.adapters.store import AdapterStore
 from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.core.checked_request import NO_REQUEST
 from outrider.drafters.base import Drafter, HiddenReads, Step
@@ -99,7 +98,6 @@ class DeviceStep:
         self.drafting = drafting
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
         self.adapters: LoadedAdapters | None = None  # of requests that name one
-        self.adapter_store: AdapterStore | None = None  # the same, if the package's own
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
@@ -120,7 +118,7 @@ class DeviceStep:
 
     def captures_adapters(self) -> bool:
         """Whether a captured step may have the adapters that are on the device now."""
-        return self.adapter_store is not None and self.adapter_store.is_capturable
+        return self.adapters is not None and self.adapters.is_capturable
 
     @property
     def fills_drafts(self) -> bool:
@@ -135,17 +133,16 @@ class DeviceStep:
         self.grammars.reset()
         self.planner.reset()
         self.drafting.reset()
-        if self.adapter_store is not None:
-            self.adapter_store.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
         self.pool.apply(scheduled.pages)
         self.state.admit(scheduled.admissions)
-        if self.adapter_store is not None:
-            self.adapter_store.place(scheduled.adapters)
         if self.adapters is not None:
+            self.adapters.place(scheduled.adapters)
             self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
         self.recurrent.admit(scheduled.admissions)
         self.grammars.admit(scheduled.admissions)

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 
-from outrider.adapters.store import AdapterStore
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
@@ -105,12 +104,6 @@ class Worker:
     def _carry_out(self, command: Command[Answer]) -> Answer:
         return command.carry_out(self)
 
-    @property
-    def adapters(self) -> AdapterStore:
-        store = self.device_step.adapter_store
-        assert store is not None, "the engine asks for adapters only if it has room for them"
-        return store
-
     def idle(self, quiet_seconds: float) -> float | None:
         return None if self.residence.asleep else self.runner.idle(quiet_seconds)
 
@@ -121,8 +114,8 @@ class Worker:
             return  # closed before
         is_on_gpu = isinstance(self.runner, CudaRunner)
         self.runner.close()
-        if self.device_step.adapter_store is not None:
-            self.device_step.adapter_store.close()
+        if self.device_step.adapters is not None:
+            self.device_step.adapters.close()
         del self.runner, self.device_step, self.residence
         if is_on_gpu:
             release_dropped()

@@ -1,72 +1,56 @@
-"""Adapters over HTTP: their names, as models beside the one that is served, and where a client may load them from.
-
-The operator gives names at start (`--lora-modules`). Clients of a server with --admin may load further ones, from
-folders below `--lora-root` alone: a path from a client is resolved, links included, before anything is read.
-"""
+"""ServedAdapters: adapters over HTTP, as models beside the one that is served."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
 
-from outrider.adapters.request import CONFIG, LoRARequest
-from outrider.core.fields import shown
+from outrider.async_llm import AsyncLLM
+from outrider.core.lora_request import LoRARequest
+from outrider.engine.adapters import UnknownAdapter
+from outrider.server.errors import ApiError
+from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 
-NAMED = 'write name=folder, or a JSON object as {"name": "sql", "path": "adapters/sql"}'
 
+class ServedAdapters:
+    """The adapters that are served as models, by name. They outlive an engine that is started again."""
 
-@dataclass(frozen=True)
-class NamedAdapter:
-    name: str
-    path: str
-    base: str | None = None  # the name of the model that it changes, in /v1/models; None: the one that is served
+    def __init__(self, modules: Sequence[str], root: str | None, model_names: Sequence[str]) -> None:
+        self._named, self._root, self._model_names = read_modules(modules), root, tuple(model_names)
+        for name in self._named.keys() & set(model_names):
+            raise ValueError(f"lora_modules: {name!r} is the name of the model")
 
     @property
-    def request(self) -> LoRARequest:
-        return LoRARequest(self.name, 1, self.path)
+    def names(self) -> list[str]:
+        return list(self._named)
 
+    def find(self, model: str | None) -> LoRARequest | None:
+        """The adapter that a body names as its model."""
+        adapter = self._named.get(model or "")
+        return None if adapter is None else adapter.request
 
-def read_modules(given: Sequence[str]) -> dict[str, NamedAdapter]:
-    """The adapters of --lora-modules, by name. A folder that is no adapter is refused."""
-    named: dict[str, NamedAdapter] = {}
-    for text in given:
-        own = _read_json(text) if text.lstrip().startswith("{") else _read_pair(text)
-        if own.name in named:
-            raise ValueError(f"lora_modules: {own.name!r} is there twice")
-        if not (Path(own.path) / CONFIG).is_file():
-            raise ValueError(f"lora_modules: {own.path} is no adapter: it holds no {CONFIG}")
-        named[own.name] = own
-    return named
+    def card(self, name: str) -> dict[str, str]:
+        """What an adapter's card in /v1/models has beside that of the model."""
+        adapter = self._named.get(name)
+        return {} if adapter is None else {"root": adapter.path, "parent": adapter.base or self._model_names[0]}
 
+    async def load(self, llm: AsyncLLM, name: str, path: str, *, in_place: bool) -> None:
+        """Load an adapter from a folder below the root folder, and serve it under a name."""
+        if self._root is None:
+            raise ApiError(403, "this server loads no adapters: start it with --lora-root")
+        if name in self._model_names or (name in self._named and not in_place):
+            raise ApiError(400, f"there is a model {name[:100]!r} already; load_inplace replaces an adapter",
+                           param="lora_name")
+        try:
+            own = NamedAdapter(name, path_below(self._root, path))
+            await llm.add_lora(replace(own.request, load_inplace=True))
+        except ValueError as error:
+            raise ApiError(400, str(error), param="lora_path") from None
+        self._named[name] = own
 
-def _read_pair(text: str) -> NamedAdapter:
-    name, separator, path = text.partition("=")
-    if not separator or not name.strip() or not path.strip():
-        raise ValueError(f"lora_modules: {shown(text)}: {NAMED}")
-    return NamedAdapter(name.strip(), path.strip())
-
-
-def _read_json(text: str) -> NamedAdapter:
-    try:
-        given: Any = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"lora_modules: {shown(text)} is no JSON ({error}): {NAMED}") from None
-    keys = {"name", "path", "base_model_name"}
-    if not {"name", "path"} <= given.keys() <= keys or not all(isinstance(value, str) for value in given.values()):
-        raise ValueError(f"lora_modules: {shown(text)} must have name and path, and may have base_model_name: {NAMED}")
-    return NamedAdapter(given["name"], given["path"], given.get("base_model_name"))
-
-
-def path_below(root: str, path: str) -> str:
-    """A client's path, resolved. Refused if it does not lie below the root folder."""
-    base = Path(root).resolve()
-    try:
-        found = (base / path).resolve()
-    except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
-        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root") from None
-    if found == base or not found.is_relative_to(base) or not found.is_dir():
-        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root")
-    return str(found)
+    async def unload(self, llm: AsyncLLM, name: str) -> None:
+        if self._named.pop(name, None) is None:
+            raise ApiError(404, f"there is no adapter {name[:100]!r} here", param="lora_name")
+        with suppress(UnknownAdapter):  # no request has asked for it yet
+            await llm.remove_lora(name)

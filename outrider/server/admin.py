@@ -86,13 +86,13 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/v1/load_lora_adapter")
     async def load_adapter(body: LoadAdapterRequest) -> Response:
         """Read an adapter from a folder below --lora-root, and serve it as a model of this name."""
-        await service.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
+        await service.adapters.load(service.host.llm, body.lora_name, body.lora_path, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post("/v1/unload_lora_adapter")
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
         """Serve an adapter no longer. Requests that run end with it."""
-        await service.unload_adapter(body.lora_name)
+        await service.adapters.unload(service.host.llm, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes

@@ -111,6 +111,11 @@ class Scheduled(Body):
     timeout: float | None = Field(default=None, gt=0, description="seconds that the request may take, if the server's "
                                                                   "own limit is not less")
 
+    @property
+    def model_name(self) -> str | None:
+        """The model, or the adapter, that the body asks for."""
+        return getattr(self, "model", None)
+
 
 class Prompted(Scheduled):
     """Fields of requests whose prompts reach the model as they are given, or through a chat template alone."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
-from dataclasses import replace
+from contextlib import aclosing
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
-from outrider.adapters.registry import UnknownAdapter
-from outrider.adapters.request import LoRARequest
 from outrider.async_llm import LONG_TEXT
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
-from outrider.server.adapters import NamedAdapter, path_below, read_modules
+from outrider.server.adapters import ServedAdapters
 from outrider.server.admission import QueueBound
 from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.embeds_file import read_embeds_file
@@ -55,57 +52,28 @@ class Service:
         self.responses = ResponseStore(config.max_stored_responses)
         self._chat_template = chat_template
         self._created = int(time.time())
-        self._adapters = read_modules(config.lora_modules)
-        for name in self._adapters.keys() & set(self.model_names):
-            raise ValueError(f"lora_modules: {name!r} is the name of the model")
+        self.adapters = ServedAdapters(config.lora_modules, config.lora_root, self.model_names)
 
     # Models
 
     def model_card(self, name: str) -> dict[str, Any]:
         state = self.host.state
         max_len = state.llm.engine.limits.max_len if isinstance(state, Serving) else None
-        adapter = self._adapters.get(name)
-        root, parent = (self.model_names[0], None) if adapter is None else (adapter.path, adapter.base or
-                                                                            self.model_names[0])
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "outrider", "root": root,
-                "parent": parent, "max_model_len": max_len}
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "outrider",
+                "root": self.model_names[0], "parent": None, "max_model_len": max_len}
+        return card | self.adapters.card(name)
 
     @property
     def all_names(self) -> list[str]:
         """Names that a request may have as its model: those of the model, then those of adapters."""
-        return [*self.model_names, *self._adapters]
+        return [*self.model_names, *self.adapters.names]
 
     def check_model(self, name: str | None) -> str:
         """Refuse a name that is not served. Returns the name that the answer carries: the client's, or the first."""
-        if name is None or name in self.model_names or name in self._adapters:
+        if name is None or name in self.all_names:
             return name or self.model_names[0]
         raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(self.all_names[:20])}",
                        param="model")
-
-    async def load_adapter(self, name: str, path: str, in_place: bool) -> None:
-        """Load an adapter from a folder below the root folder, and serve it under a name."""
-        if self.config.lora_root is None:
-            raise ApiError(403, "this server loads no adapters: start it with --lora-root")
-        if name in self.model_names or (name in self._adapters and not in_place):
-            raise ApiError(400, f"there is a model {name[:100]!r} already; load_inplace replaces an adapter",
-                           param="lora_name")
-        try:
-            own = NamedAdapter(name, path_below(self.config.lora_root, path))
-            await self.host.llm.add_lora(replace(own.request, load_inplace=True))
-        except ValueError as error:
-            raise ApiError(400, str(error), param="lora_path") from None
-        self._adapters[name] = own
-
-    async def unload_adapter(self, name: str) -> None:
-        if self._adapters.pop(name, None) is None:
-            raise ApiError(404, f"there is no adapter {name[:100]!r} here", param="lora_name")
-        with suppress(UnknownAdapter):  # no request has asked for it yet
-            await self.host.llm.remove_lora(name)
-
-    def _adapter_of(self, body: Scheduled) -> LoRARequest | None:
-        """The adapter that a body names as its model."""
-        adapter = self._adapters.get(getattr(body, "model", None) or "")
-        return None if adapter is None else adapter.request
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -198,7 +166,7 @@ class Service:
                             **more: Any) -> list[CheckedRequest]:
         """One request for each prompt. `more`: sampling parameters that the body spells differently."""
         limits = self.host.llm.engine.limits
-        if body.use_beam_search and self._adapter_of(body) is not None:
+        if body.use_beam_search and self.adapters.find(body.model_name) is not None:
             raise ApiError(400, "use_beam_search is not supported with an adapter", param="use_beam_search")
         if body.use_beam_search:
             params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
@@ -222,7 +190,7 @@ class Service:
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]
         try:
-            return await self.host.llm.check(given, params, body.priority or 0, self._adapter_of(body))
+            return await self.host.llm.check(given, params, body.priority or 0, self.adapters.find(body.model_name))
         except ValueError as error:
             message = reduce(lambda text, name: text.replace(*name), names, str(error))
             raise bad_value(ValueError(message), type(body).model_fields) from None

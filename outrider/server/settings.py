@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from outrider.core.fields import INT32, INT64, Count, OneOf, Range, Text, check_fields, shown
-from outrider.server.adapters import read_modules
+from outrider.server.lora_modules import read_modules
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_FORMATS = ("text", "json")

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from outrider.adapters import LoRARequest
-from outrider.adapters.registry import AdapterRegistry
+from outrider.adapters.store import AdapterStore
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model
@@ -210,8 +211,8 @@ def test_adapters_with_requests_are_never_dropped(folders: list[Path]) -> None:
         while engine.has_unfinished_requests():
             engine.step()
         assert generated(llm, [PROMPT], [folders[2]]) == [text_of("llama", folders[2], tuple(PROMPT))]
-        assert len(registry_of(rig).sizes) == 2 and rig.step.adapter_store is not None
-        assert rig.step.adapter_store.num_loaded == 2, "the least recently used one is gone"
+        assert len(registry_of(rig).sizes) == 2 and isinstance(rig.step.adapters, AdapterStore)
+        assert rig.step.adapters.num_loaded == 2, "the least recently used one is gone"
 
 
 @pytest.mark.parametrize("num_actions", [50, pytest.param(500, marks=pytest.mark.long)])
@@ -246,8 +247,8 @@ def test_random_loads_and_aborts_give_no_wrong_token(num_actions: int, folders: 
         assert registry.sizes == {} and rig.scheduler.adapters is not None
         while rig.engine.has_work:
             rig.engine.step()
-        assert rig.step.adapter_store is not None and rig.runner.in_order(lambda: 0).result() == 0
-        assert rig.step.adapter_store.num_loaded == 0 and not rig.scheduler.adapters._placed
+        assert isinstance(rig.step.adapters, AdapterStore) and rig.runner.in_order(lambda: 0).result() == 0
+        assert rig.step.adapters.num_loaded == 0 and not rig.scheduler.adapters._placed
 
 
 def _check(output: Any, wanted: dict[str, list[int]]) -> bool:

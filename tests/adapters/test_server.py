@@ -13,7 +13,7 @@ from outrider.adapters import LoRARequest
 from outrider.async_llm import AsyncLLM
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.server.adapters import NamedAdapter, path_below, read_modules
+from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 from outrider.server.settings import ServerConfig
 from tests.adapters.folders import write_adapter
 from tests.engine.harness import tiny_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.core.outputs import RequestOutput
-from outrider.layers import Linear, RowAdapters, find_modules
+from outrider.layers import Linear, LoadedAdapters, RowAdapters, find_modules
 from outrider.models.base import Model
 from tests.engine.harness import CONFIGS, VOCAB, Rig, greedy, prompt_of, random_model
 from tests.engine.recurrent_rig import HYBRIDS
@@ -31,7 +31,7 @@ class Change:
     up: torch.Tensor  # [rank, outputs]
 
 
-class LowRankAdapters:
+class LowRankAdapters(LoadedAdapters):
     """Changes of every linear layer of a model, drawn for each name; `LoadedAdapters` of an engine."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:

@@ -26,7 +26,7 @@ COLUMNS = [
     {"mixers"},
     {"layers"},
     {"models", "sample"},
-    {"drafters"},
+    {"adapters", "drafters"},
     {"runner"},
     {"engine", "sched"},
     {"simulation"},
@@ -167,7 +167,7 @@ def test_the_server_does_not_import_the_runner() -> None:
             assert not any(part_of(name) == "runner" for name in imports(module, False)), module
             behind = {name for name in pulled_in(module) if part_of(name) == "runner"}
             known = {"outrider.runner", "outrider.runner.interface", "outrider.runner.commands",
-                     "outrider.runner.profiling"}  # to the engine: interfaces and commands, which are plain data
+                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}  # to the engine: interfaces and commands, which are plain data
             assert behind <= known, module
 
 

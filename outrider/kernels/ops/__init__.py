@@ -294,6 +294,7 @@ linear_add = Operation(
 
 add_adapters = Operation(
     adapters.add_adapters,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
     triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
     exact=ROW_BY_ROW,
 )

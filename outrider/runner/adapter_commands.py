@@ -18,7 +18,7 @@ class BeginAdapter(Command[None]):
     folder: str
 
     def carry_out(self, worker: Any) -> None:
-        worker.adapters.begin(self.number, self.name, self.folder)
+        worker.device_step.adapters.begin(self.number, self.name, self.folder)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PollAdapter(Command["int | None"]):
     number: int
 
     def carry_out(self, worker: Any) -> int | None:
-        size: int | None = worker.adapters.poll(self.number)
+        size: int | None = worker.device_step.adapters.poll(self.number)
         return size
 
     def combine(self, answers: Sequence[int | None]) -> int | None:
@@ -44,4 +44,4 @@ class DropAdapter(Command[None]):
     number: int
 
     def carry_out(self, worker: Any) -> None:
-        worker.adapters.drop(self.number)
+        worker.device_step.adapters.drop(self.number)

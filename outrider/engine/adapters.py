@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from outrider.adapters.commands import BeginAdapter, DropAdapter, PollAdapter
-from outrider.adapters.request import LoRARequest
+from outrider.core.lora_request import LoRARequest
+from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 from outrider.runner.commands import Answer, Command
 
 
@@ -25,7 +25,7 @@ class Order(Protocol):
 
 
 @dataclass
-class Load:
+class AdapterLoad:
     """One reading of an adapter's folder."""
 
     number: int
@@ -53,7 +53,7 @@ class AdapterRegistry:
         self.sizes = sizes
         self._max_loaded, self._order, self._forget = max_loaded, order, forget
         self._numbers = count(1)
-        self._loads: OrderedDict[int, Load] = OrderedDict()  # least recently used first
+        self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
         self._current: dict[str, int] = {}  # number of the load by name
         self._paths: dict[str, str] = {}  # of names that were given to keep, loaded or not
 
@@ -95,7 +95,7 @@ class AdapterRegistry:
         self._make_room()
         number = next(self._numbers)
         self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
-        self._loads[number] = Load(number, asked.lora_name, asked.lora_path, num_holders=1)
+        self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path, num_holders=1)
         self._current[asked.lora_name] = number
         return number
 
@@ -168,11 +168,11 @@ class AdapterRegistry:
             load.is_replaced = True
             self._drop_replaced(load)
 
-    def _drop_replaced(self, load: Load) -> None:
+    def _drop_replaced(self, load: AdapterLoad) -> None:
         if load.is_replaced and load.is_idle:
             self._drop(load)
 
-    def _drop(self, load: Load) -> None:
+    def _drop(self, load: AdapterLoad) -> None:
         self._forget(load.number)
         self._take_out(load.number)
         self._order(DropAdapter(load.number))

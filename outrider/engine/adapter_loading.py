@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from outrider.adapters.registry import AdapterRegistry
-from outrider.adapters.request import LoRARequest
+from outrider.core.lora_request import LoRARequest
+from outrider.engine.adapters import AdapterRegistry
 
 POLL_SECONDS = 0.005
 Made = TypeVar("Made")

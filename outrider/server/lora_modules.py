@@ -1,0 +1,72 @@
+"""Names and folders of adapters over HTTP, as the operator gives them at start and as clients give them later.
+
+The operator gives names at start (`--lora-modules`). Clients of a server with --admin may load further ones, from
+folders below `--lora-root` alone: a path from a client is resolved, links included, before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.core.fields import shown
+from outrider.core.lora_request import CONFIG, LoRARequest
+
+NAMED = 'write name=folder, or a JSON object as {"name": "sql", "path": "adapters/sql"}'
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    name: str
+    path: str
+    base: str | None = None  # the name of the model that it changes, in /v1/models; None: the one that is served
+
+    @property
+    def request(self) -> LoRARequest:
+        return LoRARequest(self.name, 1, self.path)
+
+
+def read_modules(given: Sequence[str]) -> dict[str, NamedAdapter]:
+    """The adapters of --lora-modules, by name. A folder that is no adapter is refused."""
+    named: dict[str, NamedAdapter] = {}
+    for text in given:
+        own = _read_json(text) if text.lstrip().startswith("{") else _read_pair(text)
+        if own.name in named:
+            raise ValueError(f"lora_modules: {own.name!r} is there twice")
+        if not (Path(own.path) / CONFIG).is_file():
+            raise ValueError(f"lora_modules: {own.path} is no adapter: it holds no {CONFIG}")
+        named[own.name] = own
+    return named
+
+
+def _read_pair(text: str) -> NamedAdapter:
+    name, separator, path = text.partition("=")
+    if not separator or not name.strip() or not path.strip():
+        raise ValueError(f"lora_modules: {shown(text)}: {NAMED}")
+    return NamedAdapter(name.strip(), path.strip())
+
+
+def _read_json(text: str) -> NamedAdapter:
+    try:
+        given: Any = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"lora_modules: {shown(text)} is no JSON ({error}): {NAMED}") from None
+    keys = {"name", "path", "base_model_name"}
+    if not {"name", "path"} <= given.keys() <= keys or not all(isinstance(value, str) for value in given.values()):
+        raise ValueError(f"lora_modules: {shown(text)} must have name and path, and may have base_model_name: {NAMED}")
+    return NamedAdapter(given["name"], given["path"], given.get("base_model_name"))
+
+
+def path_below(root: str, path: str) -> str:
+    """A client's path, resolved. Refused if it does not lie below the root folder."""
+    base = Path(root).resolve()
+    try:
+        found = (base / path).resolve()
+    except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
+        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root") from None
+    if found == base or not found.is_relative_to(base) or not found.is_dir():
+        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root")
+    return str(found)
