@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import moe, native, ops, scaled
+from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
@@ -61,6 +62,18 @@ def linear_add(rows: torch.Tensor) -> torch.Tensor:
     residual = random(ROWS, 66, seed=3)[rows]
     ops.linear_add.variant(exact=True)(residual, random(ROWS, WIDTH)[rows], random(66, WIDTH, seed=1))
     return residual
+
+
+def add_adapters(rows: torch.Tensor) -> torch.Tensor:
+    """Token rows have adapters of two ranks, or none."""
+    out, ranks = random(ROWS, 66, seed=3)[rows], (5, 20)
+    starts = [0, ranks[0] * (WIDTH + 66)]
+    places = [[[start, start + rank * WIDTH, rank]] for start, rank in zip(starts, ranks, strict=True)]
+    tables = AdapterTables(random(sum(ranks) * (WIDTH + 66), seed=1), torch.tensor(places, device=DEVICE),
+                           torch.full((2, 1), 0.5, device=DEVICE), torch.tensor([[0, 66]], device=DEVICE), max_rank=20)
+    slots = RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows])
+    ops.add_adapters(random(ROWS, WIDTH)[rows], out, 0, slots, tables, TargetRange(0, (66,)))
+    return out
 
 
 def add_rms_norm(rows: torch.Tensor) -> torch.Tensor:
@@ -196,6 +209,7 @@ def head_products(rows: torch.Tensor) -> torch.Tensor:
 
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
+    "add_adapters": [add_adapters],
     "add_rms_norm": [add_rms_norm],
     "norm_add_norm": [norm_add_norm],
     "exact_gated_norm": [gated_norm, lambda rows: gated_norm(rows, False)],

@@ -166,8 +166,9 @@ def test_the_server_does_not_import_the_runner() -> None:
         if part_of(module) == "server":
             assert not any(part_of(name) == "runner" for name in imports(module, False)), module
             behind = {name for name in pulled_in(module) if part_of(name) == "runner"}
+            # To the engine: interfaces and commands, which are plain data.
             known = {"outrider.runner", "outrider.runner.interface", "outrider.runner.commands",
-                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}  # to the engine: interfaces and commands, which are plain data
+                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}  # fmt: skip
             assert behind <= known, module
 
 
