@@ -62,7 +62,7 @@ class ShortConvMixer(Module):
         return ScanOutput(y, state, seen[num_tokens:], states_at)
 
     def kernel_params(self) -> MixerParams | None:
-        return None
+        return MixerParams("conv", self.weight, self.bias, self.weight[:0, 0], self.weight[:0, 0], 1)
 
 
 class ShortConv(TokenMixer):

@@ -1,5 +1,6 @@
-"""The kernels of KDA layers compile for an H200 that is not there, at the sizes of Kimi-Linear: the interpreter takes
-what the compiler may refuse. This file runs as a program, in which Triton does not interpret."""
+"""The kernels of KDA layers, at the sizes of Kimi-Linear, and of short convolutions compile for an H200 that is not
+there: the interpreter takes what the compiler may refuse. This file runs as a program, in which Triton does not
+interpret."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ HEADS, DIM, WINDOW, REQUESTS, TOKENS = 32, 128, 3, 2, 40
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_every_kernel() -> None:
-    assert set(found_without_interpreter(__file__)) == {"_inputs_kernel", "_delta_kernel", "_gated_norm_kernel"}
+    assert set(found_without_interpreter(__file__)) == {"_inputs_kernel", "_delta_kernel", "_gated_norm_kernel",
+                                                        "_conv_kernel", "_keep_kernel"}  # fmt: skip
 
 
 def compile_kernels() -> list[str]:
@@ -27,6 +29,7 @@ def compile_kernels() -> list[str]:
     from outrider.kernels.triton.gated_delta import delta_steps
     from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
     from outrider.kernels.triton.recurrent_step import LayerTensors, StepConfig, StepTensors
+    from outrider.kernels.triton.short_conv import conv_steps
 
     size, dtype = HEADS * DIM, torch.bfloat16
     ints = torch.zeros(64, dtype=torch.int64)
@@ -46,6 +49,7 @@ def compile_kernels() -> list[str]:
         for chunked, config in ((True, StepConfig(32, 4)), (False, StepConfig(16, 4)), (False, StepConfig(8, 4))):
             delta_steps(step, inputs, layer, num_key_heads=HEADS, targets=targets, chunked=chunked, config=config,
                         per_channel=True)
+        conv_steps(step, conv_in, layer, conv)
         gated_norm(y, y, torch.zeros(DIM, dtype=dtype), DIM, 1e-5, False, "sigmoid", pdl=False)
     return found
 

@@ -22,6 +22,7 @@ from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape  # noqa: E402
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
+from outrider.layers.short_conv import ShortConvMixer  # noqa: E402
 from outrider.mixers.pool import DevicePool  # noqa: E402
 from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts  # noqa: E402
 from outrider.mixers.recurrent.rows import RecurrentRows  # noqa: E402
@@ -39,6 +40,7 @@ def make_mixers(dtype: torch.dtype, device: torch.device) -> dict[int, Recurrent
         1: GatedDeltaMixer(GatedDeltaShape(1, 2, 4, 6, 3), dtype=dtype, device=device),
         2: KDAMixer(KDAShape(2, 5, 3), KDANames(), dtype=dtype, device=device),
         3: KDAMixer(KDAShape(3, 4, 4, lower_bound=-5.0), KDANames(), dtype=dtype, device=device),
+        4: ShortConvMixer(10, 3, bias=True, dtype=dtype, device=device),
     }
     generator = torch.Generator().manual_seed(0)
     for mixer in made.values():
@@ -225,11 +227,13 @@ def test_without_a_window(device: torch.device) -> None:
         twins.step([Part(life, known)], padded=(1, 2))
 
 
-def test_decays_with_a_lower_bound(device: torch.device, dtype: torch.dtype) -> None:
-    twins = Twins(dtype, device, layers=(3,))
+@pytest.mark.parametrize("layer", [3, 4], ids=["bounded decays", "convolution"])
+def test_layers_of_other_kinds(device: torch.device, dtype: torch.dtype, layer: int) -> None:
+    twins = Twins(dtype, device, layers=(layer,))
     life, other = twins.admit(1), twins.admit(2)
     assert twins.step([Part(life, 18, 2, 1), Part(other, 1, 3, 3)], [twins.target(life, PAGE)], padded=(1, 2)) == [True]
     twins.step([Part(other, 2, 1), Part(life, 1)])
+    twins.step([Part(other, 1, 2, 2), Part(life, 3, is_dead=True)])
 
 
 @pytest.mark.parametrize(("known", "exact"), [(33, False), (6, True), pytest.param(70, False, marks=pytest.mark.long)])

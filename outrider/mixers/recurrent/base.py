@@ -46,10 +46,10 @@ class ScanOutput(NamedTuple):
 class MixerParams:
     """Parameters of a mixer that kernels need beside its spec. float32; heads as in the state's shape."""
 
-    kind: Literal["mamba2", "delta", "kda"]
+    kind: Literal["mamba2", "delta", "kda", "conv"]  # conv: a convolution without an activation, and nothing behind it
     conv_weight: torch.Tensor  # [conv_width, conv_dim]
     conv_bias: torch.Tensor | None
-    dt_bias: torch.Tensor  # [heads]; [heads * k dim] of kda
+    dt_bias: torch.Tensor  # [heads]; [heads * k dim] of kda; unused by conv, as the rest
     decay: torch.Tensor  # [heads], below zero
     num_groups: int  # groups of heads that share B and C, or q and k
     skip: torch.Tensor | None = None  # [heads] D of Mamba-2, the weight of the input itself

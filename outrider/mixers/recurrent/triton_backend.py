@@ -14,6 +14,7 @@ from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
 from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors
 from outrider.kernels.triton.save_tails import save_tails
+from outrider.kernels.triton.short_conv import conv_steps
 from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
 
 
@@ -64,6 +65,10 @@ class LayerKernels:
         assert params is not None, f"layer {layer} has no kernels"
         own = LayerTensors(rows.state, rows.tail, rows.conv_in, rows.gates, pages.pool, pages.starts[layer])
         conv = ConvParams(params.conv_weight, params.conv_bias)
+        if params.kind == "conv":
+            if self._targets is not None:
+                save_tails(self._step, conv_in, own, self._targets)
+            return conv_in if self._fold_only else conv_steps(self._step, conv_in, own, conv)
         gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits, params.lower_bound)
         inputs = recurrent_inputs(self._step, conv_in, gates, own, conv, gate, fold_only=self._fold_only)
         if self._targets is not None:
