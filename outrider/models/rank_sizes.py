@@ -12,9 +12,12 @@ from typing import Any
 
 from outrider.core.ranks import CutSize, rank_refusal
 
-# Families whose attention ranks share; a family from outside may hold it whole.
-FAMILIES = re.compile(r"(Llama|Mistral|Qwen[23]|NemotronH|Bamba|GraniteMoeHybrid|Lfm2|KimiLinear|BailingHybrid|"
-                      r"FalconH1|DeepseekV3|GlmMoeDsa|Gemma[34])\w*For\w+")
+# Families whose attention ranks share; one from outside may hold it whole. Those that are missing here are refused by
+# the ranks, later.
+FAMILIES = re.compile(
+    r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HunYuan|KimiLinear|Lfm2|Llama"
+    r"|MiniMaxM2|Mistral|Mixtral|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
+ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_attention")  # in patterns of layers
 HEADS = "num_attention_heads"
 TEXT = "text_config"  # the section of a language model in configs of several
 # Sizes that some families cut. They only narrow down the numbers of ranks that are named: a config may have a key that
@@ -48,6 +51,7 @@ def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> CutSiz
 
 def _attends(values: Mapping[str, Any]) -> bool:
     """Whether the pattern of a hybrid, if there is one, has attention layers."""
-    pattern = values.get("layers_block_type") or values.get("hybrid_override_pattern")
-    indices = values.get("attn_layer_indices")
-    return (not pattern or any(kind in ("*", "attention", "full_attention") for kind in pattern)) and indices != []
+    patterns = [values.get(key) for key in ("layers_block_type", "hybrid_override_pattern", "layer_types")]
+    named = [pattern for pattern in patterns if isinstance(pattern, str | list) and pattern]
+    has_layers = values.get("attn_layer_indices") != []
+    return has_layers and all(any(kind in ATTENTION for kind in pattern) for pattern in named)
