@@ -118,7 +118,7 @@ def _scaled_expert_kernel(
         tl.store(place, tl.trans(total).to(out.dtype.element_ty), mask=exists[:, None] & (column < N)[None, :])
 
 
-_FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 64, 4, 5), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
+_FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 128, 8, 4), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
                              ScaledTile(128, 128, 8, 3))  # fmt: skip
 
 
