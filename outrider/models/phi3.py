@@ -21,6 +21,8 @@ class Phi3(Mistral):
 
     def read_rope(self, config: ConfigReader) -> RopeParams:
         config.passes_over("original_max_position_embeddings")  # of longrope, which reads it
+        for key in ("full_attn_mod", "interpolate_factor"):
+            config.must_equal(key, 1, default=1)
         for key in ("rope_scaling", "rope_parameters"):
             given = config.raw(key)
             if isinstance(given, dict) and given.get("rope_type", given.get("type")) in OLD_TYPES:
