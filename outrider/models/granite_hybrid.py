@@ -49,6 +49,7 @@ class GraniteHybrid(HybridDecoder):
         scale = read_factor(config, "embedding_multiplier")
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=scale)
         self.logit_scale = 1 / read_factor(config, "logits_scaling")
+        self.score_scale = read_factor(config, "attention_multiplier")
         self.num_experts = config.get("num_local_experts", int, 0)
         self.is_placed = config.must_equal("position_embedding_type", "rope", "nope", None) == "rope"
         self.rotaries = [self._read_rotary(max_len)]
@@ -59,8 +60,8 @@ class GraniteHybrid(HybridDecoder):
         self.layers = [self._layer(index, mixer) for index, mixer in enumerate(mixers)]
 
     def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
-        sizes, scale = self.sizes, read_factor(self.config, "attention_multiplier")
-        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window)
+        sizes = self.sizes
+        return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, self.score_scale, window)
 
     def slot_name(self, name: str) -> str:
         prefix, found, rest = name.partition(f".{EXPERTS}.")

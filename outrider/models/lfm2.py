@@ -31,6 +31,8 @@ class Lfm2(HybridDecoder):
         sizes = Sizes.read(config, is_tied=True)
         super().__init__(config, sizes, dtype=dtype, device=device)
         self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
+        self.conv_width = config.get("conv_L_cache", int, 3, least=1)
+        self.conv_bias = config.get("conv_bias", bool, False)
         kinds = self._read_kinds()
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._conv(i) if kind == CONV else self._attention(i) for i, kind in enumerate(kinds)]
@@ -63,8 +65,8 @@ class Lfm2(HybridDecoder):
         return -(-int(factor * int(2 * size / 3)) // multiple) * multiple
 
     def _conv(self, index: int) -> ShortConv:
-        return ShortConv(index, self.sizes.hidden_size, self.config.get("conv_L_cache", int, 3, least=1),
-                         bias=self.config.get("conv_bias", bool, False), dtype=self.dtype, device=self.device)
+        return ShortConv(index, self.sizes.hidden_size, self.conv_width, bias=self.conv_bias, dtype=self.dtype,
+                         device=self.device)
 
     def _attention(self, index: int) -> SelfAttention:
         sizes, dtype, device = self.sizes, self.dtype, self.device
