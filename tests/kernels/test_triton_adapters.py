@@ -19,7 +19,8 @@ MOST_ROWS = 540
 NUM_INPUTS = 1100  # several ranges, and a part of a block
 
 
-def make_tables(num_inputs: int = NUM_INPUTS, dtype: torch.dtype = torch.float32) -> AdapterTables:
+def make_tables(device: torch.device, num_inputs: int = NUM_INPUTS,
+                dtype: torch.dtype = torch.float32) -> AdapterTables:
     generator = torch.Generator().manual_seed(1)
     begins = (0, *ENDS[:-1])
     places, numbers = torch.zeros(len(RANKS), len(ENDS) + 1, 3, dtype=torch.int64), list[torch.Tensor]()
@@ -31,58 +32,62 @@ def make_tables(num_inputs: int = NUM_INPUTS, dtype: torch.dtype = torch.float32
             size += len(numbers[-1])
     bounds = torch.tensor([[0, 7], *zip(begins, ENDS, strict=True)])
     scales = torch.rand(len(RANKS), len(ENDS) + 1, generator=generator)
-    return AdapterTables(torch.cat(numbers).to(dtype), places, scales, bounds, max_rank=40)
+    tensors = torch.cat(numbers).to(dtype), places, scales, bounds
+    return AdapterTables(*(tensor.to(device) for tensor in tensors), max_rank=40)
 
 
-def added(kind: str, slots: list[int], first: int = 0, stop: int = ENDS[-1], dtype: torch.dtype = torch.float32,
+def added(device: torch.device, kind: str, slots: list[int], first: int = 0, stop: int = ENDS[-1],
           num_inputs: int = NUM_INPUTS) -> torch.Tensor:
     """What is left in `out`, whose rows without an adapter begin as NaN."""
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(MOST_ROWS, num_inputs, generator=generator)[: len(slots)].to(dtype)
-    out = torch.randn(MOST_ROWS, ENDS[-1], generator=generator)[: len(slots), first:stop].contiguous()
-    own = torch.tensor(slots)
+    x = torch.randn(MOST_ROWS, num_inputs, generator=generator)[: len(slots)].to(device)
+    out = torch.randn(MOST_ROWS, ENDS[-1], generator=generator)[: len(slots), first:stop].contiguous().to(device)
+    own = torch.tensor(slots, device=device)
     out[own == NO_SLOT] = torch.nan
     with ops.using(kind, ops.add_adapters):
-        ops.add_adapters(x, out, first, RowSlots.from_slots(own), make_tables(num_inputs, dtype), TARGETS)
+        ops.add_adapters(x, out, first, RowSlots.from_slots(own), make_tables(device, num_inputs), TARGETS)
     return out
 
 
-@pytest.mark.parametrize("first, stop", [(0, 100), (40, 100), (0, 40), (50, 80)])
-def test_kernels_add_what_torch_adds(first: int, stop: int) -> None:
+@pytest.mark.parametrize(("first", "stop"), [(0, 100), (40, 100), (0, 40), (50, 80)])
+@pytest.mark.parametrize("kind", ["triton", "host"])
+def test_kernels_add_what_torch_adds(device: torch.device, kind: str, first: int, stop: int) -> None:
+    if kind == "host":
+        device = torch.device("cpu")
     slots = [0, NO_SLOT, 1, 0, 2, 1]
-    wanted, got = (added(kind, slots, first, stop) for kind in ("reference", "triton"))
+    wanted, got = (added(device, each, slots, first, stop) for each in ("reference", kind))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
-    plain = added("reference", [NO_SLOT] * 6, first, stop)
+    plain = added(device, "reference", [NO_SLOT] * 6, first, stop)
     assert got[1].isnan().all() and plain.isnan().all()
 
 
 @pytest.mark.parametrize("num_rows", [20, pytest.param(520, marks=pytest.mark.long)])
-def test_tiles_of_many_rows_go_through_their_slots(num_rows: int) -> None:
+def test_tiles_of_many_rows_go_through_their_slots(device: torch.device, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(3)
     slots = torch.randint(-1, 3, (num_rows,), generator=generator).tolist()
-    wanted, got = (added(kind, slots, num_inputs=96) for kind in ("reference", "triton"))
+    wanted, got = (added(device, kind, slots, num_inputs=96) for kind in ("reference", "triton"))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["reference", "triton"])
-def test_bits_of_a_row_do_not_depend_on_other_rows(kind: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_other_rows(device: torch.device, kind: str) -> None:
     """Alone, among rows with other adapters, and in a tile of many rows."""
-    few = added(kind, [0, 1, NO_SLOT, 0])
-    assert added(kind, [0])[0].equal(few[0])
-    assert added(kind, [0, NO_SLOT, 1, 1])[0].equal(few[0])
+    few = added(device, kind, [0, 1, NO_SLOT, 0])
+    assert added(device, kind, [0])[0].equal(few[0])
+    assert added(device, kind, [0, NO_SLOT, 1, 1])[0].equal(few[0])
     if kind == "triton":
-        assert added(kind, [0] * 5 + [NO_SLOT] * 20)[0].equal(few[0]), "a program of several rows"
+        assert added(device, kind, [0] * 5 + [NO_SLOT] * 20)[0].equal(few[0]), "a program of several rows"
 
 
-def test_wrappers_refuse_rows_of_another_batch() -> None:
+def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
     from outrider.kernels.triton.adapters import add_adapters
 
-    x, out = torch.zeros(3, NUM_INPUTS), torch.zeros(3, 100)
-    two, three = (RowSlots.from_slots(torch.zeros(rows, dtype=torch.int64)) for rows in (2, 3))
+    x, out = torch.zeros(3, NUM_INPUTS, device=device), torch.zeros(3, 100, device=device)
+    two, three = (RowSlots.from_slots(torch.zeros(rows, dtype=torch.int64, device=device)) for rows in (2, 3))
     with pytest.raises(ValueError, match="slots"):
-        add_adapters(x, out, 0, two, make_tables(), TARGETS, pdl=False)
+        add_adapters(x, out, 0, two, make_tables(device), TARGETS, pdl=False)
     with pytest.raises(ValueError, match="out"):
-        add_adapters(x, out[:2], 0, three, make_tables(), TARGETS, pdl=False)
+        add_adapters(x, out[:2], 0, three, make_tables(device), TARGETS, pdl=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
@@ -98,7 +103,7 @@ def compile_kernels() -> list[str]:
 
     with compiling() as found:
         for tokens, pdl in ((4, True), (300, True), (600, False)):
-            tables = make_tables(4096, torch.bfloat16)
+            tables = make_tables(torch.device("cpu"), 4096, torch.bfloat16)
             x = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
             out = torch.zeros(tokens, ENDS[-1], dtype=torch.bfloat16)
             rows = RowSlots.from_slots(torch.zeros(tokens, dtype=torch.int64))

@@ -105,6 +105,8 @@ COMPARED = {
     ("sample_chunk", "native"): ["test_native_sampler::test_any_vocabulary_gives_what_the_torch_code_gives"],
     ("sample_chunk", "triton"): ["test_triton_sampler::test_any_batch_gives_what_the_torch_code_gives"],
     ("accept_at_rates", "triton"): ["test_triton_sampling::test_verdicts_at_rates_equal_the_torch_code"],
+    ("add_adapters", "host"): ["test_triton_adapters::test_kernels_add_what_torch_adds"],
+    ("add_adapters", "triton"): ["test_triton_adapters::test_kernels_add_what_torch_adds"],
     ("draw_drafts", "triton"): ["test_triton_draft::test_float32_drafts_are_the_same_with_kernels"],
 }  # fmt: skip
 

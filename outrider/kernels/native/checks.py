@@ -55,7 +55,7 @@ def takes_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, 
     return is_matrix(x) and is_matrix(residual) and residual.shape == x.shape and is_vector(weight, x.shape[1])
 
 
-def takes_gated(gate_up: Tensor) -> bool:
+def takes_gated(gate_up: Tensor, rounding: int = 0) -> bool:
     return is_matrix(gate_up) and gate_up.shape[1] % 2 == 0
 
 

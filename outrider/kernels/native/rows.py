@@ -28,11 +28,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, roundi
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
     return _gated(gate_up, gelu=False)
 
 
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
     return _gated(gate_up, gelu=True)
 
 
