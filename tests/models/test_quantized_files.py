@@ -30,6 +30,7 @@ from outrider.models.config import ConfigError
 from outrider.models.sources import resolve
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.quantization import read_quantization
+from outrider.models.sources.scaled_weights import unpack
 from outrider.runner.target import load_target
 from tests.engine.harness import SETTINGS
 from tests.models import quantized_files as files
@@ -194,6 +195,70 @@ def test_damaged_tensors_are_refused_by_name(tmp_path: Path) -> None:
         files.save_form(folder, files.Form(files.FORMS[name].settings, write, 8))
         with pytest.raises(WeightError, match=words):
             load(folder)
+
+
+def none(tensor: torch.Tensor) -> None:
+    return None
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float()
+
+
+def cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:-1]
+
+
+@pytest.mark.parametrize(("name", "suffix", "change", "words"), [
+    ("fp8 static", ".weight_scale", none, r"down_proj.weight_scale is missing beside .*down_proj.weight,"),
+    ("fp8 blocks", ".weight_scale_inv", none, "down_proj.weight holds .*float8_e4m3fn.*weight_scale_inv .* missing"),
+    ("FBGEMM", ".weight_scale", none, "down_proj.weight holds .*float8_e4m3fn.*weight_scale .* missing"),
+    ("FP8_DYNAMIC", ".weight_scale", torch.Tensor.long, "scales of .*down_proj have dtype torch.int64"),
+    ("W4A16", ".weight_scale", none, r"down_proj.weight_scale is missing"),
+    ("W4A16", ".weight_shape", none, r"down_proj.weight_shape is missing"),
+    ("W4A16", ".weight_shape", cut, r"down_proj.weight_shape is \[128\].* 128 x 256 codes"),
+    ("W4A16", ".weight_shape", lambda tensor: tensor // 2, r"down_proj.weight_shape is \[64, 128\]"),
+    ("W4A16", ".weight_packed", as_floats, "packed tensor of .*down_proj.weight_packed has dtype torch.float32"),
+    ("W4A16_ASYM", ".weight_zero_point", none, "down_proj.weight_zero_point is missing"),
+    ("NVFP4", ".weight_global_scale", none, "down_proj.weight_global_scale is missing"),
+    ("NVFP4", ".weight_global_scale", lambda tensor: tensor / 0, "factor of .*down_proj must be one number above 0"),
+    ("ModelOpt NVFP4", ".weight_scale_2", none, "down_proj.weight_scale_2 is missing"),
+    ("ModelOpt NVFP4", ".weight_scale_2", lambda tensor: tensor * 0, "factor of .*down_proj must be one number"),
+    ("MXFP4", ".weight_scale", as_floats, "scales of .*down_proj have dtype torch.float32"),
+    ("GPTQ", ".scales", none, "down_proj.scales is missing"),
+    ("GPTQ", ".qzeros", none, "down_proj.qzeros is missing"),
+    ("GPTQ", ".qzeros", cut, r"zero points of .*down_proj have shape \[128, 7\], \[128, 8\] is needed"),
+    ("GPTQ", ".g_idx", cut, "g_idx orders the inputs, though desc_act is not true"),
+    ("GPTQ desc_act", ".g_idx", none, "down_proj.g_idx is missing"),
+    ("GPTQ desc_act", ".g_idx", cut, "do not give each of its 256 inputs to one group of 32"),
+    ("GPTQ desc_act", ".g_idx", lambda tensor: tensor.clamp(0, 2), "do not give each of its 256 inputs to one group"),
+    ("GPTQ desc_act", ".qweight", cut, "do not give each of its 248 inputs to one group"),
+    ("AWQ", ".qweight", as_floats, "packed tensor of .*down_proj.qweight has dtype torch.float32"),
+    ("AWQ", ".qzeros", none, "down_proj.qzeros is missing"),
+])  # fmt: skip
+def test_a_tensor_that_is_missing_or_does_not_fit_is_refused_by_name(name: str, suffix: str, change: Any, words: str,
+                                                                     tmp_path: Path) -> None:
+    def write(weight: torch.Tensor) -> Any:
+        parts, numbers = files.FORMS[name].write(weight)
+        made = change(parts.pop(suffix))
+        return parts | ({} if made is None else {suffix: made}), numbers
+
+    config = files.CONFIG | {"num_hidden_layers": 1}
+    files.save_form(tmp_path / "quantised", files.Form(files.FORMS[name].settings, write, 8), config)
+    with pytest.raises(WeightError, match=words):
+        load(tmp_path / "quantised", dtype="float32")
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_codes_of_4_bits_whose_last_group_is_short_are_dequantised(is_symmetric: bool) -> None:
+    """A GPTQ file of a model with 576 inputs and groups of 128 has four and a half groups."""
+    found = read_quantization(files.GPTQ | {"group_size": 128, "sym": is_symmetric})
+    parts, _ = files.gptq(4, is_symmetric)(torch.randn(64, 576))
+    groups = torch.arange(576) // 128
+    tensors = parts | {".scales": parts[".scales"][:5], ".qzeros": parts[".qzeros"][:5], ".g_idx": groups.int()}
+    values, zeros = (unpack("", parts[key], 4, axis).T.float() for key, axis in ((".qweight", 0), (".qzeros", 1)))
+    wanted = (values - zeros[:, groups] - 1) * parts[".scales"].T.float()[:, groups]
+    torch.testing.assert_close(found.join("x", tensors).dequantize(), wanted, rtol=0, atol=0)
 
 
 def test_the_section_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ class CompressedTensors(Quantization):
             case "fp8":
                 return scaled_weights.fp8_weight(name, codes, scales, scheme.group, scheme.block)
             case "fp4":
-                factor = tensors.get(".weight_global_scale")
+                factor = tensors[".weight_global_scale"] if scheme.form.startswith("nv") else None
                 return scaled_weights.fp4_weight(name, codes, scales, scheme.group,
                                                  None if factor is None else 1 / factor.float())
             case "int8" if self.suffix == ".weight":
@@ -172,14 +172,22 @@ class CompressedTensors(Quantization):
     def _packed(self, name: str, scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
         from outrider.formats.scaled import ScaledWeight
         from outrider.models.sources.integer_groups import OrderedWeight
-        from outrider.models.sources.scaled_weights import integer_groups, unpack
+        from outrider.models.sources.scaled_weights import integer_groups, order_by_groups, unpack
 
-        outputs, inputs = tensors[".weight_shape"].tolist()
-        values = unpack(tensors[".weight_packed"], scheme.bits, 1)[:, :inputs]
-        zeros = None if scheme.is_symmetric else unpack(tensors[".weight_zero_point"], scheme.bits, 0)[:outputs]
+        values = unpack(f"{name}.weight_packed", tensors[".weight_packed"], scheme.bits, 1)
+        outputs, padded = values.shape
+        shape = tensors[".weight_shape"].tolist()
+        inputs = shape[1] if isinstance(shape, list) and len(shape) == 2 and shape[0] == outputs else None
+        if not isinstance(inputs, int) or not 0 <= padded - inputs < 32 // scheme.bits:
+            raise WeightError(f"{name}.weight_shape is {shape}, {name}.weight_packed holds {outputs} x {padded} codes")
+        values = values[:, :inputs]
+        zeros = None
+        if not scheme.is_symmetric:
+            points = tensors[".weight_zero_point"]
+            zeros = unpack(f"{name}.weight_zero_point", points, scheme.bits, 0)[:outputs]
         groups, scales = tensors.get(".weight_g_idx"), tensors[".weight_scale"]
         is_sorted = not scheme.is_ordered or groups is None or bool((groups < 0).all())
-        order = None if is_sorted or groups is None else groups.argsort(stable=True)
+        order = None if is_sorted or groups is None else order_by_groups(name, groups, inputs, scheme.group or inputs)
         values = values if order is None else values[:, order]
         made = integer_groups(name, values, scheme.bits, scheme.group, scales, zeros)
         return OrderedWeight(made, order) if scheme.is_ordered else ScaledWeight(made)

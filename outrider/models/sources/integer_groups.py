@@ -69,25 +69,25 @@ class GptqFiles(IntegerGroups):
         import torch
 
         from outrider.formats.scaled import ScaledWeight
-        from outrider.models.sources.scaled_weights import integer_groups, unpack
+        from outrider.models.sources.scaled_weights import integer_groups, order_by_groups, require_groups, unpack
 
-        values = unpack(tensors[".qweight"], self._bits, 0).T
-        zeros = unpack(tensors[".qzeros"], self._bits, 1).T + self._zero_offset
-        groups = tensors.get(".g_idx")
+        values = unpack(f"{name}.qweight", tensors[".qweight"], self._bits, 0).T
+        outputs, inputs = values.shape
+        width = self._group or inputs
+        zeros = unpack(f"{name}.qzeros", tensors[".qzeros"], self._bits, 1).T[:outputs] + self._zero_offset
+        require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
+        groups = tensors[".g_idx"] if self._is_ordered else tensors.get(".g_idx")
         if self._is_symmetric and not bool((zeros == 1 << self._bits - 1).all()):
             raise WeightError(f"{name}.qzeros has zero points beside the middle of the range, though sym is true")
         order = None
-        if groups is not None and bool((groups.long() != torch.arange(len(groups)) // self._width(groups)).any()):
+        if groups is not None and not torch.equal(groups.long(), torch.arange(inputs) // width):
             if not self._is_ordered:
                 raise WeightError(f"{name}.g_idx orders the inputs, though desc_act is not true")
-            order = groups.argsort(stable=True)
+            order = order_by_groups(name, groups, inputs, width)
             values = values[:, order]
         made = integer_groups(name, values, self._bits, self._group, tensors[".scales"].T,
                               None if self._is_symmetric else zeros)
         return OrderedWeight(made, order) if self._is_ordered else ScaledWeight(made)
-
-    def _width(self, groups: torch.Tensor) -> int:
-        return self._group or len(groups)
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,6 @@ class AwqFiles(IntegerGroups):
         from outrider.formats.scaled import ScaledWeight
         from outrider.models.sources.scaled_weights import integer_groups, unpack
 
-        values, zeros = (unpack(tensors[key], 4, 1).unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).T
+        values, zeros = (unpack(name + key, tensors[key], 4, 1).unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1).T
                          for key in (".qweight", ".qzeros"))
         return ScaledWeight(integer_groups(name, values, 4, self._group, tensors[".scales"].T, zeros))

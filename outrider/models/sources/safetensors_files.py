@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.formats import StoredWeight
 from outrider.models.sources.base import WeightError
-from outrider.models.sources.quantization import Quantization
+from outrider.models.sources.quantization import KEY, Quantization
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # mean nothing without scales
 MAPPED_BYTES = 32 << 20  # after reading this many bytes files are opened anew, which drops the pages read so far
 
 
@@ -51,9 +52,26 @@ def _joined(
     matrix = name.removesuffix(quantization.suffix)
     beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
     if not name.endswith(quantization.suffix) or not beside:
+        if tensor.dtype in FP8_DTYPES and not name.endswith(quantization.beside):
+            raise WeightError(f"{name} holds {tensor.dtype} numbers, and {matrix}{quantization.beside[0]} with their "
+                              f"scales is missing: the files are not complete, or their {KEY} is that of others")
         return name, tensor
-    tensors = {end: _tensor(_open(path_of[other]), other, path_of[other]) for end, other in beside.items()}
-    return matrix + quantization.plain_suffix, quantization.join(matrix, {quantization.suffix: tensor} | tensors)
+    tensors = MatrixTensors(matrix, {quantization.suffix: tensor})
+    for end, other in beside.items():
+        tensors[end] = _tensor(_open(path_of[other]), other, path_of[other])
+    return matrix + quantization.plain_suffix, quantization.join(matrix, tensors)
+
+
+class MatrixTensors(dict[str, torch.Tensor]):
+    """The tensors of a stored matrix by their suffixes. One that is not in the files is refused by its name."""
+
+    def __init__(self, matrix: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._matrix = matrix
+
+    def __missing__(self, suffix: str) -> torch.Tensor:
+        held = ", ".join(self._matrix + end for end in self)
+        raise WeightError(f"tensor {self._matrix}{suffix} is missing beside {held}; download the files again")
 
 
 def safetensors_names(folder: str | Path) -> set[str]:

@@ -8,6 +8,7 @@ from outrider.formats.scaled import ScaledWeight
 from outrider.kernels.scaled import FP4, FP8, INT4, INT8, Scaled, pack_nibbles
 from outrider.models.sources.base import WeightError
 
+EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # scales that are powers of two
 BFLOAT16_FRACTION = 7  # bits below the exponent
 
 
@@ -23,7 +24,9 @@ def spread(
     name: str, scales: torch.Tensor, outputs: int, inputs: int, group: int = 0, block: int = 1
 ) -> torch.Tensor:
     """Scales as [outputs, groups], in float32 unless they are e4m3. Powers of two come as their exponents' bytes."""
-    scales = from_exponents(scales) if scales.dtype in (torch.uint8, torch.float8_e8m0fnu) else scales
+    scales = from_exponents(scales) if scales.dtype in EXPONENTS else scales
+    if not scales.is_floating_point():
+        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, a float type is needed")
     scales = scales if scales.dtype == torch.float8_e4m3fn or block == 0 else scales.float()
     groups = -(-inputs // group) if group else 1
     if not group and scales.numel() == 1:
@@ -56,21 +59,36 @@ def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: tor
 def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
                    zeros: torch.Tensor | None) -> Scaled:
     """values [outputs, inputs]: integers from 0 on, of 4 or 8 bits. zeros [outputs, groups] likewise; None stands for
-    the middle of the range."""
+    the middle of the range. Codes of 4 bits whose last group is short come in 8 bits: formats keep whole groups of 4
+    bits alone, and such a matrix is dequantised."""
     outputs, inputs = values.shape
     middle, width = 1 << bits - 1, group or inputs
-    if zeros is not None and tuple(zeros.shape) != (outputs, -(-inputs // width)):
-        raise WeightError(f"the zero points of {name} have shape {list(zeros.shape)}")
+    require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
     offsets = None if zeros is None else (zeros - middle).half()
     scales = spread(name, scales, outputs, inputs, group)
-    if bits == 4 and (inputs % width or width % 2):
-        raise WeightError(f"{name} has {inputs} inputs, which are no whole groups of {width}")
-    codes = pack_nibbles(values, width) if bits == 4 else (values - middle).to(torch.int8)
-    return Scaled(INT4 if bits == 4 else INT8, width, codes, scales, offsets)
+    if bits == 4 and inputs % width == 0 and width % 2 == 0:
+        return Scaled(INT4, width, pack_nibbles(values, width), scales, offsets)
+    return Scaled(INT8, width, (values - middle).to(torch.int8), scales, offsets)
 
 
-def unpack(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
+def require_groups(name: str, what: str, tensor: torch.Tensor | None, outputs: int, groups: int) -> None:
+    if tensor is not None and tuple(tensor.shape) != (outputs, groups):
+        raise WeightError(f"the {what} of {name} have shape {list(tensor.shape)}, {[outputs, groups]} is needed")
+
+
+def order_by_groups(name: str, groups: torch.Tensor, inputs: int, width: int) -> torch.Tensor:
+    """The column of the file for each of those sorted by group. groups [inputs]: the group of each input; all groups
+    but the last must have `width` of them."""
+    order = groups.argsort(stable=True)
+    if tuple(groups.shape) != (inputs,) or not torch.equal(groups[order].long(), torch.arange(inputs) // width):
+        raise WeightError(f"the indices of groups of {name} (g_idx, shape {list(groups.shape)}) do not give each of "
+                          f"its {inputs} inputs to one group of {width}")
+    return order
+
+
+def unpack(name: str, words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     """Unsigned integers of so many bits from int32 words, the lowest bits first, along an axis."""
+    require(name, "packed tensor", words, torch.int32)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (words.movedim(axis, -1).unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
     return values.to(torch.int16).flatten(-2).movedim(-1, axis)
@@ -86,6 +104,12 @@ def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int
         raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, codes of {[*outputs, 2 * width]} "
                           f"need {[*outputs, 2 * width // group]}")
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    if factor is not None and not (factor.numel() == 1 and factor.is_floating_point() and 0 < factor < torch.inf):
+        raise WeightError(f"the factor of {name} must be one number above 0, got {factor.flatten()[:4].tolist()} in "
+                          f"{factor.dtype}")
+    if scales.dtype not in (torch.float8_e4m3fn, *EXPONENTS):
+        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, its quantization_config needs "
+                          f"{torch.float8_e4m3fn} or exponents of powers of two")
     factors = None if factor is None else factor.float().reshape(1, 1).expand(outputs[-1], 1)
     scales = scales if scales.dtype == torch.float8_e4m3fn else from_exponents(scales)
     return ScaledWeight(Scaled(FP4, group, pack_nibbles(nibbles, group), scales, factors=factors))
