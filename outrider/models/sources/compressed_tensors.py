@@ -53,7 +53,8 @@ class Scheme:
 
 
 def read_scheme(reader: ConfigReader, default_format: str | None) -> Scheme:
-    targets = tuple(reader.required("targets", list))
+    reader.required("targets", list)
+    targets = tuple(ModuleNames(reader, "targets").patterns)
     reader.must_equal("output_activations", None)
     form = reader.raw("format") or default_format
     if form not in FORMATS:

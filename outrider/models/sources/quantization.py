@@ -58,7 +58,7 @@ class ModuleNames:
 
     def __init__(self, reader: ConfigReader, *keys: str) -> None:
         """keys: names that different tools give the list."""
-        self._names = [name for key in keys for name in reader.get(key, list[Any], [])]
+        self.patterns = [name for key in keys for name in reader.get(key, list[Any], [])]
         for key in keys:
             for name in reader.get(key, list[Any], []):
                 try:
@@ -67,7 +67,7 @@ class ModuleNames:
                     raise reader.refusal(key, f"{name!r} is no name of a module ({error})") from None
 
     def __contains__(self, name: object) -> bool:
-        return any(is_module(pattern, str(name)) for pattern in self._names)
+        return any(is_module(pattern, str(name)) for pattern in self.patterns)
 
 
 def is_module(pattern: str, name: str) -> bool:
