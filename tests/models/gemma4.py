@@ -107,8 +107,10 @@ class Candidates:
         config = self.target.generation_config
         config.max_length, config.eos_token_id = 10_000, None
         self.assistant.generation_config.eos_token_id = None
-        self.generator = Generator(torch.zeros(1, 1, dtype=torch.int64), self.assistant,
-                                   self.target.get_input_embeddings(), config, {})
+        # By name: releases differ in the arguments that they take, and newer ones pass over those they do not know.
+        self.generator = Generator(input_ids=torch.zeros(1, 1, dtype=torch.int64), assistant_model=self.assistant,
+                                   target_model_input_embeddings=self.target.get_input_embeddings(),
+                                   generation_config=config, model_kwargs={})
 
     @torch.no_grad()
     def after(self, known: tuple[int, ...]) -> list[int]:

@@ -20,6 +20,13 @@ from tests.engine.harness import CONFIGS
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.fixture(autouse=True)
+def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without architectures that other tests of this process have registered."""
+    package = {name: model for name, model in registry._ARCHITECTURES.items() if isinstance(model, str)}
+    monkeypatch.setattr(registry, "_ARCHITECTURES", package)
+
+
 def test_every_architecture_is_of_one_family() -> None:
     listed = [name for family in FAMILIES for name in family.architectures]
     assert sorted(listed) == sorted(registry.architectures())
