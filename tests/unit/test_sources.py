@@ -97,6 +97,15 @@ def write_gguf(
     return values
 
 
+def test_a_tensor_of_one_dimension_in_blocks_is_refused_by_name(tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("output_norm.weight", np.zeros(HIDDEN // 32 * 34, np.uint8), raw_dtype=TYPES["Q8_0"])
+
+    write_gguf(tmp_path / "m.gguf", extra=extra, skip=("output_norm.weight",))
+    with pytest.raises(SourceError, match=rf"'output_norm.weight' of shape \({HIDDEN},\) is Q8_0; .* F32, F16, BF16"):
+        resolve(tmp_path / "m.gguf")
+
+
 def test_an_end_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", extra=lambda writer: writer.add_eom_token_id(VOCAB))
     with pytest.raises(ValueError, match=f"m.gguf: .*eom_token_id must be .* 0 to {VOCAB - 1}, got {VOCAB}"):

@@ -19,7 +19,7 @@ from outrider.models.sources.gguf_families import FAMILIES, Family
 from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
 from outrider.models.sources.gguf_metadata import Metadata
 from outrider.models.sources.gguf_places import TensorPlace
-from outrider.models.sources.gguf_tensors import KEPT_KINDS, KINDS
+from outrider.models.sources.gguf_tensors import FLOAT_KINDS, KEPT_KINDS, KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,9 @@ def _check_supported(header: Header) -> None:
         if entry.kind.name not in KINDS:
             raise SourceError(f"{path}: tensor {entry.name!r} is {entry.kind.name}, which is not supported; "
                               f"supported: {', '.join(KINDS)}")
+        if len(entry.shape) < 2 and entry.kind.name not in FLOAT_KINDS:
+            raise SourceError(f"{path}: tensor {entry.name!r} of shape {entry.shape} is {entry.kind.name}; a tensor of "
+                              f"one dimension is read as {', '.join(FLOAT_KINDS)}")
         if family.places(entry.name, num_layers) is None:
             raise SourceError(f"{path}: tensor {entry.name!r} does not belong to a model of the architecture "
                               f"{architecture!r} as Outrider knows it")
