@@ -199,6 +199,17 @@ def test_damaged_tensors_are_refused_by_name(tmp_path: Path) -> None:
             load(folder)
 
 
+@pytest.mark.parametrize(("config", "kind"), [
+    ({"quantization_config": None}, None), ({"quantization_config": {}}, None),
+    ({"quantization_config": files.FORMS["W8A8"].settings}, "int8"),
+    ({"text_config": {"quantization_config": files.FORMS["W8A8"].settings}}, "int8")])  # fmt: skip
+def test_a_config_alone_says_how_weights_of_a_dummy_model_are_stored(config: dict[str, Any], kind: str | None,
+                                                                     tmp_path: Path) -> None:
+    """An empty section means plain numbers, and not the blocks of fp8 that files without a section may have."""
+    (tmp_path / "config.json").write_text(json.dumps(files.CONFIG | config))
+    assert getattr(resolve(tmp_path).stored_format("model.layers.0.mlp.up_proj"), "kind", None) == kind
+
+
 def none(tensor: torch.Tensor) -> None:
     return None
 

@@ -15,7 +15,7 @@ from outrider.core.fields import INT32, Range, check_value, shown
 from outrider.models.config_reader import ConfigError, ConfigReader
 from outrider.models.sources.base import ModelSource
 from outrider.models.sources.cache_scales import ScalePairs, find_scales, pair_scales
-from outrider.models.sources.quantization import KEY, Quantization, find_quantization
+from outrider.models.sources.quantization import KEY, Quantization, find_quantization, quantization_section
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class FolderSource(ModelSource):
 
     def stored_format(self, name: str) -> StoredFormat | None:
         quantization, names = self._quantization, self._held_names
-        is_stored = KEY in self.config if names is None else quantization.proof(name) in names
+        is_stored = bool(quantization_section(self.config)) if names is None else quantization.proof(name) in names
         return quantization.stored_format(name) if is_stored else None
 
     @cached_property
@@ -58,7 +58,8 @@ class FolderSource(ModelSource):
     def cache_scales(self) -> ScalePairs:
         from outrider.models.sources.safetensors_files import read_tensors
 
-        return pair_scales(read_tensors(self.path, find_scales(self.tensor_names(), self.config.get(KEY) or {})))
+        names = find_scales(self.tensor_names(), quantization_section(self.config))
+        return pair_scales(read_tensors(self.path, names))
 
     def tokenizer(self) -> Path:
         return self.path

@@ -117,7 +117,11 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
     return made
 
 
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a model's config that says how its weights are stored; empty for plain numbers."""
+    return config.get(KEY) or (config.get("text_config") or {}).get(KEY) or {}
+
+
 def find_quantization(config: Mapping[str, Any]) -> Quantization:
     """The method of a model's config. Without a section: files may hold fp8 numbers with block scales all the same."""
-    section = config.get(KEY) or (config.get("text_config") or {}).get(KEY)
-    return read_quantization(section or {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    return read_quantization(quantization_section(config) or {"quant_method": "fp8", "weight_block_size": [128, 128]})
