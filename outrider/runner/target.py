@@ -11,14 +11,18 @@ import torch
 
 from outrider.config import EngineConfig
 from outrider.formats.ranks import RankGroup
+from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
 from outrider.kernels import compiling
 from outrider.kernels.ops.operation import FP8_CAPABILITY
+from outrider.kernels.scaled import INT4
+from outrider.layers.base import find_modules
 from outrider.layers.fuse import use_int8_activations
+from outrider.layers.linear import Linear
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
-from outrider.models.sources.quantization import KEY
+from outrider.models.sources.quantization import quantization_section
 from outrider.runner.cache_plan import find_cache_scales
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
@@ -57,10 +61,15 @@ def declare_stored(model: Model, config: EngineConfig, source: ModelSource, devi
     """Let a model's layers keep weights in the format of their files, if the config allows it."""
     if config.quantization is not None and not config.keep_quantized:
         raise ValueError(f"quantization={config.quantization!r} needs keep_quantized")
-    made = None if KEY in source.config else config.quantization  # quantised files stay what they are
+    # Quantised files stay what they are.
+    made = None if quantization_section(source.config) else config.quantization
     if config.keep_quantized:
         declare_formats(model, source.stored_format, device, made)
     if made is not None and not any(slot.quantize for slot in model.weights().values()):
+        if not any(choose_made(made, linear.declared) for linear in find_modules([model], Linear)):
+            groups = f" and inputs that groups of {INT4_GROUPS} divide" if made == INT4 else ""
+            raise ValueError(f"quantization={made!r}: no linear layer of {config.model} can be coded so, which takes "
+                             f"{LEAST_OUTPUTS} outputs or more{groups}; leave it out")
         raise ValueError(f"quantization={made!r}: there is no product of {model.dtype} with such weights on {device}; "
                          "choose dtype='bfloat16', or leave it out")
 

@@ -565,6 +565,20 @@ def test_a_device_without_a_product_refuses_the_quantization(tmp_path: Path, mon
         load(folder, quantization="fp8")
 
 
+def test_a_model_without_a_layer_that_int4_can_code_refuses_the_quantization(tmp_path: Path) -> None:
+    config = files.CONFIG | {"hidden_size": 48, "intermediate_size": 80, "head_dim": 12}
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(config), config)
+    with pytest.raises(ValueError, match=r"quantization='int4': no linear layer .* groups of \(128, 64, 32\) divide"):
+        load(folder, quantization="int4")
+
+
+def test_an_empty_section_does_not_keep_numbers_from_being_coded(tmp_path: Path) -> None:
+    config = files.CONFIG | {"quantization_config": None}
+    folder = files.save_folder(tmp_path / "numbers", files.plain_weights(config), config)
+    model = load(folder, quantization="fp8")
+    assert all(isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear))
+
+
 @pytest.mark.parametrize(("name", "settings", "words"), [
     ("FP8_DYNAMIC", {}, r"weights: {kept} MiB in fp8 rows, {plain} MiB in float64"),
     ("W4A16", {}, r"weights: {plain} MiB in float64, {kept} MiB in int4 groups"),
