@@ -20,6 +20,7 @@ from outrider.kernels.gguf_kinds import KINDS as QUANTIZED
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import ModelSource, SourceError, gguf_source, hub, resolve, smollm2
+from outrider.models.sources.cache_scales import find_scales
 from outrider.models.sources.gguf_header import KINDS, read_header
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, MLP = 256, 4, 2, 64, 2, 32, 256
@@ -95,6 +96,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return values
+
+
+def test_cache_scales_of_draft_heads_and_encoders_are_not_those_of_the_model() -> None:
+    own = "model.layers.0.self_attn.k_scale"
+    assert find_scales([own, "mtp.layers.0.self_attn.k_scale", "vision_tower.layers.0.attn.k_scale"], {}) == [own]
 
 
 def test_a_tensor_of_one_dimension_in_blocks_is_refused_by_name(tmp_path: Path) -> None:

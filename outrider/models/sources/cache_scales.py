@@ -11,6 +11,8 @@ from outrider.models.config_reader import ConfigError
 
 SUFFIXES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale")  # the last is of queries, which no cache holds
 _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\..*\.(k|v|kv)_scale$")
+# Modules with layers of their own, whose numbers begin at 0 too: draft heads and encoders.
+OTHERS = {"mtp", "visual", "vision_tower", "vision_model", "audio_tower"}
 
 # Of keys and of values, by layer: no scale, one, or one for each head.
 ScalePairs = dict[int, tuple[list[float], list[float]]]
@@ -19,7 +21,7 @@ ScalePairs = dict[int, tuple[list[float], list[float]]]
 def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
     """The scales among the names of tensors. section: the `quantization_config`, which may say that they are not for
     fp8."""
-    found = [name for name in names if _NAME.search(name)]
+    found = [name for name in names if _NAME.search(name) and OTHERS.isdisjoint(name.split("."))]
     scheme = section.get("kv_cache_scheme")
     if found and isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
         raise ConfigError(f"quantization_config: kv_cache_scheme is {dict(scheme)!r}, whose scales are not for an fp8 "
