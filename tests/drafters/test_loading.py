@@ -144,6 +144,9 @@ def test_mtp_of_a_target_that_has_none(tmp_path: Path) -> None:
     class Other:
         num_layers = 2
 
+        def cache_layers(self) -> list[Any]:
+            return []
+
     drafter = make_drafter("mtp", "llama", tmp_path)
     with pytest.raises(ValueError, match="'mtp': Other has no multi-token-prediction module; known are .*Llama"):
         load(drafter, target=Other())  # type: ignore[arg-type]

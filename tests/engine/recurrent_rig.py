@@ -51,8 +51,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 3, "num_key_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 8,
         "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"], "num_experts": 4,
-        "num_experts_per_token": 2, "moe_intermediate_size": 16,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 3,
     },
 }  # fmt: skip
 
