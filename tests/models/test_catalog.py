@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import cli
-from outrider.models import registry
+from outrider.models import mtp, registry
 from outrider.models.catalog import FAMILIES, served
 from outrider.models.config import ConfigError
 from outrider.models.llama import Llama
@@ -22,9 +22,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture(autouse=True)
 def no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without architectures that other tests of this process have registered."""
+    """Without architectures and prediction modules that other tests of this process have registered."""
     package = {name: model for name, model in registry._ARCHITECTURES.items() if isinstance(model, str)}
     monkeypatch.setattr(registry, "_ARCHITECTURES", package)
+    modules = {model: describe for model, describe in mtp._FAMILIES.items() if describe.__module__ == mtp.__name__}
+    monkeypatch.setattr(mtp, "_FAMILIES", modules)
 
 
 def test_every_architecture_is_of_one_family() -> None:
