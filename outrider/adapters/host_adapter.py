@@ -13,7 +13,7 @@ from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets,
 
 @dataclass(frozen=True)
 class FactorPlace:
-    """Where the factors of one target begin within an adapter, and their rank."""
+    """The place of one target's two factors within an adapter, and their rank."""
 
     target: int
     a: int

@@ -63,7 +63,7 @@ class AdapterError(ValueError):
 
 @dataclass(frozen=True)
 class FactorPair:
-    """Where the two factors of one adapted module lie in the file: y += scale * (x A') B'."""
+    """The names in the file of one adapted module's two factors: y += scale * (x A') B'."""
 
     a: str  # names of the tensors
     b: str

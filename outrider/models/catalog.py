@@ -34,7 +34,7 @@ class Family:
 
     @property
     def gguf_names(self) -> list[str]:
-        """What GGUF files call its architectures."""
+        """The names of its architectures in GGUF files."""
         return [name for name, family in GGUF_FAMILIES.items() if family.architecture in self.architectures]
 
 

@@ -42,7 +42,7 @@ class AdapterSlots:
             self._evict(number)
 
     def forget_all(self) -> None:
-        """What the device holds is not known any more. No request runs."""
+        """Forget what lies on the device, which is not known any more. No request runs."""
         assert not self._users
         for number in list(self._placed):
             self._evict(number)

@@ -49,7 +49,7 @@ class AnswerPlan:
                               max_tokens=self.settings.max_answer_tokens)
 
     def prompt_params(self, index: int) -> SamplingParams:
-        """Of a request that writes a prompt."""
+        """Sampling parameters of a request that writes a prompt."""
         most = min(SELF_PROMPT_TOKENS, self.settings.max_prompt_tokens)
         return SamplingParams(temperature=1.0, seed=self.seed_of(index, is_prompt=True), max_tokens=most,
                               detokenize=False)

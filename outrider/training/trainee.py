@@ -19,7 +19,7 @@ from outrider.training.vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class DrafterCard:
-    """What the README beside an exported drafter says."""
+    """The text of the README beside an exported drafter."""
 
     target_name: str
     lines: list[str]  # how the drafter was made and what it reached, as Markdown
