@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM
+from tests import garbage
 from tests.engine.harness import CONFIGS, greedy, prompt_of, tokens_of, with_other_weights
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE, SETTINGS
@@ -52,9 +54,12 @@ def test_the_driver_has_the_memory_back(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_CARD, reason="only memory of a GPU is given back")
 @pytest.mark.together("sleep memory")
-def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(tmp_path: Path) -> None:
+def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counts the tensors of this process: others may take some of the device's memory at the same time, and memory that
     earlier tests left in pieces is used again."""
+    monkeypatch.setattr(gc, "unfreeze", garbage.unfreeze)  # tests otherwise leave what engines made out of collections
     (tmp_path / "config.json").write_text(json.dumps(WIDE))
     held = []
     for _ in range(2):
