@@ -6,9 +6,10 @@ its condition occurred.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,18 @@ ASKS = [
     Ask(prompt_of(6, 18), greedy(9, speculative=4)),
 ]
 HEADS = tuple(kind for kind in KINDS if kind != "draft_model")
-BOTH = pytest.mark.parametrize("family", ["llama", "gemma3"])
+QUICK = {("eagle", "llama"), ("eagle_speculators", "gemma3"), ("eagle3", "gemma3"), ("eagle3_speculators", "llama"),
+         ("mtp", "gemma3"), ("draft_model", "llama")}  # fmt: skip
+
+
+def each_of(kinds: Iterable[str]) -> Any:
+    """Every kind with both families, one of them in the quick tests."""
+    cases = [(kind, family) for kind in kinds for family in ("llama", "gemma3")]
+    return pytest.mark.parametrize(("kind", "family"), [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in cases])  # fmt: skip
+
+
+EACH, EACH_HEAD = each_of(KINDS), each_of(HEADS)
 MakeDrafter = Callable[[str, str], Drafter]
 
 
@@ -51,8 +63,7 @@ def assert_as_reference(proposals: list[Proposal], asks: list[Ask], drafter: Dra
         assert list(proposal.drafts) == expected[key], f"after {len(proposal.known)} tokens, valid from {key[2]}"
 
 
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_ragged_padded_batches_with_hits_and_preemptions(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """Prompts cut into chunks beside rows that decode, fewer drafts or none, padding that is partly filled, results
     two steps late, everyone preempted once with steps in flight."""
@@ -70,8 +81,7 @@ def test_ragged_padded_batches_with_hits_and_preemptions(kind: str, family: str,
         assert_as_reference(rig.proposals, ASKS, drafter, family)
 
 
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_each_number_of_drafts_up_to_the_longest_length(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """Until max_model_len, where room for drafts runs out."""
     drafter, asks = drafter_of(kind, family), [Ask(prompt_of(8, 36), greedy(None)), Ask(prompt_of(9, 41), greedy(None))]
@@ -83,8 +93,7 @@ def test_each_number_of_drafts_up_to_the_longest_length(kind: str, family: str, 
             assert_as_reference(rig.proposals, asks, drafter, family)
 
 
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_equal_drafts_after_a_hit_and_after_a_preemption(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """The hit is longer than Gemma's window, whose first pages are gone by then."""
     drafter, ask = drafter_of(kind, family), Ask([*SHARED, *prompt_of(1, 41)], greedy(9))
@@ -100,8 +109,7 @@ def test_equal_drafts_after_a_hit_and_after_a_preemption(kind: str, family: str,
     assert runs[0].items() <= runs[2].items(), "a resumed request may propose at other lengths, but nothing else"
 
 
-@BOTH
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 def test_cold_steps_leave_only_what_is_filled_since(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """Steps 2 to 4 propose nothing. The drafter then starts anew behind them."""
     drafter, ask = drafter_of(kind, family), Ask(prompt_of(10, 21), greedy(16))
@@ -117,8 +125,7 @@ def test_cold_steps_leave_only_what_is_filled_since(kind: str, family: str, draf
                             lambda p: begin if len(p.known) >= lengths[resumed] else 0)
 
 
-@BOTH
-@pytest.mark.parametrize("kind", HEADS)
+@EACH_HEAD
 def test_a_hit_on_cold_pages_starts_behind_them(kind: str, family: str, drafter_of: MakeDrafter) -> None:
     """The hit's last page has no hidden state to go on from, so its next slot is missing too."""
     drafter, ask = drafter_of(kind, family), Ask([*SHARED, *prompt_of(1, 9)], greedy(6))

@@ -223,7 +223,7 @@ def run_lives(count: int) -> None:
 
 
 def test_any_engine() -> None:
-    run_lives(100)
+    run_lives(50)
 
 
 @pytest.mark.long

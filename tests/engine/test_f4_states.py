@@ -17,6 +17,7 @@ from outrider.core import Axis, Limits, ScheduledBatch
 from outrider.kernels.recurrent import CheckpointTargets
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, split
+from tests.covering import num_examples
 from tests.engine.recurrent_rig import PAGE, BackendRig, K, Part, mixers
 
 AROUND = range(PAGE - K - 2, PAGE + 2)  # prompts that end near a boundary
@@ -149,7 +150,7 @@ def test_f4_a_wrong_idea_of_where_a_prompt_is_writes_nothing() -> None:
     assert rig.step([Part(stream, 20)], [rig.target(stream, PAGE)]) == []
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(30))
 @given(st.integers(0, 2**32))
 def test_f4_any_life_of_rows(seed: int) -> None:
     """Random steps: chunks, drafts, acceptance, rows that rest, end, fold, and are taken again, some from

@@ -156,7 +156,7 @@ def test_f5_outputs_equal_the_torch_backend(page_tokens: int) -> None:
             torch.testing.assert_close(outs[0], outs[1], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("family", ["llama", "sliding", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("sliding", marks=pytest.mark.long), "gemma3"])
 def test_f5_engines_give_the_tokens_of_the_torch_backend(family: str) -> None:
     model = tiny_model(family)
     asks = [Ask(prompt_of(seed, length), greedy(10)) for seed, length in enumerate((5, 40, 17, 60))]

@@ -150,7 +150,8 @@ CELLS = {  # family, steps in flight, drafter -> cases
 
 
 # Others of the same kind of cache and drafter are among the quick ones.
-LONG = {("moe", 2, ""), ("deepseek_v3", 2, "mtp")}
+LONG = {("moe", 2, ""), ("deepseek_v3", 2, "mtp"), ("llama", 3, "ngram"), ("sliding", 3, ""), ("mamba2", 2, ""),
+        ("qwen3_5", 2, "mtp"), ("deepseek_v32", 3, "ngram"), ("deepseek_v32_modules", 2, "mtp")}  # fmt: skip
 QUICK = [pytest.param(cell, marks=pytest.mark.long if cell in LONG else ()) for cell in CELLS]
 
 

@@ -67,8 +67,8 @@ def test_preempting_between_steps_drops_stale_results(family: str, expected: lis
         assert rig.scheduler.stats.num_dropped_results >= delay * rig.scheduler.stats.num_preemptions
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("kill_at", [0, 1, 2, 4, 7])
+@pytest.mark.parametrize("delay", [0, pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("kill_at", [0, 1, 4, pytest.param(2, marks=pytest.mark.long), 7])
 def test_kills_between_steps_harm_nobody_else(
     family: str, expected: list[list[list[int]]], delay: int, kill_at: int
 ) -> None:

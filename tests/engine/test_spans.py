@@ -83,8 +83,10 @@ def run_alone(family: str, ask: Ask, backend: str = "torch") -> Any:
         return rig.run([ask])
 
 
-@pytest.mark.parametrize("backend", ["torch", "flex"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "backend"), [
+    ("llama", "torch"), pytest.param("llama", "flex", marks=pytest.mark.long),
+    pytest.param("gemma3", "torch", marks=pytest.mark.long), ("gemma3", "flex"),
+])  # fmt: skip
 def test_text_does_not_depend_on_chunks_mates_hits_or_preemption(family: str, backend: str, wanted: Any) -> None:
     with Rig(tiny_model(family), attention_backend=backend, max_num_batched_tokens=36, num_pages=FEW_PAGES) as rig:
         assert tokens_of(rig.run(asks())) == wanted[family]

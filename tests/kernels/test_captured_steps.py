@@ -294,7 +294,7 @@ def both_ways_with(asks: list[Ask], preempts: bool = False, uncaptured: Collecti
     return captured, rig
 
 
-@pytest.mark.parametrize(("drafter", "preempts"), [("none", True), ("ngram", True), long("eagle3", False)])
+@pytest.mark.parametrize(("drafter", "preempts"), [long("none", True), ("ngram", True), long("eagle3", False)])
 def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, preempts: bool, tmp_path: Path) -> None:
     """Each alone and all together, beside requests that ask for nothing."""
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -309,7 +309,7 @@ def test_every_parameter_in_captured_steps(device: torch.device, drafter: str, p
         assert any(part.num_accepted for result in rig.results for part in result.requests)
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "draft_model", "eagle3", long("eagle"), long("mtp")])
+@pytest.mark.parametrize("drafter", [long("suffix"), long("draft_model"), "eagle3", long("eagle"), long("mtp")])
 def test_all_parameters_with_other_drafters(device: torch.device, drafter: str, tmp_path: Path) -> None:
     """In two requests, preempted, beside one that asks for nothing. The sampler is the one of n-gram drafts; heads and
     draft models draw with a request's temperature too. A preempted request that finds its pages again has slots of a
