@@ -133,6 +133,12 @@ class WeightSlot:
         return tuple(self.target.shape) if self.cut is None else self.cut.shape
 
     @property
+    def has_file_order(self) -> bool:
+        """Whether the target holds the whole tensor, with its elements in the checkpoint's order in memory."""
+        strides = self.target.stride()
+        return self.cut is None and self.layout is None and list(strides) == sorted(strides, reverse=True)
+
+    @property
     def nbytes(self) -> int:
         return self.target.numel() * self.target.element_size()
 
@@ -150,10 +156,10 @@ class WeightSlot:
 
     def fill(self, generator: torch.Generator) -> None:
         """Fill the target with random content: this rank's part of what one rank alone would draw."""
-        if self.cut is None:
+        if self.has_file_order:
             self.draw(self.target, generator)
-        else:
-            whole = torch.empty(self.cut.shape, dtype=self.target.dtype, device=self.target.device)
+        else:  # drawn in the checkpoint's order, whatever the order in memory: numbers are drawn in the latter
+            whole = torch.empty(self.shape, dtype=self.target.dtype, device=self.target.device)
             self.draw(whole, generator)
             self.store(whole)
 

@@ -48,6 +48,10 @@ class AlternatingSlot(WeightSlot):
         first, *others = super().shape
         return (first, *reversed(others))
 
+    @property
+    def has_file_order(self) -> bool:
+        return False
+
     def store(self, tensor: torch.Tensor) -> None:
         if self.is_gated:
             tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
