@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from outrider.commands.listening import tls_options
 from outrider.commands.serve_engine import serve_engine, serve_until_stopped, tell
 from outrider.config import EngineConfig
+from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.front import ReplicaFront
 from outrider.replicas.placement import replica_environments, visible_devices
 from outrider.replicas.policy import PrefixRouter
@@ -41,7 +42,7 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     visible = [] if engine.device == "cpu" else visible_devices()
     environments = replica_environments(engine.device, config.replicas, devices_each, visible)
     folder = socket_folder(config.replicas)
-    router = PrefixRouter()
+    router, adapters = PrefixRouter(), AdapterChanges()
     replicas = [Replica(i, str(folder / f"{i}.sock")) for i in range(config.replicas)]
     codes: list[int] = []  # of replicas that were given up
 
@@ -52,11 +53,11 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     def process_of(replica: Replica) -> ReplicaProcess:
         arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(),
                      numbered(engine, replica.number), behind_front(config, replica), tuple(names))
-        return ReplicaProcess(replica, router, run_replica, arguments, on_failed=give_up,
+        return ReplicaProcess(replica, router, adapters, run_replica, arguments, on_failed=give_up,
                               max_restarts=config.max_restarts, hang_seconds=config.stall_timeout)
 
     group = ReplicaGroup([process_of(replica) for replica in replicas], stop_seconds=config.shutdown_timeout)
-    front = ReplicaFront(replicas, router, start=group.start, stop=group.stop)
+    front = ReplicaFront(replicas, router, adapters, start=group.start, stop=group.stop)
     set_up_logs(config.log_format, logs_requests=False)  # replicas log requests
     server = WebServer(uvicorn.Config(guarded(front, config), **web_options(config, tls)), tell)
     try:

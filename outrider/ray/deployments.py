@@ -29,6 +29,7 @@ from outrider.replicas.all_replicas import joined_answer
 from outrider.replicas.joined_metrics import joined_metrics
 from outrider.replicas.prompt_blocks import body_blocks
 from outrider.replicas.upstream import Headers
+from outrider.server.admin import LOAD_ADAPTER, UNLOAD_ADAPTER
 from outrider.server.admin import PATHS as ADMIN_PATHS
 from outrider.server.app import build_app
 from outrider.server.engine_host import Failed, Loading
@@ -42,6 +43,8 @@ MOST_DEATHS = 1  # a request during which more replicas died is not tried again:
 LONG_BODY = 1 << 18  # bytes; longer bodies are read for the router in a thread
 LOOK_SECONDS = 0.1  # between two looks whether the engine has loaded
 DIED = "the replica that served this request has died; send the request again"
+ADAPTERS_AT_START = ("on Ray adapters are given at start, by lora_modules: replicas that Ray starts later would lack "
+                     "one that is loaded over HTTP")
 log = logging.getLogger("outrider")
 
 
@@ -138,6 +141,9 @@ class Ingress:
             body_blocks(body, tenant)
         path = request.scope["path"]
         asked = request.method, path, request.scope["query_string"], headers, body
+        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+            refused = ApiError(400, ADAPTERS_AT_START)
+            return Response(json.dumps(refused.body_for(path)), 400, media_type="application/json")
         if path == "/metrics" or path in ADMIN_PATHS:
             return await self._ask_all(path, asked)
         for _ in range(1 + MOST_DEATHS):

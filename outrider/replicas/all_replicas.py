@@ -17,6 +17,7 @@ ASK_SECONDS = 10.0  # for a replica to answer a question about itself
 SLEEP = b"/sleep"
 STORED = re.compile(r"/v1/responses/([\w-]+)")
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 
 
 async def ask_whole(replica: Replica, method: str, target: bytes, headers: Headers, body: bytes = b"",
@@ -40,15 +41,21 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
     return joined_metrics(pages, {each.number: each.num_restarts for each in replicas})
 
 
+def check_all_serve(replicas: Sequence[Replica], outcome: str) -> None:
+    """Refuse a change that all replicas must make together while one does not serve. outcome: what was not done."""
+    absent = [f"replica {each.name} is {each.state.value}" for each in replicas
+              if each.state is not ReplicaState.SERVING]
+    if absent:
+        raise ApiError(503, f"{outcome}, because {', '.join(absent)}: ask again when /health says healthy",
+                       retry_after=5)
+
+
 async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
                   body: bytes) -> tuple[int, Headers, bytes]:
     """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are only asked to
     sleep if all of them serve: otherwise some would sleep while one starts again, awake."""
-    absent = {each.name: each.state.value for each in replicas if each.state is not ReplicaState.SERVING}
-    if target.split(b"?")[0].endswith(SLEEP) and absent:
-        listed = ", ".join(f"replica {name} is {state}" for name, state in absent.items())
-        raise ApiError(503, f"no replica was asked to sleep, because {listed}: ask again when /health says healthy",
-                       retry_after=5)
+    if target.split(b"?")[0].endswith(SLEEP):
+        check_all_serve(replicas, "no replica was asked to sleep")
     answers = await asyncio.gather(*(ask_whole(each, method, target, headers, body, None) for each in replicas))
     found: list[tuple[int, bytes]] = []
     for replica, answer in zip(replicas, answers, strict=True):
@@ -60,11 +67,15 @@ async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, heade
 
 def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, bytes]:
     """One answer for those of all replicas, statuses and bodies: true if all say true, sums of counts, and the longest
-    time. The first refusal is the answer of all."""
+    time. The first refusal is the answer of all, and so is the first plain text."""
     refusal = next((answer for answer in found if answer[0] != 200), None)
     if refusal is not None:
         return refusal[0], JSON_HEADERS, refusal[1]
-    return 200, JSON_HEADERS, json.dumps(_joined([json.loads(content) for _, content in found])).encode()
+    try:
+        values = [json.loads(content) for _, content in found]
+    except ValueError:
+        return 200, TEXT_HEADERS, found[0][1]
+    return 200, JSON_HEADERS, json.dumps(_joined(values)).encode()
 
 
 async def find_response(replicas: Sequence[Replica], path: str, body: bytes, headers: Headers) -> Replica | None:

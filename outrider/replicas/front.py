@@ -14,11 +14,13 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
+from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_all, find_response, joined_page
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.prompt_blocks import body_blocks
 from outrider.replicas.replica import Replica, ReplicaState
 from outrider.replicas.upstream import Answer, Headers, ReplicaLost, ask
+from outrider.server.admin import LOAD_ADAPTER, UNLOAD_ADAPTER
 from outrider.server.admin import PATHS as ADMIN_PATHS
 from outrider.server.errors import ApiError
 from outrider.server.guard import BODILESS_METHODS, REQUEST_ID_HEADER, Message, Receive, Scope, Send, send_error
@@ -34,10 +36,10 @@ log = logging.getLogger("outrider")
 class ReplicaFront:
     """`start` is awaited before the first request, `stop` after the last."""
 
-    def __init__(self, replicas: Sequence[Replica], router: PrefixRouter, *,
+    def __init__(self, replicas: Sequence[Replica], router: PrefixRouter, adapters: AdapterChanges, *,
                  start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
         self.replicas = replicas
-        self._router = router
+        self._router, self._adapters = router, adapters
         self._start, self._stop = start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +80,8 @@ class ReplicaFront:
                     await exchange.answer_text(await joined_page(self.replicas, exchange.headers))
                 case "GET", "/load":
                     await exchange.answer_json({"server_load": sum(each.num_live for each in self.replicas)})
+                case "POST", path if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
+                    await exchange.answer_whole(*await self._adapters.make(self.replicas, path, exchange.headers, body))
                 case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
                                                                exchange.headers, body))

@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
+from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_whole
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
@@ -38,10 +39,11 @@ class ReplicaProcess:
     """`main` runs in the process with `arguments`, and serves at the replica's socket until SIGTERM. `on_failed` is
     called once the replica is given up, with the exit code of its process."""
 
-    def __init__(self, replica: Replica, router: PrefixRouter, main: Callable[..., None], arguments: Sequence[Any], *,
-                 on_failed: Callable[[int], None], max_restarts: int, hang_seconds: float) -> None:
+    def __init__(self, replica: Replica, router: PrefixRouter, adapters: AdapterChanges, main: Callable[..., None],
+                 arguments: Sequence[Any], *, on_failed: Callable[[int], None], max_restarts: int,
+                 hang_seconds: float) -> None:
         self.replica = replica
-        self._router, self._main, self._arguments = router, main, arguments
+        self._router, self._adapters, self._main, self._arguments = router, adapters, main, arguments
         self._on_failed, self._max_restarts, self._hang_seconds = on_failed, max_restarts, hang_seconds
         self._process: SpawnProcess | None = None
         self._has_served = False
@@ -89,7 +91,7 @@ class ReplicaProcess:
             now = time.monotonic()
             if answer is not None:
                 answered, most_seconds = now, self._hang_seconds
-                self._note(is_healthy=answer[0] == 200)
+                await self._note(is_healthy=answer[0] == 200)
             elif self.replica.state is not ReplicaState.STARTING:
                 self.replica.state = ReplicaState.NOT_HEALTHY
             if answer is None and now - answered > most_seconds:
@@ -97,10 +99,12 @@ class ReplicaProcess:
                 process.kill()
             await asyncio.to_thread(process.join, WATCH_SECONDS)
 
-    def _note(self, *, is_healthy: bool) -> None:
+    async def _note(self, *, is_healthy: bool) -> None:
         """A replica has answered. One that has never served still loads its model."""
         self._has_served |= is_healthy
         if is_healthy:
+            if self.replica.state is ReplicaState.STARTING:
+                await self._adapters.bring(self.replica)
             self.replica.state = ReplicaState.SERVING
         elif self.replica.state is not ReplicaState.STARTING:
             self.replica.state = ReplicaState.NOT_HEALTHY

@@ -28,7 +28,8 @@ def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
 
 
 def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:
-    first = hash((tenant, str(body.get("cache_salt"))))
+    # A model of another name may be an adapter, whose pages are its own.
+    first = hash((tenant, str(body.get("cache_salt")), str(body.get("model"))))
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):  # of several prompts the first one counts
         prompt = prompt[0]

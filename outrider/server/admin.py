@@ -21,8 +21,8 @@ from outrider.server.protocol import Body
 from outrider.server.service import Service
 from outrider.server.work import api_error
 
-PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/v1/load_lora_adapter",
-         "/v1/unload_lora_adapter")  # fmt: skip
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", LOAD_ADAPTER, UNLOAD_ADAPTER)
 NEEDS_FLAG = "it changes the server for all clients, and is there on a server that was started with --admin"
 Answer = TypeVar("Answer")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
@@ -83,13 +83,13 @@ def admin_routes(service: Service) -> APIRouter:
                            param="reset_running_requests")
         return {"success": await _carried_out(service.host.llm.reset_prefix_cache(preempts))}
 
-    @routes.post("/v1/load_lora_adapter")
+    @routes.post(LOAD_ADAPTER)
     async def load_adapter(body: LoadAdapterRequest) -> Response:
         """Read an adapter from a folder below --lora-root, and serve it as a model of this name."""
         await service.adapters.load(service.host.llm, body.lora_name, body.lora_path, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    @routes.post("/v1/unload_lora_adapter")
+    @routes.post(UNLOAD_ADAPTER)
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
         """Serve an adapter no longer. Requests that run end with it."""
         await service.adapters.unload(service.host.llm, body.lora_name)

@@ -18,6 +18,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from outrider.commands.serve_replicas import behind_front, guarded, socket_folder
+from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.front import ReplicaFront
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
@@ -71,13 +72,13 @@ async def nothing() -> None:
 
 
 @asynccontextmanager
-async def fronted(*answering: Answering, keys: tuple[str, ...] = (),
-                  guard: Callable[[App], App] | None = None) -> AsyncIterator[
-        tuple[httpx.AsyncClient, list[Script]]]:
+async def fronted(*answering: Answering, keys: tuple[str, ...] = (), guard: Callable[[App], App] | None = None,
+                  adapters: AdapterChanges | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, list[Script]]]:
     with tempfile.TemporaryDirectory() as name:  # paths of unix sockets are short
         scripts = [Script(i, Path(name), each) for i, each in enumerate(answering)]
         servers = [await asyncio.start_unix_server(each.serve, each.replica.socket_path) for each in scripts]
-        front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), start=nothing, stop=nothing)
+        front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), adapters or AdapterChanges(),
+                             start=nothing, stop=nothing)
         app: App = Guard(front, keys=keys, max_body_bytes=1 << 20) if guard is None else guard(front)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
             yield client, scripts
@@ -203,7 +204,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     async def test() -> None:
         async with fronted(hang) as (_, (script,)):
             sent: list[Any] = []
-            front = ReplicaFront([script.replica], PrefixRouter(), start=nothing, stop=nothing)
+            front = ReplicaFront([script.replica], PrefixRouter(), AdapterChanges(), start=nothing, stop=nothing)
             messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
             messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
 
@@ -328,3 +329,58 @@ def test_a_folder_too_long_for_sockets_is_told_with_what_to_set(
     folder = socket_folder(2)
     assert folder.is_dir()
     folder.rmdir()
+
+
+# Adapters over HTTP
+
+async def change_adapter(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await reply(writer, b"Success: as a plain text")
+
+
+async def refuse_adapter(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await reply(writer, {"error": {"message": "no room for the adapter"}}, 400)
+
+
+def paths_and_bodies(script: Script) -> list[tuple[str, Any]]:
+    return [(head.split()[1].decode(), json.loads(body)) for head, body in script.asked]
+
+
+def test_adapters_are_loaded_by_all_replicas_and_brought_to_one_that_starts_again() -> None:
+    async def test() -> None:
+        changes = AdapterChanges()
+        async with fronted(change_adapter, change_adapter, keys=("k",), adapters=changes) as (client, scripts):
+            key = {"Authorization": "Bearer k"}
+            for name in ("sql", "poems", "jokes"):
+                answer = await client.post("/v1/load_lora_adapter", headers=key, json={"lora_name": name,
+                                                                                       "lora_path": f"of/{name}"})
+                assert answer.status_code == 200 and answer.text == "Success: as a plain text"
+                assert answer.headers["content-type"].startswith("text/plain")
+            await client.post("/v1/unload_lora_adapter", headers=key, json={"lora_name": "poems"})
+            assert [len(each.asked) for each in scripts] == [4, 4]
+            scripts[0].asked.clear()
+            await changes.bring(scripts[0].replica)
+            assert paths_and_bodies(scripts[0]) == [
+                ("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "of/sql", "load_inplace": True}),
+                ("/v1/load_lora_adapter", {"lora_name": "jokes", "lora_path": "of/jokes", "load_inplace": True}),
+                ("/v1/unload_lora_adapter", {"lora_name": "poems"})]
+            assert all(b"authorization: Bearer k" in head for head, _ in scripts[0].asked)
+
+    run(test)
+
+
+def test_an_adapter_that_one_replica_refuses_is_unloaded_by_the_others() -> None:
+    async def test() -> None:
+        changes = AdapterChanges()
+        async with fronted(change_adapter, refuse_adapter, adapters=changes) as (client, scripts):
+            asked = {"lora_name": "sql", "lora_path": "of/sql"}
+            answer = await client.post("/v1/load_lora_adapter", json=asked)
+            assert answer.status_code == 400 and "no room" in answer.json()["error"]["message"]
+            assert paths_and_bodies(scripts[0])[1:] == [("/v1/unload_lora_adapter", {"lora_name": "sql"})]
+            scripts[0].replica.state = ReplicaState.STARTING
+            answer = await client.post("/v1/load_lora_adapter", json=asked)
+            assert answer.status_code == 503 and "no adapter was changed, because replica 0 is" in answer.text
+            scripts[0].asked.clear()
+            await changes.bring(scripts[0].replica)
+            assert not scripts[0].asked
+
+    run(test)

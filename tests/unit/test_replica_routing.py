@@ -95,6 +95,7 @@ def test_prompts_with_a_common_beginning_have_common_blocks() -> None:
     assert body_blocks(json.dumps({"prompt": "x" * 200}).encode(), b"key") != blocks_of("x" * 200)
     assert len(blocks_of("x" * 10_000_000)) == MOST_BLOCKS and blocks_of("x" * (BLOCK_CHARACTERS - 1)) == []
     assert prompt_blocks({"input": ["x" * 100, "y"]}) == blocks_of("x" * 100)
+    assert blocks_of("x" * 100, model="an adapter")[0] != blocks_of("x" * 100)[0], "adapters have pages of their own"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff", b'{"prompt": 7}', b'{"messages": null}',
