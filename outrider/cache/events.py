@@ -6,12 +6,14 @@ there is a record. Pages of a drafter alone are left out, because a prefix hit d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from outrider.cache.groups import CacheLayout
 
 DIGEST_BYTES = 16
+ADAPTER = "adapter="  # begins the key of a request with an adapter: the number of the load follows
 STATE_BYTES = DIGEST_BYTES + 8  # first bytes of the keys of a state's pages: digest and checkpoint
 
 
@@ -20,7 +22,12 @@ class PageContent(NamedTuple):
 
     parent: bytes | None  # digest of the page before; None for the first page
     token_ids: tuple[int, ...]
-    keys: tuple[str, ...]  # of the first page: what must be equal beside the tokens, as a salt
+    keys: tuple[str, ...]  # of its request: what must be equal beside the tokens, as a salt
+
+    @property
+    def adapter(self) -> int | None:
+        """The number of the adapter's load."""
+        return next((int(key.removeprefix(ADAPTER)) for key in self.keys if key.startswith(ADAPTER)), None)
 
 
 class PageStored(NamedTuple):
@@ -29,6 +36,7 @@ class PageStored(NamedTuple):
     group: int
     digest: bytes
     content: PageContent | None
+    adapter_name: str | None = None
 
 
 class PageRemoved(NamedTuple):
@@ -46,8 +54,10 @@ CacheEvent = PageStored | PageRemoved | AllRemoved
 class CacheEvents:
     """One record for the whole life of an engine, whatever caches it has one after another."""
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
+        """adapter_names: of loads that requests have, by number."""
         self.layout = layout
+        self._adapter_names = adapter_names
         self.state_group = len(layout.groups)  # the group that the pool knows states by
         self._target_groups = frozenset(group.index for group in layout.groups if group.is_target)
         self._states: set[bytes] = set()  # digest and checkpoint of every state that can be found
@@ -55,7 +65,9 @@ class CacheEvents:
 
     def store_page(self, key: tuple[int, bytes], content: PageContent | None) -> None:
         if key[0] in self._target_groups:
-            self._events.append(PageStored(*key, content))
+            adapter = None if content is None else content.adapter
+            name = None if adapter is None else self._adapter_names.get(adapter)
+            self._events.append(PageStored(*key, content, name))
 
     def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
         """`page_key`: the key of one of the state's pages."""

@@ -56,7 +56,7 @@ class PrefixLookup:
         size = group.page_tokens
         hashes = self._hashes[request_id][size]
         parent = hashes.upto(token_ids, column)[column - 1] if column else None
-        return PageContent(parent, tuple(token_ids[column * size : (column + 1) * size]), () if column else hashes.keys)
+        return PageContent(parent, tuple(token_ids[column * size : (column + 1) * size]), hashes.keys)
 
     def digest_at(self, request_id: int, token_ids: Sequence[int]) -> DigestAt:
         size = self._kind.page_tokens

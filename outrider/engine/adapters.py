@@ -7,7 +7,7 @@ same name shares nothing with the one before. Called where `Engine.step` is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -47,10 +47,10 @@ class UnknownAdapter(ValueError):
 
 class AdapterRegistry:
     def __init__(self, max_loaded: int, order: Order, forget: Callable[[int], None],
-                 sizes: dict[int, int]) -> None:
+                 sizes: dict[int, int], names: dict[int, str]) -> None:
         """max_loaded: adapters in the host's memory. forget: tells the scheduler that a load is dropped. sizes: of
-        loads that are there, by number; the scheduler reads it."""
-        self.sizes = sizes
+        loads that are there, by number; the scheduler reads it. names: of all loads, by number, for events."""
+        self.sizes, self._names = sizes, names
         self._max_loaded, self._order, self._forget = max_loaded, order, forget
         self._numbers = count(1)
         self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
@@ -63,6 +63,14 @@ class AdapterRegistry:
     def names(self) -> Mapping[str, str]:
         """Folders of the adapters that can be asked for by name alone."""
         return self._paths
+
+    def names_in_use(self, running: Iterable[int]) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running requests, whose numbers are given, and of those that only wait. May be
+        called from any thread."""
+        numbers = set(running)
+        used = [load for load in list(self._loads.values()) if load.num_requests]
+        return (sorted({load.name for load in used if load.number in numbers}),
+                sorted({load.name for load in used if load.number not in numbers}))
 
     def find(self, name: str) -> LoRARequest:
         """The adapter that was given under a name."""
@@ -97,6 +105,7 @@ class AdapterRegistry:
         self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
         self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path, num_holders=1)
         self._current[asked.lora_name] = number
+        self._names[number] = asked.lora_name
         return number
 
     def is_ready(self, number: int) -> bool:
@@ -180,5 +189,6 @@ class AdapterRegistry:
     def _take_out(self, number: int) -> None:
         load = self._loads.pop(number)
         self.sizes.pop(number, None)
+        del self._names[number]
         if self._current.get(load.name) == number:
             del self._current[load.name]

@@ -31,9 +31,9 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     has_suffixes = speculative is not None and "suffix" in speculative.methods
     host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
-    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets)
-
     adapter_sizes: dict[int, int] = {}
+    adapter_names: dict[int, str] = {}
+    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets, adapter_names)
 
     def scheduler(generation: int) -> Scheduler:
         made = make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
@@ -50,7 +50,8 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                     kv_events=kv_events)
     if info.limits.max_adapters:
         max_loaded = config.max_cpu_loras or 4 * config.max_loras
-        engine.adapters = AdapterRegistry(max_loaded, engine.order, engine.forget_adapter, adapter_sizes)
+        engine.adapters = AdapterRegistry(max_loaded, engine.order, engine.forget_adapter, adapter_sizes,
+                                          adapter_names)
     return engine
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, assert_never
 
-from outrider.cache.events import AllRemoved, CacheEvent, PageRemoved, PageStored
+from outrider.cache.events import ADAPTER, AllRemoved, CacheEvent, PageRemoved, PageStored
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import FullSpec, LatentSpec, PagedSpec
 
@@ -43,7 +43,7 @@ class EventWriter:
                         written[-1]["block_hashes"].append(_hash(digest))
                         written[-1]["token_ids"] += content.token_ids
                         if "extra_keys" in written[-1]:
-                            written[-1]["extra_keys"].append(None)
+                            written[-1]["extra_keys"].append(_extra_keys(event))
                     else:
                         written.append(self._stored(event))
                 case PageRemoved(group, digest):
@@ -64,14 +64,25 @@ class EventWriter:
             "type": "BlockStored", "block_hashes": [_hash(event.digest)],
             "parent_block_hash": None if content is None or content.parent is None else _hash(content.parent),
             "token_ids": [] if content is None else list(content.token_ids),
-            "block_size": self._sizes.get(event.group, self._state_size), "lora_id": None, "medium": MEDIUM,
-            "lora_name": None}
-        if content is not None and content.keys:
-            written["extra_keys"] = [[key.removeprefix("salt=") for key in content.keys]]  # a salt as it was given
+            "block_size": self._sizes.get(event.group, self._state_size),
+            "lora_id": None if content is None else content.adapter, "medium": MEDIUM,
+            "lora_name": event.adapter_name}
+        if (keys := _extra_keys(event)) is not None:
+            written["extra_keys"] = [keys]
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
         if window is not None:
             written["kv_cache_spec_sliding_window"] = window
         return written
+
+
+def _extra_keys(event: PageStored) -> list[str] | None:
+    """What a block is known by beside its tokens: the adapter's name in every block, salts in the first one."""
+    content = event.content
+    if content is None:
+        return None
+    name = [] if event.adapter_name is None else [event.adapter_name]
+    others = [key for key in content.keys if not key.startswith(ADAPTER)] if content.parent is None else []
+    return [*name, *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
 
 
 def _kind(spec: PagedSpec) -> tuple[str, int | None]:

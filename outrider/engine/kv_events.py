@@ -14,6 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from outrider.cache.events import AllRemoved, CacheEvent, CacheEvents
@@ -82,8 +84,10 @@ def with_rank(endpoint: str, rank: int) -> str:
 class KvEvents:
     """`record` is what the cache notes its events in; the engine calls `flush` after each step."""
 
-    def __init__(self, layout: CacheLayout, sockets: EventSockets) -> None:
-        self.record = CacheEvents(layout)
+    def __init__(self, layout: CacheLayout, sockets: EventSockets,
+                 adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
+        """adapter_names: of loads of adapters, by number."""
+        self.record = CacheEvents(layout, adapter_names)
         self.num_dropped = 0  # batches
         self._writer, self._sockets = EventWriter(layout), sockets
         self._next_number = 0

@@ -71,6 +71,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running_adapters(self) -> set[int]:
+        """Numbers of the loads that running requests have."""
+        return {number for request in list(self._running) if (number := request.input.adapter) is not None}
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

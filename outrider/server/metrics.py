@@ -111,6 +111,13 @@ class ServerMetrics:
                                 {f'device="{_escaped(engine.device_name)}",max_model_len="{engine.limits.max_len}"': 1})
         yield from self._gauges("cache_config_info", "Settings of the cache: tokens of the smallest page, pages.",
                                 {",".join(f'{name}="{value}"' for name, value in settings.items()): 1})
+        if engine.adapters is not None:
+            running, waiting = engine.adapters.names_in_use(scheduler.running_adapters)
+            labels = {"max_lora": str(engine.limits.max_adapters), "running_lora_adapters": ",".join(running),
+                      "waiting_lora_adapters": ",".join(waiting)}
+            yield from self._gauges("lora_requests_info", "Adapters of requests; the value is the time.",
+                                    {",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()):
+                                     time.time()})
         yield from self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", cache.usage())
         yield from self._gauges("kv_cache_group_usage_perc", "Share of the pages that requests hold in a group.",
                                 {f'group="{i}"': share for i, share in enumerate(cache.usage_by_group())})

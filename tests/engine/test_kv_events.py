@@ -7,6 +7,7 @@ import queue
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from outrider import LLM
+from outrider.adapters import LoRARequest
 from outrider.cache.events import AllRemoved, CacheEvents, PageContent, PageStored
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
@@ -27,6 +29,7 @@ from outrider.engine.kv_events import EventSockets, KvEvents, with_rank
 from outrider.engine.maintenance import Maintenance
 from outrider.models.base import Model
 from outrider.runner.worker import Worker
+from tests.adapters.folders import write_adapter
 from tests.engine.harness import Ask, Rig, add_request, greedy, prompt_of, tiny_model
 from tests.engine.recurrent_rig import hybrid
 
@@ -162,6 +165,35 @@ def test_pages_held_by_requests_survive_a_reset_and_salts_are_told() -> None:
     (event,) = followed.writer.write(followed.record.take())
     assert event["extra_keys"] == [["pepper"], None] and len(event["block_hashes"]) == 2
     assert not rig.engine.forget_cached() and followed.record.take() == []
+
+
+def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
+    """A router would otherwise send requests without the adapter, or with another one, where they find nothing."""
+    model = tiny_model("llama", torch.float32)
+    write_adapter(tmp_path / "sql", model, 1)
+    with Rig(model, enable_lora=True, max_loras=2, max_lora_rank=8) as rig:
+        registry, cache = rig.engine.adapters, rig.scheduler.cache
+        assert registry is not None
+        record = cache.pool.events = CacheEvents(cache.layout, registry._names)
+        llm, writer = LLM.around(rig.engine), EventWriter(cache.layout)
+
+        def stored(prompt: list[int], adapter: LoRARequest | None, **more: Any) -> list[dict[str, Any]]:
+            asked = {"prompt_token_ids": prompt, **more}
+            llm.generate([asked], greedy(20, ignore_eos=True), lora_request=adapter, use_tqdm=False)
+            return [event for event in writer.write(record.take()) if event["type"] == "BlockStored"]
+
+        sql = LoRARequest("sql", 7, str(tmp_path / "sql"))
+        prompt = prompt_of(1, 40)
+        plain, adapted, salted = stored(prompt, None), stored(prompt, sql), stored(prompt, sql, cache_salt="pepper")
+        adapted += stored([*prompt[:32], *prompt_of(2, 20)], sql)
+        assert {(event["lora_id"], event["lora_name"]) for event in plain} == {(None, None)}
+        assert not any("extra_keys" in event for event in plain)
+        assert adapted[-1]["parent_block_hash"] == adapted[0]["block_hashes"][1], "the first two pages are a hit"
+        for event in (*adapted, *salted):
+            assert (event["lora_id"], event["lora_name"]) == (1, "sql")
+        assert all(event["extra_keys"] == [["sql"]] * len(event["block_hashes"]) for event in adapted)
+        assert salted[0]["extra_keys"][:2] == [["sql", "pepper"], ["sql"]]
+        assert not {*plain[0]["block_hashes"]} & {*adapted[0]["block_hashes"]}
 
 
 def layout_of_two() -> Any:

@@ -1,15 +1,25 @@
 """Metrics that others' routers read: names, types and labels. A router that misses one takes the server for idle.
 
-llm-d (`pkg/epp/server/options.go`) reads the queue, running requests, the share of the
-cache, and the size and number of blocks; its metric of adapters is for adapters, which are not served. Dynamo reads the
-same gauges, and counters and histograms for its planner and dashboards."""
+llm-d (`pkg/epp/server/options.go`) reads the queue, running requests, the share of the cache, the size and number of
+blocks, and the adapters in use. Dynamo reads the same gauges, and counters and histograms for its planner and
+dashboards."""
 
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
 
+import torch
+
+from outrider.adapters import LoRARequest
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
 from outrider.replicas.joined_metrics import joined_metrics
-from tests.server.rig import MODEL, serving
+from outrider.server.metrics import ServerMetrics
+from tests.adapters.folders import write_adapter
+from tests.engine.harness import tiny_model
+from tests.server.rig import MODEL, serving, tiny_engine
 
 GAUGES = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info")
 COUNTERS = ("request_success", "num_preemptions", "prompt_tokens", "generation_tokens", "prefix_cache_queries",
@@ -45,3 +55,29 @@ def test_routers_find_the_metrics_that_they_read() -> None:
     for name in (*GAUGES, *(f"{name}_total" for name in COUNTERS)):
         assert {f'engine="{i}"' for i in (0, 1)} <= set(re.findall(rf'^vllm:{name}\{{.*?(engine="\d")', joined,
                                                                   re.MULTILINE)), name
+
+
+def test_routers_find_the_adapters_in_use(tmp_path: Path) -> None:
+    """By the labels of one gauge, as llm-d's scorer of adapters reads them."""
+    write_adapter(tmp_path / "sql", tiny_model("llama", torch.float32), 1)
+    write_adapter(tmp_path / "law", tiny_model("llama", torch.float32), 2)
+    pattern = (r'^vllm:lora_requests_info\{.*max_lora="1",running_lora_adapters="(.*)",waiting_lora_adapters="(.*)"\} '
+               r"(\d+)")
+    with tiny_engine(enable_lora=True, max_loras=1, max_lora_rank=8) as rig:
+        stepped, params = LLM.around(rig.engine).llm_engine, SamplingParams(max_tokens=4, ignore_eos=True)
+
+        def adapters() -> tuple[str, str]:
+            page = ServerMetrics(MODEL).text(rig.engine, 0, 0)
+            ((running, waiting, seconds),) = re.findall(pattern, page, re.MULTILINE)
+            assert abs(int(seconds) - time.time()) < 600
+            return running, waiting
+
+        assert adapters() == ("", "")
+        for name in ("sql", "law"):
+            stepped.add_request(name, "abab", params, lora_request=LoRARequest(name, 1, str(tmp_path / name)))
+        assert adapters() == ("", "law,sql")
+        stepped.step()
+        assert adapters() == ("sql", "law")
+        while stepped.has_unfinished_requests():
+            stepped.step()
+        assert adapters() == ("", "")
