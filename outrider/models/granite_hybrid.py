@@ -106,7 +106,7 @@ class GraniteHybrid(HybridDecoder):
         if top_k > self.num_experts:
             raise config.refusal("num_experts_per_tok", f"there are {self.num_experts} experts")
         rule = RouteRule(self.num_experts, top_k, scoring="softmax", renormalise=True)
-        experts = Experts(self.num_experts, hidden_size, config.required("intermediate_size", int), is_fused=True,
+        experts = Experts(self.num_experts, hidden_size, config.required("intermediate_size", int),
                           activation=self.activation, dtype=dtype, device=device)
         return MoE(Router(index, hidden_size, rule, dtype=dtype, device=device), experts, shared=shared,
                    shared_name=SHARED)

@@ -23,6 +23,7 @@ from outrider.models.sources.base import ModelSource, WeightError
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
 MIB = 1 << 20
+JOINT_PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")  # in tensors of all experts
 MOST_WIDENED = 1 << 24  # numbers in float32 beside those of 8 bits
 
 Stored: TypeAlias = torch.Tensor | StoredWeight  # a file's tensor as numbers, or in its own bits
@@ -39,7 +40,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
     if group is not None:
         model.cut(group)
     if keep_quantized:
-        declare_formats(model, source.stored_format)
+        declare_formats(model, stored_formats(model, source))
     fill_model(model, source, load_format=load_format, seed=seed)
     return model
 
@@ -50,6 +51,30 @@ def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | 
     one on which the model will run, if it is only outlined on the meta device. `quantization`: codes into which linear
     layers of numbers are brought when they are read."""
     model.declare_formats(FormatChoice(stored_format, device or model.device, quantization))
+
+
+def stored_formats(model: Model, source: ModelSource) -> Callable[[str], StoredFormat | None]:
+    """How a source stores a matrix, by the model's name for it. The files may have another name for the matrix
+    (`slot_name`), or hold it in one tensor with those of all experts."""
+    try:
+        names = source.tensor_names()
+    except FileNotFoundError:  # a dummy model of a config alone
+        return source.stored_format
+    matrices = {name.rpartition(".")[0] for name in names}
+    name_in_files = {model.slot_name(f"{matrix}.weight").removesuffix(".weight"): matrix for matrix in matrices}
+
+    def stored_format(name: str) -> StoredFormat | None:
+        in_files = name_in_files.get(name) or name_in_files.get(_joint_name(name))
+        return source.stored_format(in_files or name)
+
+    return stored_format
+
+
+def _joint_name(name: str) -> str:
+    """The matrix of all experts in which files of some families hold the matrix of one expert."""
+    experts, _, projection = name.rpartition(".")
+    joint = JOINT_PROJECTIONS.get(projection, projection)
+    return f"{experts.rpartition('.')[0]}.{joint}"
 
 
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
@@ -179,7 +204,7 @@ def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, We
             yield name, tensor
         else:
             joint = tensor if isinstance(tensor, torch.Tensor | ScaledWeight) else tensor.dequantize()
-            parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+            parts = [part for part, whole in JOINT_PROJECTIONS.items() if whole == projection] or [projection]
             rows = -(-joint.shape[1] // len(parts))
             for expert in range(joint.shape[0]):
                 for at, part in enumerate(parts):

@@ -19,7 +19,7 @@ from outrider.layers.base import find_modules
 from outrider.layers.fuse import use_int8_activations
 from outrider.layers.linear import Linear
 from outrider.models.base import Model
-from outrider.models.loader import Watch, declare_formats, fill_model
+from outrider.models.loader import Watch, declare_formats, fill_model, stored_formats
 from outrider.models.registry import build_model
 from outrider.models.sources.base import ModelSource
 from outrider.models.sources.quantization import quantization_section
@@ -64,7 +64,7 @@ def declare_stored(model: Model, config: EngineConfig, source: ModelSource, devi
     # Quantised files stay what they are.
     made = None if quantization_section(source.config) else config.quantization
     if config.keep_quantized:
-        declare_formats(model, source.stored_format, device, made)
+        declare_formats(model, stored_formats(model, source), device, made)
     if made is not None and not any(slot.quantize for slot in model.weights().values()):
         if not any(choose_made(made, linear.declared) for linear in find_modules([model], Linear)):
             groups = f" and inputs that groups of {INT4_GROUPS} divide" if made == INT4 else ""

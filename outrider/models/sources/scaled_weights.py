@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
 from outrider.formats.scaled import ScaledWeight
@@ -14,10 +16,23 @@ BFLOAT16_FRACTION = 7  # bits below the exponent
 
 def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int = 0, block: int = 1) -> ScaledWeight:
     """codes [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or [outputs / block,
-    inputs / group], where the last block of either axis may be cut short."""
-    require(name, "weight", codes, torch.float8_e4m3fn)
-    outputs, inputs = codes.shape
-    return ScaledWeight(Scaled(FP8, group or inputs, codes, spread(name, scales, outputs, inputs, group, block)))
+    inputs / group], where the last block of either axis may be cut short. The matrices of all experts may come in one
+    tensor: codes [experts, outputs, inputs], and scales [experts, ..]."""
+    require(name, "weight", codes, torch.float8_e4m3fn, dims=(2, 3))
+    spread_scales = spread_of_each(name, scales, codes.shape, group, block)
+    return ScaledWeight(Scaled(FP8, group or codes.shape[-1], codes, spread_scales))
+
+
+def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group: int = 0,
+                   block: int = 1) -> torch.Tensor:
+    """`spread` for a matrix, or for each expert's matrix where `shape` is that of all experts."""
+    *experts, outputs, inputs = shape
+    if not experts:
+        return spread(name, scales, outputs, inputs, group, block)
+    if scales.shape[:1] != (*experts,):
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, those of {experts[0]} experts begin "
+                          f"with {experts[0]}")
+    return torch.stack([spread(name, own, outputs, inputs, group, block) for own in scales])
 
 
 def spread(
@@ -49,11 +64,11 @@ def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> ScaledWeight:
-    """codes [outputs, inputs] int8, with scales and zero points for each output or the whole matrix."""
-    require(name, "weight", codes, torch.int8)
-    outputs, inputs = codes.shape
-    offsets = None if zeros is None else spread(name, zeros.float(), outputs, inputs).half()
-    return ScaledWeight(Scaled(INT8, inputs, codes, spread(name, scales, outputs, inputs), offsets))
+    """codes [outputs, inputs] int8, with scales and zero points for each output or the whole matrix. Those of all
+    experts may come in one tensor, as in `fp8_weight`."""
+    require(name, "weight", codes, torch.int8, dims=(2, 3))
+    offsets = None if zeros is None else spread_of_each(name, zeros.float(), codes.shape).half()
+    return ScaledWeight(Scaled(INT8, codes.shape[-1], codes, spread_of_each(name, scales, codes.shape), offsets))
 
 
 def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
@@ -98,7 +113,7 @@ def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int
                factor: torch.Tensor | None = None) -> ScaledWeight:
     """packed [.., outputs, inputs / 2] bytes, the even column in the low bits; scales [.., outputs, inputs / group];
     factor: multiplies the whole matrix."""
-    require(name, "packed weight", packed, torch.uint8)
+    require(name, "packed weight", packed, torch.uint8, dims=(2, 3))
     *outputs, width = packed.shape
     if tuple(scales.shape) != (*outputs, 2 * width // group) or 2 * width % group:
         raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, codes of {[*outputs, 2 * width]} "
@@ -115,7 +130,7 @@ def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int
     return ScaledWeight(Scaled(FP4, group, pack_nibbles(nibbles, group), scales, factors=factors))
 
 
-def require(name: str, what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype or tensor.dim() < 2:
+def require(name: str, what: str, tensor: torch.Tensor, dtype: torch.dtype, dims: Collection[int] = (2,)) -> None:
+    if tensor.dtype != dtype or tensor.dim() not in dims:
         raise WeightError(f"the {what} of {name} has dtype {tensor.dtype} and shape {list(tensor.shape)}, "
                           f"its quantization_config needs {dtype} and a matrix")
