@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -232,6 +233,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             gguf_source(path)
 
     refused("architecture 'gpt2' is not supported; supported: llama", architecture="gpt2")
+    refused(r"architecture \['llama'\] is not", extra=lambda w: w.add_array("general.architecture", ["llama"]))
     refused("llama.expert_count = 8", extra=lambda w: w.add_expert_count(8))
     refused("llama.logit_scale = 2.0", extra=lambda w: w.add_logit_scale(2.0))
     refused("rope.dimension_count = 64 .* head size is 32", extra=lambda w: w.add_key_length(32))
@@ -265,17 +267,51 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             assert str(bad) in str(error)
 
 
+@pytest.mark.parametrize(("key", "values"), [
+    ("general.alignment", ("x", [32], 0)),
+    ("llama.block_count", (0, 1, 3, 2**40, -1, float("nan"), float("inf"), True, "2", [2])),
+    ("llama.context_length", (0, -1, 2**31, 2**63 - 1, 128.0, "128", [128])),
+    ("llama.embedding_length", (0, 255, 2**40, float("inf"), "x", [HIDDEN])),
+    ("llama.feed_forward_length", (0, 255, 2**40, -1, "x", [MLP], [MLP, MLP + 1])),
+    ("llama.attention.head_count", (0, -4, 2**40, 0.5, "4", [4])),
+    ("llama.attention.head_count_kv", (0, 1, 3, 2**40, "2", [2])),
+    ("llama.attention.layer_norm_rms_epsilon", (-1.0, 2.0, float("nan"), "x", [1e-5])),
+    ("llama.rope.freq_base", (0.0, -1.0, float("nan"), float("inf"), "x")),
+    ("llama.rope.scaling.type", (1, ["linear"])),
+    ("llama.rope.scaling.factor", ("x", float("nan"))),
+    ("llama.nextn_predict_layers", (2, 2**40, -1, "x")),
+    ("tokenizer.ggml.eos_token_id", (VOCAB, -1, 2**40, "x", [2], 2.0)),
+])  # fmt: skip
+def test_a_damaged_value_is_refused_by_its_key(key: str, values: tuple[Any, ...], tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    types = {bool: "bool", int: "int64", float: "float32", str: "string", list: "array"}
+    for value in values:
+        write_gguf(path, extra=lambda w, value=value: getattr(w, f"add_{types[type(value)]}")(key, value))
+        with pytest.raises(ValueError, match=rf"m.gguf.*{re.escape(key)}"):
+            resolve(path)
+
+
+def test_a_list_of_impossible_length_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, extra=lambda w: w.add_array("tokenizer.ggml.tokens", ["token"]))
+    data = path.read_bytes()
+    at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8  # behind both types
+    path.write_bytes(data[:at] + (1 << 40).to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(SourceError, match=r"'tokenizer.ggml.tokens' is a list of 1099511627776 values"):
+        resolve(path)
+
+
 @pytest.mark.parametrize("kind", ["F32", "Q4_0"])
 def test_tensors_of_impossible_shapes_are_named(tmp_path: Path, kind: str) -> None:
     """Without such checks torch's own words about views were all that was said."""
     path = tmp_path / "m.gguf"
-    write_gguf(path, kind, skip=("blk.0.attn_k.weight",), extra=lambda w: w.add_tensor(
-        "blk.0.attn_k.weight", np.zeros((KV_HEADS * HEAD_DIM + 1, HIDDEN), np.float32)))
-    with pytest.raises(SourceError, match=r"m.gguf: tensor 'blk.0.attn_k.weight' of shape .* heads"):
+    write_gguf(path, kind, skip=("blk.1.attn_k.weight",), extra=lambda w: w.add_tensor(
+        "blk.1.attn_k.weight", np.zeros((KV_HEADS * HEAD_DIM + 1, HIDDEN), np.float32)))
+    with pytest.raises(SourceError, match=r"m.gguf: tensor 'blk.1.attn_k.weight' of shape .* heads"):
         list(gguf_source(path).tensors())
-    write_gguf(path, kind, skip=("blk.0.attn_k.weight",), extra=lambda w: w.add_tensor(
-        "blk.0.attn_k.weight", np.zeros((0, HIDDEN), np.float32)))
-    with pytest.raises(SourceError, match=r"m.gguf is damaged: tensor 'blk.0.attn_k.weight' has the shape \(0, "):
+    write_gguf(path, kind, skip=("blk.1.attn_k.weight",), extra=lambda w: w.add_tensor(
+        "blk.1.attn_k.weight", np.zeros((0, HIDDEN), np.float32)))
+    with pytest.raises(SourceError, match=r"m.gguf is damaged: tensor 'blk.1.attn_k.weight' has the shape \(0, "):
         resolve(path)
 
 

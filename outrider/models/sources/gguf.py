@@ -7,6 +7,7 @@ imported only when weights are read.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,12 +75,16 @@ def gguf_source(path: Path, name: str | None = None) -> ModelSource:
 def _check_supported(header: Header) -> None:
     path, meta = header.path, header.metadata
     architecture = meta.get("general.architecture")
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise SourceError(f"{path}: GGUF architecture {architecture!r} is not supported; supported: "
                           f"{', '.join(FAMILIES)}. Use the model's safetensors folder instead.")
-    if meta.get("split.count", 1) > 1:
+    if meta.get("split.count", 1) not in (0, 1):
         raise SourceError(f"{path} is one of {meta['split.count']} parts (split.count); merge them into one file first")
-    family, num_layers = FAMILIES[architecture], Metadata(header).num_layers
+    family, keys = FAMILIES[architecture], Metadata(header)
+    num_layers, num_stored = keys.num_layers, keys.need("block_count")
+    if not any(name.startswith(f"blk.{num_layers - 1}.") for name in header.tensors):
+        raise SourceError(f"{path}: {architecture}.block_count = {num_stored}, but layer {num_layers - 1} has no "
+                          "tensors; the file is damaged: fetch it again")
     for entry in header.tensors.values():
         if entry.kind.name not in KINDS:
             raise SourceError(f"{path}: tensor {entry.name!r} is {entry.kind.name}, which is not supported; "
@@ -87,6 +92,10 @@ def _check_supported(header: Header) -> None:
         if len(entry.shape) < 2 and entry.kind.name not in FLOAT_KINDS:
             raise SourceError(f"{path}: tensor {entry.name!r} of shape {entry.shape} is {entry.kind.name}; a tensor of "
                               f"one dimension is read as {', '.join(FLOAT_KINDS)}")
+        layer = re.match(r"blk\.(\d+)\.", entry.name)
+        if layer is not None and int(layer[1]) >= num_stored:
+            raise SourceError(f"{path}: tensor {entry.name!r} lies behind the last layer: {architecture}.block_count = "
+                              f"{num_stored}; the file is damaged: fetch it again")
         if family.places(entry.name, num_layers) is None:
             raise SourceError(f"{path}: tensor {entry.name!r} does not belong to a model of the architecture "
                               f"{architecture!r} as Outrider knows it")
@@ -97,6 +106,7 @@ def build_config(header: Header) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise SourceError(f"{header.path}: tensor 'token_embd.weight' is missing; the file is damaged or incomplete")
+    meta.check_shown_sizes()
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

@@ -17,6 +17,7 @@ def plain_config(meta: Metadata) -> dict[str, Any]:
     heads = meta.need_number("attention.head_count")
     head_dim = meta.get("attention.key_length", meta.need("embedding_length") // heads)
     meta.must_equal("rope.dimension_count", head_dim, f" where the head size is {head_dim}")
+    meta.check_rows("attention.head_count", "attn_q.weight", heads * head_dim)
     return _heads(meta, heads, head_dim) | _norms(meta) | {"hidden_act": "silu"} | read_rope(meta, head_dim)
 
 
@@ -27,6 +28,7 @@ def _norms(meta: Metadata) -> dict[str, Any]:
 def _heads(meta: Metadata, heads: int, head_dim: int) -> dict[str, Any]:
     meta.must_equal("attention.value_length", head_dim, f" where the head size is {head_dim}")
     kv_heads = heads if meta.get("attention.head_count_kv") is None else meta.need_number("attention.head_count_kv")
+    meta.check_rows("attention.head_count_kv", "attn_k.weight", kv_heads * head_dim)
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
@@ -47,7 +49,7 @@ def _experts(meta: Metadata) -> dict[str, Any]:
 
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
     """Every sixth layer has full attention. Queries of the 27B model, of 62 layers, are scaled by another size."""
-    layers, heads = meta.need("block_count"), meta.need("attention.head_count")
+    layers, heads = meta.need("block_count"), meta.need_number("attention.head_count")
     scalar = meta.need("embedding_length") // heads if layers == 62 else meta.need("attention.key_length")
     return plain_config(meta) | {
         "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
@@ -137,8 +139,9 @@ def _sigmoid_experts(meta: Metadata) -> dict[str, Any]:
 
 
 def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
-    types = meta.get("attention.indexer.types")
-    kinds = None if types is None else ["full" if is_full else "shared" for is_full in types[: meta.num_layers]]
+    key = "attention.indexer.types"
+    types = None if meta.get(key) is None else meta.by_layer(key)[: meta.num_layers]
+    kinds = None if types is None else ["full" if is_full else "shared" for is_full in types]
     return deepseek_config(meta) | {
         "index_n_heads": meta.need("attention.indexer.head_count"), "indexer_types": kinds,
         "index_head_dim": meta.need("attention.indexer.key_length"),
@@ -156,7 +159,7 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
     for key in ("feed_forward_length", "rope.dimension_count"):
         meta.get(key)  # said by the tensors; nothing rotates
     dense = meta.layers_with("ffn_up.weight")
-    heads, inner = int(meta.need("ssm.time_step_rank")), int(meta.need("ssm.inner_size"))
+    heads, inner = meta.need("ssm.time_step_rank"), meta.need("ssm.inner_size")
     eps = meta.get("attention.layer_norm_epsilon")
     config = {
         "hybrid_override_pattern": "".join(letters[layer] for layer in range(meta.num_layers)),
@@ -182,7 +185,8 @@ def qwen_hybrid_config(meta: Metadata) -> dict[str, Any]:
     heads, delta = meta.need_number("attention.head_count"), DeltaHeads.read(meta)
     head_dim, turning = meta.need("attention.key_length"), meta.need("rope.dimension_count")
     count, interval = meta.num_layers, meta.get("full_attention_interval", 4)
-    recurrent = meta.get("attention.recurrent_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    key = "attention.recurrent_layers"
+    recurrent = meta.by_layer(key) if meta.get(key) else [(i + 1) % interval != 0 for i in range(count)]
     meta.get("rope.dimension_sections")  # for images: the positions of text are the same in all sections
     config = _heads(meta, heads, head_dim) | _norms(meta) | read_rope(meta, turning) | {
         "hidden_act": "silu", "partial_rotary_factor": turning / head_dim,

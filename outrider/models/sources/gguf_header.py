@@ -22,6 +22,8 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_NESTING = 4  # depth of nested arrays; a deeper one means a damaged file
 MAX_DIMENSIONS = 8
+MAX_SHOWN = 64  # characters of a key in a message
+MAX_ITEMS = 1 << 22  # of a list; vocabularies and their merges have less than a million
 # Kinds of tensors: the number in the file, how many values are stored together, and their bytes.
 KINDS = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
@@ -57,6 +59,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at = data, path, 0
+        self.part = "its header"  # what is being read, for errors
 
     def take(self, num_bytes: int) -> bytes:
         if self.at + num_bytes > len(self.data):
@@ -65,8 +68,8 @@ class _Cursor:
         return self.data[self.at - num_bytes : self.at]
 
     def _cut_off(self) -> SourceError:
-        return SourceError(f"{self.path} is cut off or damaged: its header goes on after byte {len(self.data)}, "
-                           "where the file ends. Fetch it again.")
+        return SourceError(f"{self.path} is cut off or damaged: {self.part} goes on after byte "
+                           f"{len(self.data)}, where the file ends. Fetch it again.")
 
     def scalar(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
@@ -94,10 +97,13 @@ class _Cursor:
             return self.string()
         if kind == ARRAY and depth < MAX_NESTING:
             return self.array(depth + 1)
-        raise SourceError(f"{self.path} is damaged: metadata of type {kind} before byte {self.at}. Fetch it again.")
+        raise SourceError(f"{self.path} is damaged: {self.part} has the type {kind} before byte {self.at}. Fetch it "
+                          "again.")
 
     def array(self, depth: int) -> list[Any]:
         item, count = self.scalar("I"), self.scalar("Q")
+        if count > MAX_ITEMS:
+            raise SourceError(f"{self.path} is damaged: {self.part} is a list of {count} values. Fetch it again.")
         if item in SCALARS:
             size = struct.calcsize(f"<{SCALARS[item]}")
             packed = self.take(count * size)
@@ -127,11 +133,13 @@ def _parse(cursor: _Cursor) -> Header:
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
+        cursor.part = f"metadata {key[:MAX_SHOWN]!r}"
         metadata[key] = cursor.value(cursor.scalar("I"))
+    cursor.part = "the list of its tensors"
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
-    alignment = int(metadata.get("general.alignment", 32))
-    if alignment < 1:
-        raise SourceError(f"{path} is damaged: general.alignment is {alignment}. Fetch it again.")
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise SourceError(f"{path} is damaged: general.alignment is {alignment!r}. Fetch it again.")
     start = -(-cursor.at // alignment) * alignment
     return Header(path, metadata, {e[0]: _place(path, e, start, len(cursor.data)) for e in entries})
 

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+from outrider.core.fields import FLOAT32, INT32, Count, Range, check_value
+from outrider.models.config_reader import LARGEST
 from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import Header
 
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing, or are said twice
+Whole: TypeAlias = Annotated[int, Range(0, INT32)]
+# What a key's value may be; of keys that are not listed, a whole number.
+VALUES: dict[str, Any] = {
+    "block_count": Annotated[int, Range(1, LARGEST["num_hidden_layers"])],
+    **dict.fromkeys(("context_length", "embedding_length", "attention.key_length", "attention.key_length_mla",
+                     "attention.key_length_swa", "attention.kv_lora_rank", "attention.sliding_window",
+                     "full_attention_interval", "rope.scaling.original_context_length", "ssm.conv_kernel",
+                     "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank"), Count),
+    "attention.head_count": Count | list[Whole],
+    **dict.fromkeys(("feed_forward_length", "attention.head_count_kv", "expert_feed_forward_length",
+                     "rope.dimension_sections"), Whole | list[Whole]),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+                    Annotated[float, Range(0, 1)]),
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), Annotated[float, Range(1, FLOAT32)]),
+    **dict.fromkeys(("final_logit_softcapping", "expert_weights_scale", "rope.scale_linear", "rope.scaling.factor",
+                     "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+                     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
+                     "rope.scaling.yarn_log_multiplier"), float),
+    "rope.scaling.type": str,
+    "expert_weights_norm": bool | int,
+    **dict.fromkeys(("attention.sliding_window_pattern", "attention.recurrent_layers", "attention.indexer.types"),
+                    bool | int | list[bool] | list[int]),
+}  # fmt: skip
+# Sizes that tensors show too: their keys, and a tensor of each layer, or of the model, with the axis of the size.
+SHOWN_SIZES = (("embedding_length", "token_embd.weight", 1), ("feed_forward_length", "ffn_down.weight", 1),
+               ("expert_count", "ffn_down_exps.weight", 0), ("expert_feed_forward_length", "ffn_down_exps.weight", 2))
 
 
 class Metadata:
@@ -19,8 +47,17 @@ class Metadata:
         self._read = {self.prefix + key for key in HARMLESS}
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(self.prefix + key)
-        return self.header.metadata.get(self.prefix + key, default)
+        """The value of a key below the architecture's name. One of another type or size than the key has is refused."""
+        name = self.prefix + key
+        self._read.add(name)
+        if name not in self.header.metadata:
+            return default
+        value = self.header.metadata[name]
+        try:
+            check_value(f"{self.header.path}: {name}", VALUES.get(key, Whole), value)
+        except ValueError as error:
+            raise SourceError(f"{error}; the file is damaged: fetch it again") from None
+        return value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
@@ -45,6 +82,27 @@ class Metadata:
             raise SourceError(f"{self.header.path}: {self.prefix}{key} has {len(value)} values for {count} layers")
         return value[:count]
 
+    def check_shown_sizes(self) -> None:
+        """Refuse sizes that are not those of the tensors, by their keys."""
+        for key, tensor, axis in SHOWN_SIZES:
+            for layer in range(self.num_layers):
+                entry = self.header.tensors.get(tensor) or self.header.tensors.get(f"blk.{layer}.{tensor}")
+                if self.get(key) is None or entry is None or axis >= len(entry.shape):
+                    continue
+                size = self.by_layer(key)[layer]
+                if entry.shape[axis] != size:
+                    raise SourceError(f"{self.header.path}: {self.prefix}{key} = {size}, but tensor {entry.name!r} has "
+                                      f"the shape {entry.shape}; the file is damaged: fetch it again")
+
+    def check_rows(self, key: str, tensor: str, rows: int) -> None:
+        """Refuse a number of heads if a matrix of the first layer that has it does not have their rows."""
+        for layer in self.layers_with(tensor)[:1]:
+            entry = self.header.tensors[f"blk.{layer}.{tensor}"]
+            if entry.shape[0] != rows:
+                raise SourceError(f"{self.header.path}: {self.prefix}{key} = {self.get(key)} needs {rows} rows, but "
+                                  f"tensor {entry.name!r} has the shape {entry.shape}; the file is damaged: fetch it "
+                                  "again")
+
     def must_equal(self, key: str, value: Any, why: str) -> None:
         found = self.get(key, value)
         if found != value:
@@ -61,7 +119,10 @@ class Metadata:
     @property
     def num_layers(self) -> int:
         """The layers of the model itself: those behind them predict further tokens and are not read."""
-        return int(self.need("block_count")) - int(self.get("nextn_predict_layers", 0))
+        count: int = self.need("block_count") - self.get("nextn_predict_layers", 0)
+        if count < 1:
+            raise self.refusal("nextn_predict_layers", f"the file has {self.need('block_count')} layers in all")
+        return count
 
     def layers_with(self, tensor: str) -> list[int]:
         """The layers that have a tensor of this name behind "blk.0."."""

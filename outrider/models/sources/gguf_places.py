@@ -132,12 +132,12 @@ class DeltaHeads(NamedTuple):
 
     @classmethod
     def read(cls, meta: Metadata) -> DeltaHeads:
-        keys, values = int(meta.need("ssm.group_count")), int(meta.need("ssm.time_step_rank"))
-        inner = int(meta.need("ssm.inner_size"))
-        if not keys or values % keys or not values or inner % values:
+        keys, values = meta.need("ssm.group_count"), meta.need("ssm.time_step_rank")
+        inner = meta.need("ssm.inner_size")
+        if values % keys or inner % values:
             raise SourceError(f"{meta.header.path}: {meta.prefix}ssm.*: {values} value heads of {inner} features "
                               f"do not share {keys} key heads evenly")
-        return cls(keys, values // keys, int(meta.need("ssm.state_size")), inner // values)
+        return cls(keys, values // keys, meta.need("ssm.state_size"), inner // values)
 
 
 def _tiled_value_rows(meta: Metadata, count: int) -> np.ndarray:
