@@ -11,10 +11,16 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
 
+from outrider.core.fields import check_value
 from outrider.engine.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 SPACE = "▁"  # what SentencePiece writes for a space
+
+
+# The lists of a tokenizer and what their values must be. Ids of tokens have names that end alike.
+LISTS = {"tokens": list[str], "merges": list[str], "scores": list[Any], "token_type": list[int]}
+TOKEN_ID = "_token_id"
 
 
 class TokenizerError(ValueError):
@@ -26,6 +32,7 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
     if kind is None or "tokenizer.ggml.tokens" not in meta:
         raise TokenizerError("the GGUF file holds no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens); "
                              "convert the model again with its tokenizer, or use its safetensors folder")
+    _check_types(meta)
     try:
         match kind:
             case "gpt2":
@@ -47,6 +54,18 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
         raise TokenizerError(f"the tokenizer of the GGUF file is damaged ({error}); fetch the file again, or "
                              "convert the model again") from error
     return tokenizer
+
+
+def _check_types(meta: Mapping[str, Any]) -> None:
+    """Refuse values of other types than the keys have, by their keys."""
+    expected = {f"tokenizer.ggml.{name}": kind for name, kind in LISTS.items()}
+    expected |= {key: int for key in meta if key.startswith("tokenizer.ggml.") and key.endswith(TOKEN_ID)}
+    for key in expected.keys() & meta.keys():
+        try:
+            check_value(key, expected[key], meta[key])
+        except ValueError as error:
+            raise TokenizerError(f"the tokenizer of the GGUF file is damaged: {error}; fetch the file again, or "
+                                 "convert the model again") from None
 
 
 def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:

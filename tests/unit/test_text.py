@@ -199,6 +199,14 @@ def test_damaged_gguf_tokenizers_are_named(change: dict[str, Any]) -> None:
         Tokenizer.load(sentencepiece_metadata(**change))
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("padding_token_id", "x"), ("unknown_token_id", [0]), ("bos_token_id", 0.5), ("tokens", "x"), ("tokens", [1, 2]),
+    ("merges", 3), ("scores", "x"), ("token_type", [1.5])])  # fmt: skip
+def test_a_value_of_another_type_is_refused_by_its_key(key: str, value: Any) -> None:
+    with pytest.raises(TokenizerError, match=rf"damaged: tokenizer.ggml.{key} must be "):
+        Tokenizer.load(gguf_metadata(trained(BYTES), "gpt-2", **{f"tokenizer.ggml.{key}": value}))
+
+
 def write_folder(folder: Path, config: dict[str, Any]) -> Path:
     backend = trained(BYTES)
     backend.post_processor = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 0)])
