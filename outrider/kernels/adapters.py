@@ -33,11 +33,17 @@ class RowSlots(NamedTuple):
     """The slots of token rows, and the rows in the order of their slots, which kernels go through."""
 
     slots: Tensor  # [tokens] int64, NO_SLOT for rows without an adapter
-    order: Tensor  # [tokens] int64
+    sorted_slots: Tensor  # [tokens] int64
+    order: Tensor  # [tokens] int64: the token row of each sorted slot
 
     @classmethod
     def from_slots(cls, slots: Tensor) -> RowSlots:
-        return cls(slots, slots.argsort(stable=True))
+        sorted_slots, order = slots.sort(stable=True)
+        if slots.is_cuda:
+            # Kernels read the order before they wait for their predecessors. This launch, which is an ordinary one,
+            # lies between the sort and the first of them, and begins when the sort's results are in memory.
+            slots.new_zeros(1)
+        return cls(slots, sorted_slots, order)
 
 
 class TargetRange(NamedTuple):

@@ -3,14 +3,18 @@ specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
-alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it. Token rows
-are taken in the order of their slots; a program goes through the slots of its rows one after the other.
+alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it.
+
+Token rows are taken in the order of their slots, in tiles. The slots of a tile are shared out to several programs, each
+of which goes through its own one after the other; a program without a slot ends at once. Factors and the order of rows
+are written by no kernel of the layers, so they are fetched while the predecessor still runs (see `RowSlots`).
 """
 
 from __future__ import annotations
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.adapters import NUM_PLACES, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.triton.common import (
@@ -26,28 +30,45 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.launch import kernel
 
-# Token rows of a program, up to so many of a step. Tensor cores take _TILE in any case, so bits do not depend on it.
-_ROWS_OF_PROGRAM = ((16, 1), (512, 4))
 _TILE = 16  # token rows, and ranks, that tensor cores take at least
-_BLOCK_K, _BLOCK_N = 128, 128
-_MAX_SPLITS, _SPLIT_COLUMNS = 8, 512
+# Programs that share the slots of a tile, up to so many token rows of a step.
+_SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
+_MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
+_BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
+_NARROW_N, _WIDE_N, _WIDE_FROM = 128, 256, 8192  # output features of a program, by those of a target
+
+
+@triton.jit
+def _without_largest(slot, COUNT: tl.constexpr):
+    """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
+    for _ in tl.static_range(COUNT):
+        slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
+    return slot
+
+
+@triton.jit
+def _own_slots(sorted_slots, place_of_row, M, SHARE: tl.constexpr):
+    """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
+    slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
+    for _ in range(tl.program_id(0) % SHARE):
+        slot = _without_largest(slot, 1)
+    return slot
 
 
 @kernel(do_not_specialize=["M"])
 def _shrink_kernel(
-    x, numbers, places, slots, order, inner, x_stride, M, first_target, num_targets, max_rank, K: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr,
+    x, numbers, places, sorted_slots, order, inner, x_stride, M, first_target, num_targets, max_rank, K: tl.constexpr,
+    SPLIT: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """inner [splits, token rows in their order, targets, max rank] float32: the sums over SPLIT input features each."""
     release_dependents(PDL)
-    lane, column = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
-    place_of_row = tl.program_id(0) * ROWS + lane
-    exists = (lane < ROWS) & (place_of_row < M)
+    lane = tl.arange(0, TILE)
+    place_of_row = tl.program_id(0) // SHARE * TILE + lane
     target, begin = tl.program_id(1), tl.program_id(2) * SPLIT
-    wait_for_inputs(PDL)
-    token = tl.load(order + place_of_row, mask=exists, other=0)
-    slot = tl.load(slots + token, mask=exists, other=-1)
+    column = begin + tl.arange(0, BLOCK_K)
+    token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
+    slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
     x_at = x + token[:, None] * x_stride + column[None, :]
     row = tl.program_id(2).to(tl.int64) * M + place_of_row
     inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * max_rank + lane[None, :]
@@ -59,61 +80,68 @@ def _shrink_kernel(
         for block in range(0, rank, TILE):
             in_rank = block + lane < rank
             a_at = factor + (block + lane).to(tl.int64)[:, None] * K + column[None, :]
+            a = tl.load(a_at, mask=in_rank[:, None] & (column < K)[None, :], other=0.0)
+            wait_for_inputs(PDL)
             acc = tl.zeros([TILE, TILE], dtype=tl.float32)
-            for start in range(begin, tl.minimum(begin + SPLIT, K), BLOCK_K):
-                is_there = start + column < K
-                value = tl.load(x_at + start, mask=is_own[:, None] & is_there[None, :], other=0.0)
-                a = tl.load(a_at + start, mask=in_rank[:, None] & is_there[None, :], other=0.0)
+            for start in tl.static_range(0, SPLIT, BLOCK_K):
+                value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0)
                 acc = tl.dot(value, tl.trans(a), acc, input_precision="ieee")
+                if start + BLOCK_K < SPLIT:
+                    is_there = column + start + BLOCK_K < K
+                    a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
             tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
-        slot = tl.where(is_own, -1, slot)
+        slot = _without_largest(slot, SHARE)
         current = tl.max(slot, axis=0)
+    wait_for_inputs(PDL)
 
 
 @kernel(do_not_specialize=["M", "first"])
 def _expand_kernel(
-    inner, numbers, places, scales, bounds, slots, order, out, out_stride, M, first, width, first_target, num_targets,
-    max_rank, count, SPLITS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PLACES: tl.constexpr, PDL: tl.constexpr,
+    inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, first, width, first_target,
+    num_targets, max_rank, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """first, width: the output features that `out` has. count: targets that `inner` has."""
+    """first, width: the output features that `out` has. count: targets that `inner` has. gain: a factor of all that is
+    added."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) * ROWS + lane
-    exists = (lane < ROWS) & (place_of_row < M)
+    place_of_row = tl.program_id(0) // SHARE * TILE + lane
     place_of_target = tl.program_id(2)
     target = first_target + place_of_target
-    wait_for_inputs(PDL)
-    token = tl.load(order + place_of_row, mask=exists, other=0)
-    slot = tl.load(slots + token, mask=exists, other=-1)
+    token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
+    slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
     low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
     column = low + feature - first  # of `out`
     is_there = (low + feature < high) & (column >= 0) & (column < width)
     inner_at = inner + (place_of_row.to(tl.int64)[:, None] * count + place_of_target) * max_rank + lane[None, :]
     out_at = out + token[:, None] * out_stride + column[None, :]
+    slot = tl.where(tl.max(is_there.to(tl.int32), axis=0) > 0, slot, -1)
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
         place = places + (current * num_targets + target) * PLACES
         factor, rank = numbers + tl.load(place + 1), tl.load(place + 2)
+        scale = tl.load(scales + current * num_targets + target) * gain
+        b_at = factor + feature.to(tl.int64)[:, None] * rank + lane[None, :]
+        b = tl.load(b_at, mask=is_there[:, None] & (lane < rank)[None, :], other=0.0)
+        wait_for_inputs(PDL)
         if rank > 0:
+            inside = is_own[:, None] & is_there[None, :]
+            before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
             acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
             for block in range(0, rank, TILE):
-                in_rank = block + lane < rank
                 total = tl.zeros([TILE, TILE], dtype=tl.float32)
                 for split in tl.static_range(SPLITS):
                     part = inner_at + tl.cast(split, tl.int64) * M * count * max_rank + block
-                    total += tl.load(part, mask=is_own[:, None] & in_rank[None, :], other=0.0)
-                b_at = factor + feature.to(tl.int64)[:, None] * rank + (block + lane)[None, :]
-                b = tl.load(b_at, mask=is_there[:, None] & in_rank[None, :], other=0.0)
+                    total += tl.load(part, mask=is_own[:, None] & (block + lane < rank)[None, :], other=0.0)
                 acc = tl.dot(total.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-            inside = is_own[:, None] & is_there[None, :]
-            scale = tl.load(scales + current * num_targets + target)
-            before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+                in_next = block + TILE + lane < rank
+                b = tl.load(b_at + block + TILE, mask=is_there[:, None] & in_next[None, :], other=0.0)
             tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        slot = tl.where(is_own, -1, slot)
+        slot = _without_largest(slot, SHARE)
         current = tl.max(slot, axis=0)
+    wait_for_inputs(PDL)
 
 
 def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
@@ -124,33 +152,51 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots,
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     num_tokens, num_inputs = x.shape
     require_tensor(name, "out", out, (num_tokens, None), device, FLOATS)
-    for argument, tensor in (("slots", rows.slots), ("order", rows.order)):
-        require_tensor(name, argument, tensor, (num_tokens,), device, (torch.int64,))
-    require_tensor(name, "numbers", tables.numbers, (None,), device, (x.dtype,))
-    num_slots, num_targets = tables.scales.shape
-    require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), device, (torch.int64,), 3)
-    require_tensor(name, "scales", tables.scales, (num_slots, num_targets), device, (torch.float32,), 2)
-    require_tensor(name, "bounds", tables.bounds, (num_targets, 2), device, (torch.int64,), 2)
-    require(targets.first + len(targets.ends) <= num_targets, name, "targets", "are beyond the tables")
-    width = out.shape[1]
-    asked = targets.within(first, first + width)
+    _require_tables(name, rows, tables, num_tokens, x)
+    require(targets.first + len(targets.ends) <= len(tables.bounds), name, "targets", "are beyond the tables")
+    asked = targets.within(first, first + out.shape[1])
     if not num_tokens or not asked:
         return
     # Ranges of input features depend on their number alone, or bits would depend on the batch.
-    splits = max(1, min(_MAX_SPLITS, num_inputs // _SPLIT_COLUMNS))
-    split = cdiv(cdiv(num_inputs, splits), _BLOCK_K) * _BLOCK_K
+    block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(_TILE, next_power_of_two(num_inputs)))
+    split = min(_MAX_SPLIT, cdiv(cdiv(num_inputs, _MIN_SPLITS), block) * block)
     splits = cdiv(num_inputs, split)
-    height = next((height for most, height in _ROWS_OF_PROGRAM if num_tokens <= most), _TILE)
     inner = torch.empty(splits, num_tokens, len(asked), tables.max_rank, dtype=torch.float32, device=device)
-    tiles = cdiv(num_tokens, height)
-    _shrink_kernel[(tiles, len(asked), splits)](
-        x, tables.numbers, tables.places, *rows, inner, x.stride(0), num_tokens, asked.start, num_targets,
-        tables.max_rank, K=num_inputs, SPLIT=split, ROWS=height, TILE=_TILE, BLOCK_K=_BLOCK_K, PLACES=NUM_PLACES,
-        PDL=pdl, num_warps=4, num_stages=3, **pdl_options(pdl))  # fmt: skip
+    share = _share(num_tokens, tables)
+    _shrink_kernel[(cdiv(num_tokens, _TILE) * share, len(asked), splits)](
+        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_tokens, asked.start,
+        len(tables.bounds), tables.max_rank, K=num_inputs, SPLIT=split, SHARE=share, TILE=_TILE, BLOCK_K=block,
+        PLACES=NUM_PLACES, PDL=pdl, num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
     begins = (0, *targets.ends[:-1])
-    largest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
-    block_n = min(_BLOCK_N, max(_TILE, next_power_of_two(largest)))
-    _expand_kernel[(tiles, cdiv(largest, block_n), len(asked))](
-        inner, tables.numbers, tables.places, tables.scales, tables.bounds, *rows, out, out.stride(0), num_tokens,
-        first, width, asked.start, num_targets, tables.max_rank, len(asked), SPLITS=splits, ROWS=height, TILE=_TILE,
-        BLOCK_N=block_n, PLACES=NUM_PLACES, PDL=pdl, num_warps=4, num_stages=2, **pdl_options(pdl))  # fmt: skip
+    widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
+    _expand(inner, out, first, rows, tables, asked, widest, 1.0, pdl)
+
+
+def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables, asked: range,
+            widest: int, gain: float, pdl: bool) -> None:
+    """Add the products of `inner` [splits, token rows in their order, targets, max rank] with the second factors.
+    widest: the most output features of a target."""
+    splits, num_tokens = inner.shape[:2]
+    share = _share(num_tokens, tables)
+    block = min(_WIDE_N if widest >= _WIDE_FROM else _NARROW_N, max(_TILE, next_power_of_two(widest)))
+    _expand_kernel[(cdiv(num_tokens, _TILE) * share, cdiv(widest, block), len(asked))](
+        inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.sorted_slots, rows.order, out,
+        out.stride(0), num_tokens, first, out.shape[1], asked.start, len(tables.bounds), tables.max_rank, len(asked),
+        gain, SPLITS=splits, SHARE=share, TILE=_TILE, BLOCK_N=block, PLACES=NUM_PLACES, PDL=pdl, num_warps=4,
+        num_stages=1, **pdl_options(pdl))  # fmt: skip
+
+
+def _share(num_tokens: int, tables: AdapterTables) -> int:
+    """Programs that share the slots of a tile. Bits do not depend on it."""
+    share = next((share for most, share in _SHARES if num_tokens <= most), 1)
+    return min(share, next_power_of_two(len(tables.scales)))
+
+
+def _require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_tokens: int, x: torch.Tensor) -> None:
+    for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
+        require_tensor(name, argument, tensor, (num_tokens,), x.device, (torch.int64,))
+    require_tensor(name, "numbers", tables.numbers, (None,), x.device, (x.dtype,))
+    num_slots, num_targets = tables.scales.shape
+    require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), x.device, (torch.int64,), 3)
+    require_tensor(name, "scales", tables.scales, (num_slots, num_targets), x.device, (torch.float32,), 2)
+    require_tensor(name, "bounds", tables.bounds, (num_targets, 2), x.device, (torch.int64,), 2)
