@@ -87,17 +87,15 @@ def _check_rank(source: PeftFolder, module: str, pair: FactorPair, rank: int) ->
 
 
 def _packed(name: str, held: dict[Target, list[NamedPair]], dtype: torch.dtype, pin: bool) -> HostAdapter:
-    made: list[tuple[Target, torch.Tensor, torch.Tensor, float]] = []
-    for target, pairs in held.items():
-        made.append((target, *target.factors(pairs)))
-    size = sum(aligned(a.numel()) + aligned(b.numel()) for _, a, b, _ in made)
+    made = [(target, target.factors(pairs)) for target, pairs in held.items()]
+    size = sum(aligned(own.a.numel()) + aligned(own.b.numel()) for _, own in made)
     numbers = torch.zeros(size, dtype=dtype, pin_memory=pin)
     entries: list[FactorPlace] = []
     first = 0
-    for target, a, b, scale in made:
-        second = first + aligned(a.numel())
-        numbers[first : first + a.numel()].view(a.shape).copy_(a)
-        numbers[second : second + b.numel()].view(b.shape).copy_(b)
-        entries.append(FactorPlace(target.index, first, second, b.shape[-1], scale))
-        first = second + aligned(b.numel())
+    for target, own in made:
+        second = first + aligned(own.a.numel())
+        numbers[first : first + own.a.numel()].view(own.a.shape).copy_(own.a)
+        numbers[second : second + own.b.numel()].view(own.b.shape).copy_(own.b)
+        entries.append(FactorPlace(target.index, first, second, own.rank, own.scale))
+        first = second + aligned(own.b.numel())
     return HostAdapter(name, numbers, tuple(entries))

@@ -63,8 +63,8 @@ class StepAdapters(RowAdapters):
         assert isinstance(target, EmbeddingTarget)
         declared = target.embedding.declared
         for entry, rows in self._adapted(target):
-            a, b = self._arena.factors(entry, (declared.num_outputs, entry.rank), (declared.num_inputs, entry.rank))
-            _add_rows(out, rows, exact_product(a[tokens[rows]], b), entry.scale * scale)
+            a, b = self._arena.factors(entry, (declared.num_outputs, entry.rank), (entry.rank, declared.num_inputs))
+            _add_rows(out, rows, exact_product(a[tokens[rows]], b.t().contiguous()), entry.scale * scale)
 
     def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: moe.Routed,
             added: torch.Tensor | None) -> None:

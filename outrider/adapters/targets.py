@@ -10,13 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.formats import join_names
 from outrider.formats.declared import Segment
-from outrider.kernels.adapters import TargetRange
+from outrider.kernels.adapters import ALIGNMENT, TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
@@ -24,7 +25,6 @@ from outrider.layers.linear import Linear, TiedLinear
 from outrider.layers.moe import Experts
 from outrider.models.base import Model
 
-ALIGNMENT = 64  # numbers: where a factor begins in the arena
 WRAPPERS = ("model", "backbone", "language_model", "transformer")  # names around a decoder, which differ by version
 
 
@@ -34,7 +34,7 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target(ABC):
-    """One product that adapters may change. Factors are kept as `a` [.., rank, inputs] and `b` [.., outputs, rank]."""
+    """One product that adapters may change."""
 
     index: int  # its row in the arena's tables
     name: str  # of the module, without the names around the decoder
@@ -45,8 +45,8 @@ class Target(ABC):
         """Numbers of the two factors on this rank."""
 
     @abstractmethod
-    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """This rank's part of the factors as they lie in the arena, and the scale of their product."""
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        """This rank's part of the factors as they lie in the arena."""
 
     @abstractmethod
     def check(self, pair: FactorPair) -> int:
@@ -63,6 +63,15 @@ class Target(ABC):
 
     def room(self, rank: int) -> int:
         return sum(map(aligned, self.sizes(rank)))
+
+
+class HeldFactors(NamedTuple):
+    """The two factors of a target's change in the order in which the arena holds them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scale: float  # of their product
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ def _held_rows(b: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearTarget(Target):
-    """One matrix of a linear layer."""
+    """One matrix of a linear layer: `a` [rank, inputs] and `b` [rank, outputs]."""
 
     linear: Linear
     segment: Segment
@@ -107,13 +116,13 @@ class LinearTarget(Target):
     def check(self, pair: FactorPair) -> int:
         return _check_matrix(pair, self.linear.declared.in_features, self.segment.size)
 
-    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         (pair,) = pairs
         inputs, segment = self.linear.declared.inputs, self.segment
         b = _held_rows(pair.b, segment)
         if segment.layout is not None:
             b = segment.layout.sort(b)
-        return pair.a[:, inputs.start : inputs.stop], b, pair.scale
+        return HeldFactors(pair.a[:, inputs.start : inputs.stop], b.t(), b.shape[1], pair.scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,9 +139,9 @@ class ExpansionTarget(Target):
         (segment,) = self.expansion.declared.segments
         return _check_matrix(pair, self.expansion.declared.in_features, segment.size)
 
-    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         (pair,), (segment,) = pairs, self.expansion.declared.segments
-        return pair.a, _held_rows(pair.b, segment), pair.scale
+        return HeldFactors(pair.a, _held_rows(pair.b, segment), pair.b.shape[1], pair.scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,9 +161,9 @@ class EmbeddingTarget(Target):
             raise AdapterError(f"{pair.a}: {self.name} is an embedding, whose factors are lora_embedding_A and _B")
         return _check_matrix(pair, segment.size, self.embedding.declared.in_features)
 
-    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         (pair,) = pairs
-        return pair.a.t(), pair.b, pair.scale
+        return HeldFactors(pair.a.t(), pair.b.t(), pair.b.shape[1], pair.scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +233,7 @@ class ExpertsTarget(Target):
         raise AdapterError(f"{pair.a} {list(a)} and {pair.b} {list(b)} do not fit {count} experts of {inputs} inputs: "
                            "the adapter is for another base model")
 
-    def factors(self, pairs: Sequence[NamedPair]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         """Scales are folded into the second factor: those of gate and up may differ."""
         count = self.experts.num_experts
         pieces: list[tuple[slice, range, torch.Tensor, torch.Tensor]] = []  # experts, outputs, factors with experts
@@ -251,7 +260,7 @@ class ExpertsTarget(Target):
             joint_a[own, first : first + a.shape[1]] = a.to(joint_a.dtype)
             joint_b[own, part.start : part.stop, first : first + a.shape[1]] = b
             used[own] += a.shape[1]
-        return joint_a, joint_b, 1.0
+        return HeldFactors(joint_a, joint_b, rank, 1.0)
 
 
 def plain_name(module: str) -> str:

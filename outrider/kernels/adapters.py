@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NO_SLOT = -1  # of token rows without an adapter
+ALIGNMENT = 64  # numbers: every factor begins at a multiple
 NUM_PLACES = 3  # columns of `AdapterTables.places`: where the first and the second factor begin, and their rank
 
 
@@ -22,7 +23,7 @@ NUM_PLACES = 3  # columns of `AdapterTables.places`: where the first and the sec
 class AdapterTables:
     """The factors of all adapters on the device. A rank of 0 says that the slot's adapter does not change a target."""
 
-    numbers: Tensor  # [numbers]: `a` [rank, inputs] and `b` [outputs, rank] of each slot and target
+    numbers: Tensor  # [numbers]: `a` [rank, inputs] and `b` [rank, outputs] of each slot and target
     places: Tensor  # [slots, targets, NUM_PLACES] int64
     scales: Tensor  # [slots, targets], float32 or float64
     bounds: Tensor  # [targets, 2] int64: the output features of a linear layer that a target is
@@ -90,6 +91,6 @@ def add_by(product: Product, x: Tensor, out: Tensor, first: int, rows: RowSlots,
             begin, end = tables.bounds[target].tolist()
             low, high = max(begin, first), min(end, first + out.shape[1])
             inner = product(own, tables.numbers[a : a + rank * x.shape[1]].view(rank, -1))
-            factor = tables.numbers[b : b + rank * (end - begin)].view(-1, rank)[low - begin : high - begin]
-            delta = product(inner, factor) * tables.scales[slot, target].item()
+            factor = tables.numbers[b : b + rank * (end - begin)].view(rank, -1)[:, low - begin : high - begin]
+            delta = product(inner, factor.t().contiguous()) * tables.scales[slot, target].item()
             out[token_rows, low - first : high - first] += delta.to(out.dtype)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import moe, native, ops, scaled
-from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ALIGNMENT, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
@@ -67,9 +67,10 @@ def linear_add(rows: torch.Tensor) -> torch.Tensor:
 def add_adapters(rows: torch.Tensor) -> torch.Tensor:
     """Token rows have adapters of two ranks, or none."""
     out, ranks = random(ROWS, 66, seed=3)[rows], (5, 20)
-    starts = [0, ranks[0] * (WIDTH + 66)]
-    places = [[[start, start + rank * WIDTH, rank]] for start, rank in zip(starts, ranks, strict=True)]
-    tables = AdapterTables(random(sum(ranks) * (WIDTH + 66), seed=1), torch.tensor(places, device=DEVICE),
+    room = 128 * max(ranks)  # of each factor: a multiple of the alignment, and enough
+    assert room % ALIGNMENT == 0 and room >= max(ranks) * max(WIDTH, 66)
+    places = [[[2 * place * room, (2 * place + 1) * room, rank]] for place, rank in enumerate(ranks)]
+    tables = AdapterTables(random(4 * room, seed=1), torch.tensor(places, device=DEVICE),
                            torch.full((2, 1), 0.5, device=DEVICE), torch.tensor([[0, 66]], device=DEVICE), max_rank=20)
     slots = RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows])
     ops.add_adapters(random(ROWS, WIDTH)[rows], out, 0, slots, tables, TargetRange(0, (66,)))

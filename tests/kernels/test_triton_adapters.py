@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.adapters import NO_SLOT, AdapterTables, RowSlots, TargetRange  # noqa: E402
+from outrider.kernels.adapters import ALIGNMENT, NO_SLOT, AdapterTables, RowSlots, TargetRange  # noqa: E402
 
 RANKS = ((16, 5, 16), (8, 0, 40), (0, 0, 0))  # of each slot and target
 ENDS = (40, 72, 100)  # the targets' output features
@@ -27,9 +27,10 @@ def make_tables(device: torch.device, num_inputs: int = NUM_INPUTS,
     size = 0
     for slot, ranks in enumerate(RANKS):
         for target, (rank, begin, end) in enumerate(zip(ranks, begins, ENDS, strict=True), start=1):
-            places[slot, target] = torch.tensor([size, size + rank * num_inputs, rank])
-            numbers.append(torch.randn(rank * (num_inputs + end - begin), generator=generator) / 8)
-            size += len(numbers[-1])
+            a, b = (-(-count // ALIGNMENT) * ALIGNMENT for count in (rank * num_inputs, rank * (end - begin)))
+            places[slot, target] = torch.tensor([size, size + a, rank])
+            numbers.append(torch.randn(a + b, generator=generator) / 8)
+            size += a + b
     bounds = torch.tensor([[0, 7], *zip(begins, ENDS, strict=True)])
     scales = torch.rand(len(RANKS), len(ENDS) + 1, generator=generator)
     tensors = torch.cat(numbers).to(dtype), places, scales, bounds

@@ -12,11 +12,13 @@ are written by no kernel of the layers, so they are fetched while the predecesso
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.adapters import NUM_PLACES, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -29,13 +31,18 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
+from triton import knobs
 
 _TILE = 16  # token rows, and ranks, that tensor cores take at least
-# Programs that share the slots of a tile, up to so many token rows of a step.
+# Programs that share the slots of a tile, up to so many token rows of a step, and the most programs that a launch gets
+# by that: programs without a slot take time, too.
 _SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
+_MAX_SHARED = 1024
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
-_NARROW_N, _WIDE_N, _WIDE_FROM = 128, 256, 8192  # output features of a program, by those of a target
+_BLOCK_N = 128
+_EXPAND_REGISTERS = 128  # of a thread: ptxas takes twice as many otherwise, and half as many programs run at once
+_MAX_STEP = 16  # numbers that one load takes at most
 
 
 @triton.jit
@@ -57,11 +64,11 @@ def _own_slots(sorted_slots, place_of_row, M, SHARE: tl.constexpr):
 
 @kernel(do_not_specialize=["M"])
 def _shrink_kernel(
-    x, numbers, places, sorted_slots, order, inner, x_stride, M, first_target, num_targets, max_rank, K: tl.constexpr,
-    SPLIT: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr,
-    PDL: tl.constexpr,
+    x, numbers, places, sorted_slots, order, inner, x_stride, M, first_target, num_targets, inner_width,
+    K: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, token rows in their order, targets, max rank] float32: the sums over SPLIT input features each."""
+    """inner [splits, token rows in their order, targets, ranks] float32: the sums over SPLIT input features each."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     place_of_row = tl.program_id(0) // SHARE * TILE + lane
@@ -71,15 +78,15 @@ def _shrink_kernel(
     slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
     x_at = x + token[:, None] * x_stride + column[None, :]
     row = tl.program_id(2).to(tl.int64) * M + place_of_row
-    inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * max_rank + lane[None, :]
+    inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * inner_width + lane[None, :]
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
         place = places + (current * num_targets + first_target + target) * PLACES
-        factor, rank = numbers + tl.load(place), tl.load(place + 2)
+        factor, rank = numbers + tl.multiple_of(tl.load(place), ALIGNMENT), tl.load(place + 2)
         for block in range(0, rank, TILE):
             in_rank = block + lane < rank
-            a_at = factor + (block + lane).to(tl.int64)[:, None] * K + column[None, :]
+            a_at = factor + (block + lane)[:, None] * K + column[None, :]
             a = tl.load(a_at, mask=in_rank[:, None] & (column < K)[None, :], other=0.0)
             wait_for_inputs(PDL)
             acc = tl.zeros([TILE, TILE], dtype=tl.float32)
@@ -98,11 +105,11 @@ def _shrink_kernel(
 @kernel(do_not_specialize=["M", "first"])
 def _expand_kernel(
     inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, first, width, first_target,
-    num_targets, max_rank, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """first, width: the output features that `out` has. count: targets that `inner` has. gain: a factor of all that is
-    added."""
+    added. STEP: all targets begin and end at multiples of it, and so does `first`."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     place_of_row = tl.program_id(0) // SHARE * TILE + lane
@@ -111,20 +118,22 @@ def _expand_kernel(
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
     slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
     low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
+    num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
-    column = low + feature - first  # of `out`
-    is_there = (low + feature < high) & (column >= 0) & (column < width)
-    inner_at = inner + (place_of_row.to(tl.int64)[:, None] * count + place_of_target) * max_rank + lane[None, :]
+    column = tl.multiple_of((low - first).to(tl.int32), STEP) + feature  # of `out`
+    # Groups of STEP features are whole, there or not, so that they can be loaded together.
+    is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
+    inner_at = inner + (place_of_row.to(tl.int64)[:, None] * count + place_of_target) * inner_width + lane[None, :]
     out_at = out + token[:, None] * out_stride + column[None, :]
     slot = tl.where(tl.max(is_there.to(tl.int32), axis=0) > 0, slot, -1)
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
         place = places + (current * num_targets + target) * PLACES
-        factor, rank = numbers + tl.load(place + 1), tl.load(place + 2)
+        factor, rank = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT), tl.load(place + 2)
         scale = tl.load(scales + current * num_targets + target) * gain
-        b_at = factor + feature.to(tl.int64)[:, None] * rank + lane[None, :]
-        b = tl.load(b_at, mask=is_there[:, None] & (lane < rank)[None, :], other=0.0)
+        b_at = factor + lane[:, None] * num_features + feature[None, :]
+        b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
         wait_for_inputs(PDL)
         if rank > 0:
             inside = is_own[:, None] & is_there[None, :]
@@ -133,11 +142,12 @@ def _expand_kernel(
             for block in range(0, rank, TILE):
                 total = tl.zeros([TILE, TILE], dtype=tl.float32)
                 for split in tl.static_range(SPLITS):
-                    part = inner_at + tl.cast(split, tl.int64) * M * count * max_rank + block
+                    part = inner_at + tl.cast(split, tl.int64) * M * count * inner_width + block
                     total += tl.load(part, mask=is_own[:, None] & (block + lane < rank)[None, :], other=0.0)
-                acc = tl.dot(total.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
+                acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
                 in_next = block + TILE + lane < rank
-                b = tl.load(b_at + block + TILE, mask=is_there[:, None] & in_next[None, :], other=0.0)
+                b_at += TILE * num_features
+                b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
             tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
         slot = _without_largest(slot, SHARE)
         current = tl.max(slot, axis=0)
@@ -161,35 +171,48 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots,
     block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(_TILE, next_power_of_two(num_inputs)))
     split = min(_MAX_SPLIT, cdiv(cdiv(num_inputs, _MIN_SPLITS), block) * block)
     splits = cdiv(num_inputs, split)
-    inner = torch.empty(splits, num_tokens, len(asked), tables.max_rank, dtype=torch.float32, device=device)
-    share = _share(num_tokens, tables)
+    width = cdiv(tables.max_rank, _TILE) * _TILE
+    inner = torch.empty(splits, num_tokens, len(asked), width, dtype=torch.float32, device=device)
+    share = _share(num_tokens, tables, len(asked) * splits)
     _shrink_kernel[(cdiv(num_tokens, _TILE) * share, len(asked), splits)](
         x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_tokens, asked.start,
-        len(tables.bounds), tables.max_rank, K=num_inputs, SPLIT=split, SHARE=share, TILE=_TILE, BLOCK_K=block,
-        PLACES=NUM_PLACES, PDL=pdl, num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
+        len(tables.bounds), width, K=num_inputs, SPLIT=split, SHARE=share, TILE=_TILE, BLOCK_K=block,
+        PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, PDL=pdl, num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
+    _expand(inner, out, first, rows, tables, targets, asked, 1.0, pdl)
+
+
+def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+            targets: TargetRange, asked: range, gain: float, pdl: bool) -> None:
+    """Add the products of `inner` [splits, token rows in their order, asked targets, ranks] with the second factors."""
+    splits, num_tokens, _, inner_width = inner.shape
     begins = (0, *targets.ends[:-1])
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
-    _expand(inner, out, first, rows, tables, asked, widest, 1.0, pdl)
-
-
-def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables, asked: range,
-            widest: int, gain: float, pdl: bool) -> None:
-    """Add the products of `inner` [splits, token rows in their order, targets, max rank] with the second factors.
-    widest: the most output features of a target."""
-    splits, num_tokens = inner.shape[:2]
-    share = _share(num_tokens, tables)
-    block = min(_WIDE_N if widest >= _WIDE_FROM else _NARROW_N, max(_TILE, next_power_of_two(widest)))
-    _expand_kernel[(cdiv(num_tokens, _TILE) * share, cdiv(widest, block), len(asked))](
+    block = min(_BLOCK_N, max(_TILE, next_power_of_two(widest)))
+    blocks = cdiv(widest, block)
+    share = _share(num_tokens, tables, len(asked) * blocks)
+    limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
+    _expand_kernel[(cdiv(num_tokens, _TILE) * share, blocks, len(asked))](
         inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.sorted_slots, rows.order, out,
-        out.stride(0), num_tokens, first, out.shape[1], asked.start, len(tables.bounds), tables.max_rank, len(asked),
-        gain, SPLITS=splits, SHARE=share, TILE=_TILE, BLOCK_N=block, PLACES=NUM_PLACES, PDL=pdl, num_warps=4,
-        num_stages=1, **pdl_options(pdl))  # fmt: skip
+        out.stride(0), num_tokens, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked), gain,
+        SPLITS=splits, SHARE=share, TILE=_TILE, BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT,
+        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=4, num_stages=1,
+        **limit, **pdl_options(pdl))  # fmt: skip
 
 
-def _share(num_tokens: int, tables: AdapterTables) -> int:
-    """Programs that share the slots of a tile. Bits do not depend on it."""
+def _step(*places: int) -> int:
+    """The largest power of two, up to a limit, that all places are multiples of."""
+    common = math.gcd(*places)
+    return min(_MAX_STEP, common & -common)
+
+
+def _share(num_tokens: int, tables: AdapterTables, programs: int) -> int:
+    """Programs that share the slots of a tile, where each tile has so many programs already. Bits do not depend on
+    it."""
     share = next((share for most, share in _SHARES if num_tokens <= most), 1)
-    return min(share, next_power_of_two(len(tables.scales)))
+    share = min(share, next_power_of_two(len(tables.scales)))
+    while share > 1 and cdiv(num_tokens, _TILE) * programs * share > _MAX_SHARED:
+        share //= 2
+    return share
 
 
 def _require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_tokens: int, x: torch.Tensor) -> None:
