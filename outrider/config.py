@@ -96,8 +96,6 @@ class EngineConfig:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                              "every adapter on the device is kept in the host's memory too")
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise ValueError("enable_lora with tensor_parallel_size > 1 is not supported: use one rank, or replicas")
         if self.speculative_config is not None:
             SpeculativeConfig.parse(self.speculative_config)
         if self.kv_events_config is not None:

@@ -63,7 +63,7 @@ class StepAdapters(RowAdapters):
         assert isinstance(target, EmbeddingTarget)
         declared = target.embedding.declared
         for entry, rows in self._adapted(target):
-            a, b = self._arena.factors(entry, (declared.num_outputs, entry.rank), (entry.rank, declared.num_inputs))
+            a, b = self._arena.factors(entry, (target.vocab_size, entry.rank), (entry.rank, declared.num_inputs))
             _add_rows(out, rows, exact_product(a[tokens[rows]], b.t().contiguous()), entry.scale * scale)
 
     def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: moe.Routed,
@@ -96,7 +96,7 @@ class StepAdapters(RowAdapters):
         if entry is None:
             return out
         count = target.experts.num_experts
-        shapes = (count, entry.rank, target.num_inputs), (count, target.num_outputs, entry.rank)
+        shapes = (count, entry.rank, target.held_inputs), (count, target.held_outputs, entry.rank)
         a, b = self._arena.factors(entry, *shapes)
         return out + entry.scale * exact_product(exact_product(x, a[expert]), b[expert])
 

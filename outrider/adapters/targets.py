@@ -16,7 +16,7 @@ import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.formats import join_names
-from outrider.formats.declared import Segment
+from outrider.formats.declared import Segment, VocabularyCut
 from outrider.kernels.adapters import ALIGNMENT, TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
@@ -42,7 +42,7 @@ class Target(ABC):
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
-        """Numbers of the two factors on this rank."""
+        """Numbers of the two factors on the rank that holds the most."""
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
@@ -111,7 +111,9 @@ class LinearTarget(Target):
         return self.segment.rows.start, self.segment.rows.stop
 
     def sizes(self, rank: int) -> tuple[int, int]:
-        return rank * self.linear.declared.num_inputs, rank * len(self.segment.rows)
+        cut = self.linear.declared.cut
+        num_outputs = cut.width(self.segment.size) if isinstance(cut, VocabularyCut) else len(self.segment.rows)
+        return rank * self.linear.declared.num_inputs, rank * num_outputs
 
     def check(self, pair: FactorPair) -> int:
         return _check_matrix(pair, self.linear.declared.in_features, self.segment.size)
@@ -146,20 +148,23 @@ class ExpansionTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingTarget(Target):
-    """A table of tokens. Its first factor [vocabulary, rank] is looked up like the table itself."""
+    """A table of tokens. Its first factor [vocabulary, rank] is looked up like the table itself; with several ranks
+    each holds all of it."""
 
     embedding: Embedding
     is_planned: bool = False
 
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.declared.segments[0].size
+
     def sizes(self, rank: int) -> tuple[int, int]:
-        declared = self.embedding.declared
-        return rank * declared.num_outputs, rank * declared.num_inputs
+        return rank * self.vocab_size, rank * self.embedding.declared.num_inputs
 
     def check(self, pair: FactorPair) -> int:
-        (segment,) = self.embedding.declared.segments
         if not pair.is_embedding:
             raise AdapterError(f"{pair.a}: {self.name} is an embedding, whose factors are lora_embedding_A and _B")
-        return _check_matrix(pair, segment.size, self.embedding.declared.in_features)
+        return _check_matrix(pair, self.vocab_size, self.embedding.declared.in_features)
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         (pair,) = pairs
@@ -169,7 +174,8 @@ class EmbeddingTarget(Target):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsTarget(Target):
     """One of the two projections of all experts: factors [experts, rank, inputs] and [experts, outputs, rank]. Files
-    hold them expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two."""
+    hold them expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two. With several
+    ranks each holds a part of the inner features."""
 
     experts: Experts
     is_down: bool
@@ -198,10 +204,26 @@ class ExpertsTarget(Target):
     def num_outputs(self) -> int:
         return max(part.stop for part in self.parts.values())
 
+    @cached_property
+    def _inner(self) -> range:
+        """The inner features of an expert that this rank holds."""
+        declared = self.experts.declared
+        return range(declared.expert_size) if declared.cut is None else declared.cut.ranks.share(declared.expert_size)
+
+    @property
+    def held_inputs(self) -> int:
+        """Input features of this rank's part."""
+        return len(self._inner) if self.is_down else self.num_inputs
+
+    @property
+    def held_outputs(self) -> int:
+        """Output features of this rank's part."""
+        return self.num_outputs if self.is_down else (1 + self.is_gated) * len(self._inner)
+
     def sizes(self, rank: int) -> tuple[int, int]:
         # A gated expert whose gate and up were adapted apart has the ranks of both.
         count = self.experts.num_experts
-        return count * rank * self.num_inputs, count * rank * self.num_outputs
+        return count * rank * self.held_inputs, count * rank * self.held_outputs
 
     def takes(self, rest: str, pair: FactorPair) -> bool:
         """Whether a module below the experts' name is (a part of) this projection."""
@@ -260,6 +282,11 @@ class ExpertsTarget(Target):
             joint_a[own, first : first + a.shape[1]] = a.to(joint_a.dtype)
             joint_b[own, part.start : part.stop, first : first + a.shape[1]] = b
             used[own] += a.shape[1]
+        held = slice(self._inner.start, self._inner.stop)
+        if self.is_down:
+            joint_a = joint_a[:, :, held]
+        else:
+            joint_b = joint_b.unflatten(1, (1 + self.is_gated, -1))[:, :, held].flatten(1, 2)
         return HeldFactors(joint_a, joint_b, rank, 1.0)
 
 
@@ -339,7 +366,7 @@ class Targets:
             case LinearTarget(linear=linear, segment=segment):
                 return segment.size, linear.declared.in_features
             case EmbeddingTarget(embedding=embedding):
-                return embedding.declared.segments[0].size, embedding.declared.in_features
+                return target.vocab_size, embedding.declared.in_features
         return ()
 
     def planned_room(self, rank: int) -> int:

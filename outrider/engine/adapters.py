@@ -124,6 +124,7 @@ class AdapterRegistry:
             size = answer.result()
         except Exception:
             self._take_out(number)
+            self._order(DropAdapter(number))  # some ranks may have read it, or still do
             raise
         if size is not None:
             self.sizes[number] = size

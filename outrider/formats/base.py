@@ -7,6 +7,7 @@ a product has a default here that composes the plain operations, so a format ove
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,13 @@ class LinearFormat(MatrixFormat):
         """The product in float32 (float64 stays), for logits: rounded to 16 bits they would tie."""
         out = self.product(x)
         return out if out.dtype == torch.float64 else out.float()
+
+    def adapted(self, x: torch.Tensor, add: Callable[[torch.Tensor], None], is_wide: bool = False) -> torch.Tensor:
+        """The product, or the wide product, to which `add` adds in place. Where ranks hold parts of the weight, `add`
+        is called with this rank's part, before parts are summed or gathered."""
+        out = self.wide(x) if is_wide else self.product(x)
+        add(out)
+        return out
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """The activation of the product. "relu2" squares the positive part; the others gate: act(gate) * up, with the

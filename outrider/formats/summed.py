@@ -73,6 +73,9 @@ class SummedLinear(AroundLinear):
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self._reduce(self._inner.wide(x)))
 
+    def adapted(self, x: torch.Tensor, add: Callable[[torch.Tensor], None], is_wide: bool = False) -> torch.Tensor:
+        return self._with_bias(self._reduce(self._inner.adapted(x, add, is_wide)))
+
     def _with_bias(self, total: torch.Tensor) -> torch.Tensor:
         return total + self._bias if self._bias is not None and self._adds_bias else total
 
@@ -99,6 +102,9 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         return self._gathered(self._inner.wide(x))
+
+    def adapted(self, x: torch.Tensor, add: Callable[[torch.Tensor], None], is_wide: bool = False) -> torch.Tensor:
+        return self._gathered(self._inner.adapted(x, add, is_wide))
 
     def dense(self) -> torch.Tensor:
         """The table of all ranks."""

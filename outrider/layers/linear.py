@@ -6,7 +6,7 @@ some input features, which its declaration says (`cut`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
@@ -24,7 +24,7 @@ from outrider.formats import (
     activate,
 )
 from outrider.layers.base import FormatModule
-from outrider.layers.context import StepContext
+from outrider.layers.context import RowAdapters, StepContext
 from outrider.layers.embedding import Embedding
 
 
@@ -59,15 +59,23 @@ class Linear(FormatModule[LinearFormat]):
         return self.declared.num_outputs
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        return self._adapted(self.format.product(x), x, context)
+        if context.adapters is None:
+            return self.format.product(x)
+        return self.format.adapted(x, self._changes(x, context.adapters))
 
     def part(self, x: torch.Tensor, first: int, stop: int, context: StepContext) -> torch.Tensor:
         """The output features [first, stop) of the product."""
-        return self._adapted(self.format.part(x, first, stop), x, context, first)
+        out = self.format.part(x, first, stop)
+        if context.adapters is not None:
+            assert not isinstance(self.declared.cut, InputCut), "a part of a product that is summed over ranks"
+            self._changes(x, context.adapters, first)(out)
+        return out
 
     def wide(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The product in float32, or float64 in a float64 model."""
-        return self._adapted(self.format.wide(x), x, context)
+        if context.adapters is None:
+            return self.format.wide(x)
+        return self.format.adapted(x, self._changes(x, context.adapters), is_wide=True)
 
     def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
         """The activation of the product, see `LinearFormat.activated`."""
@@ -77,14 +85,16 @@ class Linear(FormatModule[LinearFormat]):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""
+        if context.adapters is not None and isinstance(self.declared.cut, InputCut):
+            residual.add_(self(x, context))
+            return
         self.format.add_to(residual, x)
-        self._adapted(residual, x, context)
-
-    def _adapted(self, out: torch.Tensor, x: torch.Tensor, context: StepContext, first: int = 0) -> torch.Tensor:
-        """`out`, to which the adapters of the token rows have added their part, in place."""
         if context.adapters is not None:
-            context.adapters.add_to(out, self, x, first)
-        return out
+            self._changes(x, context.adapters)(residual)
+
+    def _changes(self, x: torch.Tensor, adapters: RowAdapters, first: int = 0) -> Callable[[torch.Tensor], None]:
+        """Adds to output features from `first` on, in place, what the adapters of the token rows add."""
+        return lambda out: adapters.add_to(out, self, x, first)
 
 
 class FusedLinear(Linear):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.adapters.targets import LinearTarget, Targets
+from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, LinearTarget, Targets
 from outrider.models.base import Model
 from tests.models import oracle
 
@@ -70,6 +70,35 @@ def write_adapter(path: Path, model: Model, seed: int, rank: int = 4, scale: flo
     path.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     (path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def write_adapter_of_all(path: Path, model: Model, seed: int, rank: int = 4, scale: float = 0.2) -> Path:
+    """An adapter with random factors for every product of a whole model that an adapter may change."""
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+
+    def add(name: str, end: str, *shape: int) -> None:
+        drawn = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+        tensors[f"base_model.model.model.{name}.{end}"] = drawn
+
+    for target in Targets.from_model(model).all:
+        match target:
+            case ExpertsTarget():
+                count, matrix = target.experts.num_experts, next(iter(target.parts))
+                add(f"{target.name}.{matrix}", "lora_A.weight", count, rank, target.num_inputs)
+                add(f"{target.name}.{matrix}", "lora_B.weight", count, target.num_outputs, rank)
+            case EmbeddingTarget():
+                add(target.name, "lora_embedding_A", rank, target.vocab_size)
+                add(target.name, "lora_embedding_B", target.embedding.declared.in_features, rank)
+            case LinearTarget() | ExpansionTarget():
+                is_linear = isinstance(target, LinearTarget)
+                declared = target.linear.declared if is_linear else target.expansion.declared
+                size = target.segment.size if is_linear else declared.segments[0].size
+                add(target.name, "lora_A.weight", rank, declared.in_features)
+                add(target.name, "lora_B.weight", size, rank)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
     save_file(tensors, path / "adapter_model.safetensors")
     return path
 

@@ -28,7 +28,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma3": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": JOINT, "qwen3_next": JOINT, "qwen3_5": {},
     "qwen3_5_moe": JOINT, "deepseek_v3": JOINT, "deepseek_v32": JOINT, "glm_moe_dsa": JOINT,
     "bamba": {"target_modules": MAMBA},
-    "nemotron_h": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
+    "nemotron_h": {"target_modules": MAMBA[:-1], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
     "nemotron_h_latent": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
 }  # fmt: skip
 QUICK = ("llama", "gemma3", "deepseek_v3", "nemotron_h_latent", "qwen3_next")
