@@ -15,6 +15,7 @@ import torch
 
 from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.checked_request import CheckedRequest, PromptEmbeds
+from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
@@ -182,10 +183,46 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
             serving = key if key in at_start else made.wider(key, at_start)
             assert serving is not None
             for one in (key, serving):
-                assert one.tokens >= one.requests * (1 + drafts) and one.num_wanted >= num_wanted
+                assert one.tokens >= batch.num_tokens and one.num_wanted >= max(drafts, num_wanted)
             shape = made.shape(serving)
             assert len(pack_captured(batch, shape)) == sum(shape.field_sizes)
         assert len(keys) <= (7 if is_costly else 5)
+
+
+@pytest.mark.parametrize("num_requests", [9, 17, 33, 48, 64])
+def test_different_numbers_of_drafts_share_sizes_at_most_32_apart(num_requests: int) -> None:
+    """With equal numbers a batch has the graph of that number. Of different numbers only their sum counts."""
+    made = graphs()
+    padded = next_size(made.sizes.requests, num_requests)
+    sizes = set()
+    for total in range(1, 3 * num_requests):
+        base, more = divmod(total, num_requests)
+        even = [base + (i < more) for i in range(num_requests)]
+        first = [min(3, max(0, total - 3 * i)) for i in range(num_requests)]
+        for num_drafts in (even, first):
+            key = served(made, replace(batch_of(num_drafts), num_wanted=3))
+            sizes.add(key.tokens)
+            if more == 0 and num_drafts is even:
+                assert key.tokens == padded * (1 + 3), "the graph of start-up that proposes three"
+            else:
+                most = padded * (1 + max(num_drafts))
+                assert num_requests + total <= key.tokens <= min(most, max(padded, num_requests + total + 31))
+            packet = unpack(made.shape(key), torch.tensor(pack_captured(batch_of(num_drafts), made.shape(key))))
+            assert packet.query_starts.diff().tolist()[:num_requests] == [1 + n for n in num_drafts]
+    gaps = [high - low for low, high in itertools.pairwise(sorted(sizes))]
+    assert max(gaps) <= 32 and len(sizes) <= 10
+
+
+@pytest.mark.parametrize("requests", [9, 16, 17, 32, 33, 40, 64, 250, 256])
+@pytest.mark.parametrize("max_drafts", [1, 3, 5])
+def test_the_scheduler_fills_sizes_that_are_captured(requests: int, max_drafts: int) -> None:
+    most = requests * (1 + max_drafts)
+    sizes = [*unequal_sizes(requests, max_drafts), most]
+    assert sizes[0] <= requests + 32 and all(high - low <= 32 for low, high in itertools.pairwise(sizes))
+    for size in sizes:
+        assert size_for(requests, size, max_drafts) == size
+        assert size_for(requests, size - 1, max_drafts) in (size, most)
+    assert not unequal_sizes(8, max_drafts) and size_for(8, 9, max_drafts) == 8 * (1 + max_drafts)
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 5, 17, 33, 48, 64])

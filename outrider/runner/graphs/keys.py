@@ -2,8 +2,8 @@
 
 A request's number of drafts is data, not a key, and so are its sampling parameters: a graph serves any batch that fits
 its padded requests and tokens and asks no more of the sampler than its form has. So that few graphs serve all, decode
-steps come in three kinds for each number of requests: plain, plain with a proposal, and with d drafts for each request,
-which proposes d again.
+steps come in four kinds for each number of requests: plain, plain with a proposal, with d drafts for each request, which
+proposes d again, and with token rows that requests with different numbers of drafts share (`core/decode_sizes.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from itertools import chain, product
 from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
+from outrider.core.decode_sizes import FEW, size_for
 from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
-from outrider.runner.graphs.sizes import FEW, PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
+from outrider.runner.graphs.sizes import PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
 from outrider.runner.plan import IDS_ALONE, NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.rows import RowState
 from outrider.sample.extras import StepExtras, StepNeeds
@@ -52,10 +53,8 @@ class GraphKey:
         """Whether a graph of this key serves every batch of the other's."""
         own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.has_adapters)
                        for key in (self, other))
-        # A decode step needs room for the tokens of each request, a step with prompts for all of them together.
-        scales = (1, 1) if self.has_prompts else (other.requests, self.requests)
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
-                and self.tokens * scales[0] >= other.tokens * scales[1] and self.has_drafts >= other.has_drafts
+                and self.tokens >= other.tokens and self.has_drafts >= other.has_drafts
                 and self.takes_checkpoints >= other.takes_checkpoints and self.longest >= other.longest)
 
 
@@ -112,12 +111,15 @@ class GraphKeys:
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted
+        is_unequal = requests > FEW and not shares and min(batch.num_drafts) < drafts
         if not self._is_costly:
             num_wanted = self.limits.max_drafts if num_wanted or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
-            drafts = num_wanted = max(drafts, num_wanted)
-        return GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, bool(rows), form=batch.form,
-                        sampler=sampler, shares_pages=shares, has_adapters=has_adapters,
+            num_wanted = max(drafts, num_wanted)
+            drafts = drafts if is_unequal else num_wanted
+        tokens = size_for(requests, batch.num_tokens, drafts) if is_unequal else requests * (1 + drafts)
+        return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.form, sampler=sampler,
+                        shares_pages=shares, has_adapters=has_adapters,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:

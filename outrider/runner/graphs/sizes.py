@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.core import Limits
+from outrider.core.decode_sizes import FEW
 
 MOST_AT_START = 256  # requests of the largest decode step that start-up captures and measures
 SHARED_DRAFTS = 1  # drafts of a request up to which attention can read shared pages once for several requests
-FEW = 8  # requests up to which tokens cost nothing: a step that only proposes drafts uses a graph that checks as many
 FILLED_ROWS = (1, 8, 64)  # rows just admitted for which the filling of a drafter's slots is loaded
 MOST_LATER = 256  # captures after start-up
 PROMPTS_AT_START = ((4, 256), (16, 512), (256, 1024))  # requests and tokens of steps with prompts, captured at start-up

@@ -1,0 +1,24 @@
+"""Token rows of captured decode steps: the sizes that the worker captures are the sizes that the scheduler fills.
+
+A graph has a fixed number of requests and of token rows. How the rows are shared out among the requests is data.
+"""
+
+from __future__ import annotations
+
+ROW_STEP = 32  # token rows between neighbouring sizes, at most
+FEW = 8  # requests up to which token rows cost nothing: all requests have equally many there
+
+
+def unequal_sizes(requests: int, max_drafts: int) -> range:
+    """Sizes, ascending, of steps whose requests have different numbers of drafts, up to `max_drafts` each. None is as
+    large as the step in which all requests have the most. Up to ROW_STEP requests they are multiples of the requests."""
+    step = requests if requests <= ROW_STEP else ROW_STEP
+    return range(0) if requests <= FEW else range((requests // step + 1) * step, requests * (1 + max_drafts), step)
+
+
+def size_for(requests: int, num_tokens: int, max_drafts: int) -> int:
+    """The token rows of the smallest step of so many padded requests that holds `num_tokens` tokens, where no request
+    has more than `max_drafts` drafts."""
+    most = requests * (1 + max_drafts)
+    step = requests if requests <= ROW_STEP else ROW_STEP
+    return most if requests <= FEW else min(most, max(requests, -(-num_tokens // step) * step))
