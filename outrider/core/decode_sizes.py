@@ -10,8 +10,8 @@ FEW = 8  # requests up to which token rows cost nothing: all requests have equal
 
 
 def unequal_sizes(requests: int, max_drafts: int) -> range:
-    """Sizes, ascending, of steps whose requests have different numbers of drafts, up to `max_drafts` each. None is as
-    large as the step in which all requests have the most. Up to ROW_STEP requests they are multiples of the requests."""
+    """Sizes, ascending, of steps whose requests have different numbers of drafts, up to `max_drafts` each. All are
+    smaller than the step in which every request has the most. Up to ROW_STEP requests a size is a multiple of them."""
     step = requests if requests <= ROW_STEP else ROW_STEP
     return range(0) if requests <= FEW else range((requests // step + 1) * step, requests * (1 + max_drafts), step)
 

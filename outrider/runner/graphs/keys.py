@@ -2,8 +2,9 @@
 
 A request's number of drafts is data, not a key, and so are its sampling parameters: a graph serves any batch that fits
 its padded requests and tokens and asks no more of the sampler than its form has. So that few graphs serve all, decode
-steps come in four kinds for each number of requests: plain, plain with a proposal, with d drafts for each request, which
-proposes d again, and with token rows that requests with different numbers of drafts share (`core/decode_sizes.py`).
+steps come in four kinds for each number of requests: plain, plain with a proposal, with d drafts for each request,
+which proposes d again, and with token rows that requests with different numbers of drafts share
+(`core/decode_sizes.py`).
 """
 
 from __future__ import annotations
