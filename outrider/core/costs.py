@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.core.decode_sizes import size_for
 from outrider.core.params import SamplingParams
 
 MEASURED_BOUNDS = 2  # steps with prompts are measured up to this many times their time bound, since some may exceed it
@@ -69,11 +70,11 @@ class StepCosts(SizedCosts):
 
     drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
     logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
-    is_padded: bool = False  # captured steps: every request has the same number of tokens
+    is_padded: bool = False  # steps are captured: they have the sizes of core/decode_sizes.py
 
     def step(self, tokens: int, requests: int = 1) -> float:
-        if self.is_padded:
-            tokens = -(-tokens // requests) * requests
+        if self.is_padded and tokens % requests:
+            tokens = size_for(requests, tokens, tokens // requests)
         return interpolate(self.tokens, self.seconds, tokens)
 
     def draft(self, most: int, requests: int = 1) -> float:

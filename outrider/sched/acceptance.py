@@ -44,6 +44,8 @@ class Rates:
 class Acceptance:
     """Rates of every request that has drafted, and those that all requests share."""
 
+    probe_after = PROBE_AFTER
+
     def __init__(self, k: int) -> None:
         self._k = k
         self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
@@ -51,7 +53,7 @@ class Acceptance:
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
         rates = self._rates_of(request_id, idle=0)
-        rates.observe(num_drafted, num_accepted, DECAY)
+        self._count(rates, num_drafted, num_accepted)
         rates.gains = []
         self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
 
@@ -78,14 +80,22 @@ class Acceptance:
     def is_probe_due(self, request_id: int) -> bool:
         """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself
         at any time, and without drafts that would go unnoticed."""
-        rates = self._rates_of(request_id, idle=PROBE_AFTER * 3 // 4)  # a new request is tried soon
-        rates.fade(FORGETTING)
+        rates = self._rates_of(request_id, idle=self.probe_after * 3 // 4)  # a new request is tried soon
+        self._fade(rates)
         rates.gains = []
         rates.idle += 1
-        if rates.idle < PROBE_AFTER:
+        if rates.idle < self.probe_after:
             return False
         rates.idle = 0
         return True
+
+    def _count(self, rates: Rates, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of one step of a request."""
+        rates.observe(num_drafted, num_accepted, DECAY)
+
+    def _fade(self, rates: Rates) -> None:
+        """Let the counts of a request fade after a step without drafts."""
+        rates.fade(FORGETTING)
 
     def _rates_of(self, request_id: int, *, idle: int) -> Rates:
         """The request's rates; a new request's begin after `idle` steps without drafts."""

@@ -7,17 +7,25 @@ acceptance is learned as steps go by. Knows no drafter by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from itertools import zip_longest
+from collections.abc import Iterator
+from itertools import accumulate, islice, zip_longest
+from operator import itemgetter
 from typing import NamedTuple
 
 from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
+from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.sched.acceptance import Acceptance
 from outrider.sched.request import Request
+from outrider.sched.spread_acceptance import SpreadAcceptance
 
 PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, where one alone would cost as much as all
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
+SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
+KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
+LEARN_SPREAD_EVERY = 8  # steps
+HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
 
 
 class DraftPlan(NamedTuple):
@@ -60,11 +68,11 @@ def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
     return min(k, request.num_proposed) if is_exact else k
 
 
-def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> UniformDrafts | IndividualDrafts:
+def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
     """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
     worth saving, as long as steps are not captured; a captured step is so fast that a lookup is 2% of it."""
     if costs.is_padded:
-        return UniformDrafts(k, costs)
+        return SizedDrafts(k, costs)
     return IndividualDrafts(k, costs, always_propose=always_propose)
 
 
@@ -92,9 +100,9 @@ class _LearningDrafts(DraftCounts):
         return gains[: clamp_drafts(request, self._k, is_exact)]
 
 
-class UniformDraftDepth:
-    """One number of drafts for all requests, step after step: what pays, no more than was proposed in the step before,
-    and now and then one draft more, to see whether it pays by now."""
+class ProposedDepth:
+    """The most drafts of a request, step after step: what pays, no more than was proposed in the step before, and now
+    and then one draft more, to see whether it pays by now."""
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -114,37 +122,120 @@ class UniformDraftDepth:
         return now
 
 
-class UniformDrafts(_LearningDrafts):
-    """Equal counts for all. Where a step is padded to equal counts, a draft of one request costs what a draft of each
-    of them costs. The drafter rests while no request drafts."""
+class DraftChoice(NamedTuple):
+    """A number of drafts over all requests of a step, and the most that one of them gets."""
+
+    depth: int
+    total: int
+
+
+class HeldCounts(NamedTuple):
+    """Drafts of each request, as planned for some steps of the same requests."""
+
+    request_ids: list[int]
+    counts: list[int]
+    depth: int  # the most drafts of a request
+    last_step: int  # number of the last step that it holds for
+
+
+class SizedDrafts(_LearningDrafts):
+    """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
+    among them, likeliest drafts first. If requests are alike, it is one number for all, whose graphs start-up captures.
+    The drafter rests while no request drafts."""
 
     def __init__(self, k: int, costs: StepCosts) -> None:
         super().__init__(k, costs)
-        self._depth = UniformDraftDepth(k)
+        self.acceptance: SpreadAcceptance = SpreadAcceptance(k)
+        self._depth = ProposedDepth(k)
+        self._step = 0
+        self._held = HeldCounts([], [], 0, 0)
+        self._last = DraftChoice(0, 0)  # the last that was shared out
+        self._next_learning = 0  # number of the step
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
-        now = self._depth.next(self._best_depth(requests))
-        wanted = [clamp_drafts(request, now, is_exact) if request.yields_tokens else 0 for request in requests]
+        self._step += 1
+        request_ids = [request.id for request in requests]
+        if self._step > self._held.last_step or request_ids != self._held.request_ids:
+            self._held = self._plan(requests, request_ids, self._k)
+        counts, most = self._held.counts, self._held.depth
+        depth = self._depth.next(most)
+        if depth < most:  # no more was proposed before
+            counts = self._plan(requests, request_ids, depth).counts
+        elif depth > most:  # for a try: requests that have the most get one more
+            counts = [count + (count == most) for count in counts]
+        wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens else 0
+                  for request, count in zip(requests, counts, strict=True)]
         return DraftPlan(wanted, self._depth.proposed)
 
-    def _best_depth(self, requests: list[Request]) -> int:
-        """Those that still compute their prompts count too: they will run soon, and the drafter must see them."""
-        count = len(requests)
-        if not count:
-            return 0
+    def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
+        if self._step >= self._next_learning:
+            self._next_learning = self._step + LEARN_SPREAD_EVERY
+            self.acceptance.learn_spread(request_ids)
         gains = [self._gains(request, is_exact=False) for request in requests]
-        expected = list(map(sum, zip_longest(*gains, fillvalue=0.0)))  # accepted at each place, over all requests
-        reading = self._costs.read([request.bound.at_most for request in requests])
-        sampling = self._costs.sample([request.sampler_load for request in requests])  # one logit row each
+        choice = self._best(requests, gains, most)
+        if choice.total == choice.depth * len(requests):
+            return HeldCounts(request_ids, [choice.depth] * len(requests), choice.depth, self._step)
+        return HeldCounts(request_ids, self._share_out(requests, gains, choice), choice.depth, self._step + HOLD - 1)
+
+    def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> DraftChoice:
+        """The choice with the most expected tokens per second, of at most `most` drafts for a request. Requests that
+        still compute their prompts count too: they will run soon, and the drafter must see them."""
+        count, costs = len(requests), self._costs
+        if not count:
+            return DraftChoice(0, 0)
+        reading = costs.read([request.bound.at_most for request in requests])
+        sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
+
+        def rate(tokens: float, depth: int, rows: int) -> float:
+            drafting = costs.draft(depth, count)
+            return tokens / (costs.step(rows, count) + reading + drafting + sampling * rows / count)
+
         tokens = float(count)
-        best, best_rate = 0, tokens / (self._costs.step(count, count) + reading + sampling) * MIN_GAIN
-        for depth, gain in enumerate(expected, start=1):
-            tokens += gain
-            seconds = self._costs.step(count * (1 + depth), count) + reading + self._costs.draft(depth, count)
-            seconds += sampling * (1 + depth)
-            if tokens / seconds > best_rate:
-                best, best_rate = depth, tokens / seconds
+        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * MIN_GAIN
+        for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
+            tokens += sum(column)
+            own_rate = rate(tokens, depth, count * (1 + depth))
+            if own_rate > best_rate:
+                best, best_rate = DraftChoice(depth, depth * count), own_rate
+        if count <= FEW or self.acceptance.are_alike:
+            return best
+        shared = {choice: rate(count + expected, choice.depth, count + choice.total)
+                  for choice, expected in shared_choices(gains, most)}
+        choice = max(shared, key=shared.__getitem__, default=best)
+        if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:
+            choice = self._last  # its graph is there
+        if shared.get(choice, 0.0) > best_rate * SHARE_GAIN:
+            best = self._last = choice
         return best
+
+    def _share_out(self, requests: list[Request], gains: list[list[float]], choice: DraftChoice) -> list[int]:
+        """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""
+        drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
+        drafts.sort(key=itemgetter(0), reverse=True)
+        del drafts[choice.total :]
+        counts = [0] * len(requests)
+        for _, index in drafts:
+            counts[index] += 1
+        due = [index for index, own in enumerate(gains)
+               if own and not counts[index] and self.acceptance.is_probe_due(requests[index].id)]
+        for index, (_, least_likely) in zip(due, reversed(drafts), strict=False):
+            counts[least_likely] -= 1
+            counts[index] = 1
+        return counts
+
+
+def shared_choices(gains: list[list[float]], most: int) -> Iterator[tuple[DraftChoice, float]]:
+    """Every size of a captured step that can be shared out, with the drafts that are then expected to be accepted."""
+    count = len(gains)
+    likeliest: list[float] = []
+    for depth in range(1, most + 1):
+        likeliest += sorted((own[depth - 1] for own in gains if len(own) >= depth), reverse=True)
+        likeliest.sort(reverse=True)  # two sorted runs: they are merged
+        expected = list(accumulate(likeliest))
+        for size in unequal_sizes(count, depth):
+            if size - count > len(expected):
+                break
+            yield DraftChoice(depth, size - count), expected[size - count - 1]
 
 
 class IndividualDrafts(_LearningDrafts):

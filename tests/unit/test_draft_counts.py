@@ -20,7 +20,7 @@ from outrider.sched.drafts import (
     PROBE_DEPTH_AFTER,
     DraftCounts,
     FixedDrafts,
-    UniformDraftDepth,
+    ProposedDepth,
     auto_drafts,
 )
 from outrider.sched.request import Request, State
@@ -143,14 +143,14 @@ def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
 
 
 def test_one_draft_more_is_tried_now_and_then() -> None:
-    depth = UniformDraftDepth(3)
+    depth = ProposedDepth(3)
     used, proposed = [], []
     for _ in range(3 * PROBE_DEPTH_AFTER + 1):
         used.append(depth.next(1))
         proposed.append(depth.proposed)
     assert used.count(2) == proposed.count(2) == 3 and used[0] == 0 and set(used[1:]) == {1, 2}
     assert all(now == before for before, now in zip(proposed, used[1:], strict=False))
-    depth = UniformDraftDepth(3)
+    depth = ProposedDepth(3)
     assert sum(depth.next(0) for _ in range(2 * PROBE_ALL_AFTER + 1)) == 2
 
 

@@ -1,0 +1,162 @@
+"""Token rows of captured steps that requests share: who gets drafts, against brute force; when all get the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from outrider.core import RequestResult
+from outrider.core.costs import DraftCost, StepCosts
+from outrider.core.decode_sizes import size_for, unequal_sizes
+from outrider.sched.drafts import HOLD, MIN_GAIN, SHARE_GAIN, SizedDrafts
+from outrider.sched.request import Request
+from outrider.sched.spread_acceptance import PROBE_PLANS, SpreadAcceptance
+from tests.unit.test_draft_counts import running
+
+# A dense model of 8B weights: the first 64 token rows cost hardly more than one, all others cost the same.
+COSTS = StepCosts((1, 64, 128, 256, 512), (3.6, 4.0, 4.5, 6.3, 10.5), (DraftCost(1, 0.3, 0.25),), is_padded=True)
+K = 5
+
+
+def decode(chooser: SizedDrafts, requests: list[Request], rates: list[float], steps: int,
+           seed: int = 0) -> list[list[int]]:
+    """Run steps whose results come one step late. Returns the counts of every step."""
+    chance, chosen, proposed = random.Random(seed), [], 0
+    late: list[tuple[list[int], list[int]]] = []
+    for _ in range(steps):
+        plan = chooser.choose(requests, is_exact=False)
+        chosen.append(plan.num_drafts)
+        accepted = []
+        for num, rate in zip(plan.num_drafts, rates, strict=True):
+            run = itertools.takewhile(lambda _, rate=rate: chance.random() < rate, range(min(num, proposed)))
+            accepted.append(len(list(run)))
+        late.append((plan.num_drafts, accepted))
+        proposed = plan.num_wanted
+        if len(late) > 1:
+            for request, num, hits in zip(requests, *late.pop(0), strict=True):
+                chooser.observe(request, RequestResult(request.id, 0, [1] * (1 + hits), 1 + hits, num, hits), num)
+    return chosen
+
+
+def test_requests_that_accept_more_get_more_and_the_rows_fill_a_captured_size() -> None:
+    chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
+    rates = [0.9, 0.2] * 32
+    chosen = decode(chooser, requests, rates, 150)[60:]
+    unequal = [counts for counts in chosen if len(set(counts)) > 1]
+    assert len(unequal) > 80
+    odd = [counts for counts in unequal if 64 + sum(counts) not in unequal_sizes(64, K)]
+    assert len(odd) <= 1, "but for a step that tries one draft more"
+    good, bad = (sum(counts[own] for counts in unequal for own in range(first, 64, 2)) for first in (0, 1))
+    assert good > 8 * bad
+    assert bad, "those that get none try one now and then"
+    assert len({64 + sum(counts) for counts in unequal}) <= 6, "few graphs"
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
+def test_requests_that_are_alike_get_the_same_number_of_drafts(rate: float) -> None:
+    """Whatever luck single requests have."""
+    chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
+    for counts in decode(chooser, requests, [rate] * 64, 150, seed=int(100 * rate)):
+        assert len(set(counts)) == 1
+
+
+def test_unequal_numbers_hold_for_some_steps_of_the_same_requests() -> None:
+    chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
+    decode(chooser, requests, [0.9, 0.2] * 32, 60)
+    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(3 * HOLD)]
+    assert max(len(list(same)) for _, same in itertools.groupby(plans)) >= HOLD - 1
+    chooser.choose(requests, is_exact=False)
+    fewer = requests[:60]
+    counts = chooser.choose(fewer, is_exact=False).num_drafts
+    assert len(counts) == 60 and 60 + sum(counts) == size_for(60, 60 + sum(counts), max(counts))
+
+
+def test_a_request_without_drafts_tries_one_in_the_place_of_the_least_likely() -> None:
+    chooser, requests = fixed_gains([[0.9, 0.8, 0.7]] * 8 + [[0.1, 0.1, 0.1]] * 8, (1.0, 1.01, 40.0))
+    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(2 * HOLD * PROBE_PLANS - 1)][1:]
+    assert {sum(counts) for counts in plans} == {16} and plans[0] == [2] * 8 + [0] * 8
+    tries = sum(sum(counts[8:]) for counts in plans)
+    assert 0 < tries <= 8 * 4 * HOLD
+
+
+def fixed_gains(gains: list[list[float]], seconds: tuple[float, float, float], *,
+                each: float = 0.0) -> tuple[SizedDrafts, list[Request]]:
+    """A chooser that is told how likely drafts are. seconds: of steps of 1, of 32 and of 96 token rows."""
+    costs = StepCosts((1, 32, 96), seconds, (DraftCost(1, each, each),), is_padded=True)
+    chooser, requests = SizedDrafts(len(gains[0]), costs), [running(i) for i in range(len(gains))]
+    chooser.acceptance.are_alike = False
+    chooser.acceptance.learn_spread = lambda request_ids: None  # type: ignore[method-assign]
+    chooser.acceptance.gains = lambda request_id: gains[request_id]  # type: ignore[method-assign]
+    return chooser, requests
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 8, 11])
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    """Of all counts of nine requests, a step costing what its captured size costs."""
+    chance, count = random.Random(seed), 9
+    gains = [list(itertools.accumulate((chance.random() for _ in range(2)), float.__mul__)) for _ in range(count)]
+    seconds = tuple(itertools.accumulate((1.0, chance.random(), 4 * chance.random())))
+    chooser, requests = fixed_gains(gains, seconds, each=0.1 * chance.random())  # type: ignore[arg-type]
+    costs = chooser._costs
+
+    def rate(counts: tuple[int, ...]) -> float:
+        expected = count + sum(sum(own[:n]) for own, n in zip(gains, counts, strict=True))
+        is_equal = len(set(counts)) == 1
+        rows = count * (1 + counts[0]) if is_equal else size_for(count, count + sum(counts), max(counts))
+        return expected / (costs.step(rows, count) + costs.draft(max(counts), count))
+
+    best = max(map(rate, itertools.product(range(3), repeat=count)))
+    chooser.choose(requests, is_exact=False)  # drafts are those that the step before proposed
+    chosen = tuple(chooser.choose(requests, is_exact=False).num_drafts)
+    assert rate(chosen) >= best / (SHARE_GAIN if any(chosen) else MIN_GAIN * SHARE_GAIN) * (1 - 1e-9)
+
+
+def test_every_size_is_a_choice_until_there_are_no_more_drafts() -> None:
+    assert list(unequal_sizes(9, 2)) == [18] and list(unequal_sizes(64, 2)) == [96, 128, 160]
+    assert list(unequal_sizes(40, 1)) == [64] and not unequal_sizes(64, 0)
+
+
+def test_requests_with_a_ceiling_of_their_own_leave_their_rows_to_others() -> None:
+    chooser, _ = fixed_gains([[0.9, 0.8, 0.7]] * 16, (1.0, 1.01, 40.0))
+    requests = [running(i, speculative=False if i < 8 else None) for i in range(16)]
+    chooser.choose(requests, is_exact=False)
+    counts = chooser.choose(requests, is_exact=False).num_drafts
+    assert counts == [0] * 8 + [2] * 8
+
+
+def observed(acceptance: SpreadAcceptance, rates: list[float], times: int, seed: int) -> list[float]:
+    """The estimates of each request's first draft."""
+    chance = random.Random(seed)
+    for _ in range(times):
+        for request_id, rate in enumerate(rates):
+            acceptance.observe(request_id, 1, int(chance.random() < rate))
+    acceptance.learn_spread(range(len(rates)))
+    return [acceptance.gains(request_id)[0] for request_id in range(len(rates))]
+
+
+def test_rates_are_told_apart_only_where_they_differ_by_more_than_chance() -> None:
+    for seed in range(10):
+        alike, different = SpreadAcceptance(1), SpreadAcceptance(1)
+        observed(alike, [0.6] * 64, 30, seed)
+        estimates = observed(different, [0.9, 0.2] * 32, 30, seed)
+        assert alike.are_alike and not different.are_alike
+        assert min(estimates[::2]) > max(estimates[1::2])
+        assert sum(estimates[::2]) / 32 == pytest.approx(0.9, abs=0.08)
+        assert sum(estimates[1::2]) / 32 == pytest.approx(0.2, abs=0.08)
+        assert different.gains(1000)[0] == pytest.approx(0.55, abs=0.05), "a new request: the mean of all"
+
+
+def test_rates_that_differ_little_are_drawn_to_their_mean() -> None:
+    near = SpreadAcceptance(1)
+    estimates = observed(near, [0.5 + 0.4 * (i / 63 - 0.5) * 2 for i in range(64)], 30, 1)
+    raw = [near._rates[i].hit[0] / near._rates[i].tried[0] for i in range(64)]
+    assert not near.are_alike
+    assert max(estimates) - min(estimates) < max(raw) - min(raw)
+
+
+def test_what_a_few_requests_show_says_nothing_about_a_spread() -> None:
+    few = SpreadAcceptance(1)
+    observed(few, [1.0, 0.0, 0.0], 30, 0)
+    assert few.are_alike
