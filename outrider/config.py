@@ -163,8 +163,9 @@ def __getattr__(name: str) -> object:
 
 
 AUTO_METHOD = "auto"  # the files of `model` tell what it is
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "gemma4_assistant")
-NEEDS_MODEL = (AUTO_METHOD, "draft_model", "eagle", "eagle3", "gemma4_assistant")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "block", "mtp", "gemma4_assistant")
+NEEDS_MODEL = (AUTO_METHOD, "draft_model", "eagle", "eagle3", "block", "gemma4_assistant")
+OTHER_NAMES = {"dflash": "block", "dspark": "block"}  # what vLLM calls a method
 ASSISTANT_POSITIONS = ("sampled", "computed")  # the token whose position a Gemma 4 assistant drafts from: the last ...
 SYNTHETIC_RATE = 0.6914  # the same at every position: 3 drafts give a mean run of 2.5
 MAX_DRAFTS = 16
@@ -187,13 +188,16 @@ class SpeculativeConfig:
     synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # accept drafts at these rates, by position
     synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None  # or by this mean run
     assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"  # Gemma-4 assistant
+    min_draft_confidence: Rate = 0.0  # DSpark: leave out drafts that its confidence head trusts less than this
     ignore_config_keys: tuple[Text, ...] = ()  # keys of the drafter's config.json that count as absent
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
         """The rates at which drafts are accepted are in `synthetic_rates` afterwards, however they were given."""
         _refuse_unknown("speculative_config", given, cls)
-        known_method = {} if given.get("method") is None else {"method": given["method"]}
+        method = given.get("method")
+        known_method = {} if method is None else {"method": OTHER_NAMES.get(method, method) if isinstance(method, str)
+                                                  else method}
         rest = {key: value for key, value in given.items() if key != "method"}
         config = cls(**({"num_speculative_tokens": None} | rest | known_method))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)

@@ -58,7 +58,7 @@ class CacheStats:
 class CacheManager:
     def __init__(self, layout: CacheLayout, pool: PagePool, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
-        assert lookahead <= limits.max_drafts, "capacities know of no slots beyond the drafts"
+        assert lookahead <= limits.max_lookahead, "capacities know of no slots beyond these"
         self.layout = layout
         self.groups: tuple[Group, ...] = layout.groups
         self.capacities: list[Capacity] = [g.kind.capacity(limits) for g in self.groups]

@@ -68,6 +68,12 @@ class Limits:
         }[axis]
 
     @property
+    def max_lookahead(self) -> int:
+        """Most slots past the computed tokens that a drafter may write: one for the last known token and one for each
+        draft."""
+        return self.max_drafts + 1 if self.max_drafts else 0
+
+    @property
     def max_unsettled_tokens(self) -> int:
         """Most tokens of one request that can be in steps whose results are not back."""
         return self.steps_in_flight * self.max_batched_tokens

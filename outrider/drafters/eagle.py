@@ -9,7 +9,7 @@ from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import DraftBuild
 from outrider.drafters.files import drafter_source
 from outrider.models.eagle import build_eagle
-from outrider.models.head import DraftHead, load_head
+from outrider.models.head import DraftHead, SlotHead, load_head
 
 log = logging.getLogger("outrider")
 
@@ -25,7 +25,7 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
     return head_drafter(method, head, config.num_speculative_tokens)
 
 
-def head_drafter(method: str, head: DraftHead, num_drafts: int) -> AutoregressiveDrafter:
+def head_drafter(method: str, head: SlotHead, num_drafts: int) -> AutoregressiveDrafter:
     warn_beyond(method, head, num_drafts)
     return AutoregressiveDrafter(method, head, num_drafts, head.taps)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.config import AUTO_METHOD, SpeculativeConfig
 from outrider.drafters.base import DraftBuild
+from outrider.models.block_config import is_block_config
 from outrider.models.eagle import KINDS
 from outrider.models.gemma4_assistant import MODEL_TYPES
 from outrider.models.sources import ModelSource, resolve
@@ -44,6 +45,8 @@ def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str
     config = source.reader()
     if is_assistant(source):
         return "gemma4_assistant"
+    if is_block_config(config):
+        return "block"
     if config.has("speculators_model_type"):
         return str(config.must_equal("speculators_model_type", *KINDS))
     classes = " ".join(map(str, config.get("architectures", list, []))).lower()

@@ -12,6 +12,7 @@ from outrider.core.drafter_faults import words_of
 from outrider.core.fields import Range, check_value, shown
 from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import DraftBuild, Drafter
+from outrider.drafters.block import block_drafter
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.drafters.eagle import eagle_drafter
@@ -63,6 +64,8 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
             return AutoregressiveDrafter(method, network, k, max_positions=model.max_positions)
         case "eagle" | "eagle3":
             return eagle_drafter(method, config, build)
+        case "block":
+            return block_drafter(config, build)
         case "gemma4_assistant":
             return assistant_drafter(config, build)
         case "mtp":
@@ -120,4 +123,4 @@ def _check_declared(drafter: Drafter, path: str, num_layers: int, max_drafts: in
     """Refuse attributes that every step of the target would fail with."""
     check_value(f"speculative_config: {path}.name", str, drafter.name)
     check_value(f"speculative_config: {path}.taps", list[Annotated[int, Range(0, num_layers)]], drafter.taps)
-    check_value(f"speculative_config: {path}.lookahead", Annotated[int, Range(0, max_drafts)], drafter.lookahead)
+    check_value(f"speculative_config: {path}.lookahead", Annotated[int, Range(0, max_drafts + 1)], drafter.lookahead)

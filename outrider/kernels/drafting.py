@@ -125,6 +125,28 @@ class ReadingPass(NamedTuple):
     only: DraftPass
 
 
+class BlockRows(NamedTuple):
+    """The token rows of blocks, equally many for each request: the last known token and the places of drafts behind
+    it. A layer is causal within a block, or each row sees its whole block."""
+
+    positions: torch.Tensor  # [requests * rows]
+    slots: tuple[torch.Tensor, ...]  # per group of the drafter [requests * rows], -1 for dead rows
+    live: torch.Tensor  # [requests] rows that have a place in the text
+    lengths: torch.Tensor  # [requests] tokens up to the end of the block; 0 for requests without one
+    row_live: torch.Tensor  # [requests * rows] 1, or 0 for dead rows
+    row_lengths: torch.Tensor  # [requests * rows] tokens that a row sees of its whole block; 0 for dead rows
+    key_starts: torch.Tensor  # [requests] first position that may be seen
+
+
+class BlockPasses(NamedTuple):
+    """The two passes of a block drafter: the context of the step's computed tokens is stored, then blocks run."""
+
+    keys: DraftSamplingKeys
+    context: DraftPass  # the step's own token rows
+    anchors: torch.Tensor  # [requests] the last known token
+    block: BlockRows
+
+
 def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
                       num_wanted: int) -> DraftPasses:
     """Plan every pass of a proposal of `num_wanted` drafts; the first has the batch's own token rows. Updates `own`:
@@ -153,6 +175,49 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
     keys = _sampling_keys(requests, rows, num_wanted, own.max_len)
     further = _further(requests, tables, own, keys.positions[:-1])
     return DraftPasses(keys, tokens, first, further, key_starts, key_starts.int(), ends[own.tail_group][0])
+
+
+def plan_block_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
+                      num_wanted: int, num_rows: int) -> BlockPasses:
+    """Plan the passes of a proposal of `num_wanted` drafts by blocks of `num_rows` token rows. Slot p holds the context
+    of token p, and is written only for computed tokens: known ones and accepted drafts. The slots behind them are those
+    of the block, which later steps overwrite. Updates `own` by the slots that the context fills."""
+    at, request_of = requests.rows, requests.request_of
+    count, begin = requests.num_computed, requests.computed_before
+    fills, filled, valid = count > 0, own.filled[at], own.valid_from[at]
+    # A gap since the last fill (cold steps) leaves only what is filled from here on.
+    key_starts = torch.where(fills & (filled < begin), begin, valid)
+    own.valid_from.index_copy_(0, at, key_starts)
+    own.filled.index_copy_(0, at, torch.where(fills, begin + count, filled))
+    for table, size in zip(tables, own.page_tokens, strict=True):
+        page, page_start = _page_ends(requests, table, size)
+        own.page_valid.index_put_((page,), key_starts[request_of] <= page_start)
+
+    offset = torch.arange(request_of.shape[0], device=at.device) - requests.query_starts[request_of]
+    is_live = (offset >= 0) & (offset < count[request_of])
+    positions = (begin[request_of] + torch.minimum(offset, (count - 1).clamp_min(0)[request_of])).clamp(
+        0, own.max_len - 1)
+    lengths = torch.where(fills, begin + count, 0)
+    context = DraftPass(positions, find_slots(tables, own.page_tokens, request_of, positions, is_live), lengths, count,
+                        lengths.int(), count.int())
+    anchor = begin + count
+    block = _block_rows(anchor, requests.goes_on, key_starts, tables, own, num_rows)
+    anchors = torch.where(requests.goes_on, rows.tokens[at, anchor.clamp_max(own.max_len - 1)], 0)
+    return BlockPasses(_sampling_keys(requests, rows, num_wanted, own.max_len), context, anchors, block)
+
+
+def _block_rows(anchor: torch.Tensor, goes_on: torch.Tensor, key_starts: torch.Tensor, tables: Tables,
+                own: DrafterCacheState, num_rows: int) -> BlockRows:
+    """anchor, key_starts: [requests] position of the last known token, and the first position that may be seen."""
+    positions = anchor[:, None] + torch.arange(num_rows, device=anchor.device)  # [requests, rows]
+    is_live = (goes_on[:, None] & (positions < own.max_len)).reshape(-1)
+    positions = positions.clamp(0, own.max_len - 1).reshape(-1)
+    request = torch.arange(anchor.shape[0], device=anchor.device)[:, None].expand(-1, num_rows).reshape(-1)
+    live = torch.where(goes_on, (own.max_len - anchor).clamp(0, num_rows), 0)
+    lengths = torch.where(live > 0, anchor + live, 0)
+    slots = find_slots(tables, own.page_tokens, request, positions, is_live)
+    return BlockRows(positions, slots, live, lengths, is_live.long(), torch.where(is_live, lengths[request], 0),
+                     key_starts)
 
 
 def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, positions: torch.Tensor,

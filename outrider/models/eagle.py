@@ -7,15 +7,14 @@ layer's attention, and may have a reduced vocabulary.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
-from outrider.layers import Angles, Embedding, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
+from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
 from outrider.mixers import AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.config import (
@@ -28,15 +27,12 @@ from outrider.models.config import (
     read_rope,
     refuse_unsupported,
 )
-from outrider.models.head import DraftHead, SlotRotary
+from outrider.models.file_head import OTHER_SIZE, FileHead
+from outrider.models.head import SlotHead, SlotRotary
 from outrider.models.llama import LlamaLayer
-from outrider.models.sources.base import WeightError
 
-EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
-IGNORED = ("t2d",)  # the inverse of d2t
 # Other forms of the names used here: the original EAGLE-3, the speculators form of EAGLE-1, a whole model's prefix.
 RENAMED = ((r"^model\.", ""), (r"^midlayer\.", "layers.0."), (r"^fusion_fc\.", "fc."), (r"^transformer\.", "layers.0."))
-OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
 KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
@@ -89,21 +85,18 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
     return made
 
 
-class EagleHead(DraftHead):
-    """Sizes, vocabulary, rope and the names of tensors, which both kinds share."""
+class EagleHead(FileHead, SlotHead):
+    """Sizes, rope and the names of tensors, which both kinds share."""
 
+    renamed = RENAMED
     first: LlamaLayer  # its parts are called one by one; `layers` are those after it
 
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         self.config = head
-        self.sizes = sizes = Sizes.read(head.layer, head_dim=128 if self.has_head_norm else None)
-        super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
-        if sizes.vocab_size != target.vocab_size:
-            raise head.layer.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens; "
-                                                   "use a head that was made for this target")
+        sizes = Sizes.read(head.layer, head_dim=128 if self.has_head_norm else None)
+        super().__init__(head.top.source, head.layer, sizes, target, dtype=dtype, device=device)
         self.made_for = head.made_for
-        self.has_own_embedding = False
         rope = read_rope(head.layer, sizes.head_dim)
         self.rotary = SlotRotary(Rotary(rope, max_len=max_len, dtype=dtype, device=device))
         kinds = head.layer.get("layer_types", list, [FULL] * sizes.num_layers)
@@ -137,65 +130,10 @@ class EagleHead(DraftHead):
                 delta, residual = layer(delta, residual, angles, context)
         return delta, residual
 
-    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for original, tensor in tensors:
-            name = original
-            for pattern, ours in RENAMED:
-                name = re.sub(pattern, ours, name)
-            if name == EMBEDDING:
-                shape = (self.sizes.vocab_size, self.hidden_size)
-                shared = self.target.embed_tokens.weight
-                table = self._own(original, tensor, shape, shared)
-                self.embedding = self.target.embed_tokens if table is shared else Embedding.from_weight(table)
-                self.has_own_embedding = True
-            elif name == OUTPUT:
-                self._take_output(original, tensor)
-            elif name == OFFSETS:
-                self._take_offsets(tensor)
-            elif name not in IGNORED:
-                yield name, tensor
-
-    def check_loaded(self) -> None:
-        target, source = self.target, self.config.top.source
-        if not self.has_own_embedding and self.hidden_size != target.hidden_size:
-            raise WeightError(
-                f"{source}: the head has no {EMBEDDING} and cannot use the target's: its hidden size is "
-                f"{self.hidden_size}, the target's {target.hidden_size}; use a head that was made for this target"
-            )
-        if self.num_outputs < target.vocab_size and self.target_ids is None:
-            raise WeightError(
-                f"{source}: the head knows {self.num_outputs} of the target's {target.vocab_size} tokens and has no "
-                f"tensor {OFFSETS} that says which; fetch the whole checkpoint, or convert it again"
-            )
-        if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
-            raise WeightError(
-                f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "
-                f"hidden size {self.hidden_size}); fetch the whole checkpoint"
-            )
-
-    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Without an output of its own, which not every checkpoint has."""
-        return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
-
     def layer_parts(self) -> list[tuple[str, Module]]:
         layers: list[tuple[str, Module]]
         layers = [(f"layers.{index}", layer) for index, layer in enumerate((self.first, *self.layers))]
         return [*layers, *([] if self.own_output is None else [("lm_head", self.own_output)])]
-
-    def _take_output(self, name: str, tensor: torch.Tensor) -> None:
-        shared = self.target.lm_head.format.dense()
-        weight = self._own(name, tensor, (self.num_outputs, self.hidden_size), shared)
-        self.own_output = None if weight is shared else Linear.from_weight(weight)
-
-    def _take_offsets(self, offsets: torch.Tensor) -> None:
-        if tuple(offsets.shape) != (self.num_outputs,) or offsets.is_floating_point():
-            raise WeightError(f"tensor {OFFSETS} must hold {self.num_outputs} integers (draft_vocab_size), has shape "
-                              f"{list(offsets.shape)} and dtype {offsets.dtype}")
-        ids = torch.arange(self.num_outputs) + offsets.long()
-        if not bool(((ids >= 0) & (ids < self.target.vocab_size)).all()):
-            raise WeightError(f"tensor {OFFSETS} leads outside the target's vocabulary of {self.target.vocab_size}")
-        is_whole = self.num_outputs == self.target.vocab_size and not bool(offsets.any())
-        self.target_ids = None if is_whole else ids.to(self.device)
 
     def _layer(self, layer: AttentionLayer) -> LlamaLayer:
         attention_bias = self.config.layer.get("attention_bias", bool, False)
@@ -249,14 +187,8 @@ class Eagle3Head(EagleHead):
         for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
             head.option(key).must_equal(key, True, default=True)
         self.taps = read_taps(head, target)
-        self.num_outputs = head.top.get("draft_vocab_size", int, self.sizes.vocab_size)
-        wide = head.top.get("target_hidden_size", int, self.hidden_size)
-        if wide != target.hidden_size:
-            is_said = head.top.has("target_hidden_size")
-            key, reader = ("target_hidden_size", head.top) if is_said else ("hidden_size", head.layer)
-            raise reader.refusal(key, OTHER_SIZE.format(target.hidden_size))
-        if not 0 < self.num_outputs <= target.vocab_size:
-            raise head.top.refusal("draft_vocab_size", f"the target's vocabulary has {target.vocab_size} tokens")
+        wide = self.read_target_size(head.top, head.layer)
+        self.read_vocabulary(head.top)
         self._norm_before_residual = head.top.get("norm_before_residual", bool, head.is_speculators)
         self._feeds_back_normed = head.top.get("norm_output", bool, False)
         self._build(wide, dtype, device)

@@ -19,7 +19,7 @@ from outrider.models.base import Hidden, Model
 from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
 from outrider.models.gemma4_config import LayerShape, read_shapes, read_sizes
-from outrider.models.head import DraftHead
+from outrider.models.head import SlotHead
 from outrider.models.sources.base import WeightError
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -47,7 +47,7 @@ class CentroidHead:
         return logits.scatter_(1, ids, scores)
 
 
-class Gemma4Assistant(DraftHead):
+class Gemma4Assistant(SlotHead):
     """Gemma4AssistantForCausalLM and Gemma4UnifiedAssistantForCausalLM, for one target."""
 
     target: Gemma4

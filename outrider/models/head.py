@@ -1,8 +1,8 @@
-"""DraftHead: the base class of EAGLE heads and MTP modules, which consume the target's hidden states.
+"""DraftHead: the base class of heads, which draft from the target's hidden states. SlotHead: heads that draft token by
+token, such as EAGLE heads and MTP modules.
 
-A head is loaded like a model and runs like one: it turns token rows into hidden states. Slot p of its cache is a
-function of token p and the target's hidden state of p - 1, at rope position p - 1. It knows nothing of pages, rows or
-drafts.
+A head is loaded like a model and runs like one: it turns token rows into hidden states. It knows nothing of pages, rows
+or drafts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from outrider.models.loader import declare_formats, load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
 
 
-class DraftHead(LayeredModule, ABC):
+class DraftHead(LayeredModule):
     """A head uses the target's embedding and output unless its checkpoint has its own."""
 
-    taps: tuple[int, ...] = ()  # the target's residual streams that `consume` reads
+    taps: tuple[int, ...] = ()  # the target's residual streams that it reads
     num_outputs: int  # size of its vocabulary
     target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None if they are the same
     made_for: int | None = None  # drafts per step that it was trained for; None if its config does not say
@@ -37,21 +37,11 @@ class DraftHead(LayeredModule, ABC):
         self.own_output: Linear | None = None
         self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
 
-    @abstractmethod
-    def consume(self, hidden: Hidden) -> torch.Tensor:
-        """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
-
-    @abstractmethod
-    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
-                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [tokens, hidden] from `consume`, or from an earlier pass for the next position. Returns (the input of
-        `logits`, the hidden states for the next position), of these rows or of all."""
-
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
         return iter(tensors)
 
-    def check_loaded(self) -> None:  # noqa: B027
+    def check_loaded(self) -> None:
         """Refuse a checkpoint that leaves the head unusable with this target."""
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -93,8 +83,24 @@ class DraftHead(LayeredModule, ABC):
         return own
 
 
+class SlotHead(DraftHead, ABC):
+    """A head that drafts token by token. Slot p of its cache is a function of token p and the target's hidden state of
+    p - 1, at rope position p - 1."""
+
+    @abstractmethod
+    def consume(self, hidden: Hidden) -> torch.Tensor:
+        """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
+
+    @abstractmethod
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
+                rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [tokens, hidden] from `consume`, or from an earlier pass for the next position. Returns (the input of
+        `logits`, the hidden states for the next position), of these rows or of all."""
+
+
 class SlotRotary(Rotary):
-    """The rope of a head: position p was trained with the angles of p - 1. Only dead token rows have position 0."""
+    """The rope of a `SlotHead`: position p was trained with the angles of p - 1. Only dead token rows have
+    position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
         table = rotary.table

@@ -22,7 +22,7 @@ from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
 from outrider.models.glm4_moe import Glm4Moe
-from outrider.models.head import DraftHead, SlotRotary
+from outrider.models.head import SlotHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
@@ -63,7 +63,7 @@ class MTPDescription:
     following: tuple[MTPDescription, ...] = ()  # modules for later drafts, each of which consumes the one before it
 
 
-class MTPHead(DraftHead):
+class MTPHead(SlotHead):
     def __init__(self, description: MTPDescription, target: Model, *, first_layer: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         super().__init__(target, target.hidden_size, dtype=dtype, device=device)

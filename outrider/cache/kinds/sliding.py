@@ -31,7 +31,7 @@ class SlidingKind:
     def capacity(self, limits: Limits) -> Capacity:
         width = pages_for(limits.max_len, self.page_tokens)
         # The window of the next settled query plus all unsettled tokens; the first token may be the last of its page.
-        held = self.spec.window - 1 + limits.max_unsettled_tokens + limits.max_drafts
+        held = self.spec.window - 1 + limits.max_unsettled_tokens + limits.max_lookahead
         return Capacity(table_width=width, max_pages=min(width, pages_for(held - 1, self.page_tokens) + 1))
 
     def pages_to_start(self, tokens: int, limits: Limits) -> int:

@@ -105,7 +105,7 @@ class Backend(ABC):
 
     name: str
     is_capturable: bool = True  # False: its plan reads the device, so steps run uncaptured
-    serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write` and `write_fused`
+    serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write_fused`
     reads_shared_once: bool = False  # whether it reads pages that several requests hold once for several of them
     takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
     takes_sinks: bool = True  # whether it serves layers with sinks
@@ -126,7 +126,8 @@ class Backend(ABC):
 
     def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Any) -> None:
         """See `PagedLayer.write`."""
-        raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
+        raise NotImplementedError(f"attention_backend={self.name!r} has no write apart from attention, which block "
+                                  "drafters need: use another backend")
 
     def write_fused(self, layer: AttentionLayer, cache: KeyValueCache, kv: torch.Tensor, rope: Rope,
                     norms: HeadNorms | None, plan: Any) -> None:
@@ -170,7 +171,8 @@ class PagedLayer(NamedTuple):
         return self.backend.run_fused(self.layer, self.cache, qkv, rope, norms, self.plan)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The cache write of k and v [tokens, kv heads, dim], for backends that have this apart from attention."""
+        """The cache write of k and v [tokens, kv heads, dim], which norms and rope have been applied to, without
+        attention."""
         self.backend.write(self.layer, self.cache, k, v, self.plan)
 
     def write_fused(self, kv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> None:

@@ -177,8 +177,7 @@ class FlexBackend(Backend):
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            check_writes(layer)
-            _write(cache, plan, k, v)
+            self.write(layer, cache, k, v, plan)
         tiles = plan.tiles
         queries = q[tiles.token_rows].transpose(0, 1)[None]  # [1, heads, tiles * size, dim]
         keys, values = _slots(cache.k), _slots(cache.v)
@@ -200,6 +199,10 @@ class FlexBackend(Backend):
                               scale=layer.scale, enable_gqa=True)
         by_token = out[0].transpose(0, 1)[tiles.place].reshape(-1, layer.num_heads * layer.head_dim)
         return torch.where(tiles.token_is_live[:, None], by_token, 0)
+
+    def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        check_writes(layer)
+        _write(cache, plan, k, v)
 
     def _pages(self, view: BatchView, group: Group, tiles: TokenTiles, marks: QueryMarks, key_starts: torch.Tensor,
                table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,11 +46,14 @@ class NativeBackend(Backend):
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            check_writes(layer)
-            k, v = reference.contain_non_finite(k, v)
-            reference.write_slots(cache.k, k, plan.slots)
-            reference.write_slots(cache.v, v, plan.slots)
+            self.write(layer, cache, k, v, plan)
         return self._attend(layer, cache, q, plan)
+
+    def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        check_writes(layer)
+        k, v = reference.contain_non_finite(k, v)
+        reference.write_slots(cache.k, k, plan.slots)
+        reference.write_slots(cache.v, v, plan.slots)
 
     def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Plan) -> torch.Tensor | None:

@@ -58,14 +58,17 @@ class TorchBackend(Backend):
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:
         if k is not None and v is not None:
-            check_writes(layer)
-            write_cache(cache, plan, k, v)
+            self.write(layer, cache, k, v, plan)
         out = q.new_zeros(plan.num_tokens, layer.num_heads * layer.head_dim)
         for part in plan.parts:
             result = _attend(layer, cache, q, part)  # [requests * query, heads * dim]
             rows = part.token_rows.reshape(-1)
             out[rows[part.is_query]] = result[part.is_query]
         return out
+
+    def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        check_writes(layer)
+        write_cache(cache, plan, k, v)
 
 
 def write_cache(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:

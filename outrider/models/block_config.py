@@ -1,0 +1,195 @@
+"""BlockConfig: a block drafter's config, in the publishers' forms (DFlash, DSpark) and in that of speculators.
+
+The forms name the same things differently. Layer ids count from 0 in the publishers' files (the stream after layer i)
+and from 1 in those of speculators; a tap here is the stream after so many layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.models.config import FULL, SLIDING, ConfigError, ConfigReader, Sizes, refuse_unsupported
+
+KINDS = {"dflash": "DFlash", "dspark": "DSpark"}
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+OTHER_FORMS = {
+    "DFlash2DraftModel": "DFlash2 has convolutions and a codebook of candidates",
+    "Gemma4DSparkModel": "its layers are those of Gemma 4",
+}  # known classes whose arithmetic is not built here
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The keys that a row of a block sees in a layer, beside the context before the block."""
+
+    is_causal: bool  # rows of the block up to its own; otherwise all rows of the block
+    window: int | None  # a row at p sees nothing before p - window + 1
+
+
+@dataclass(frozen=True)
+class MarkovSizes:
+    rank: int
+    kind: str  # of MARKOV_TYPES
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    top: ConfigReader
+    layer: ConfigReader  # describes the transformer layers
+    sizes: Sizes
+    taps: tuple[int, ...]
+    mask_token: int  # stands in the block where drafts are predicted
+    block_size: int  # token rows of a block in training, the last known token's among them
+    samples_from_anchor: bool  # whether the row of the last known token predicts the first draft
+    sights: tuple[Sight, ...]  # by layer
+    markov: MarkovSizes | None
+    has_confidence: bool
+    confidence_reads_markov: bool
+
+    @property
+    def made_for(self) -> int:
+        """Drafts of a step that it was trained for."""
+        return self.block_size - (not self.samples_from_anchor)
+
+
+def is_block_config(config: ConfigReader) -> bool:
+    """Whether the config describes a block drafter, of a form that is read here or of another one."""
+    return config.raw("speculators_model_type") in KINDS or any(
+        word in str(name) for name in config.get("architectures", list, []) for word in KINDS.values())
+
+
+def read_block_config(config: ConfigReader, num_target_layers: int) -> BlockConfig:
+    is_speculators = config.has("speculators_model_type")
+    layer = config.section("transformer_layer_config") if is_speculators else config
+    refuse_unsupported(layer)
+    kind = _kind(config)
+    form = _Speculators(config, layer, kind) if is_speculators else _Published(config, layer, kind)
+    sizes = Sizes.read(layer, head_dim=128)
+    layer.passes_over("use_sliding_window", "max_window_layers", "sliding_window", "layer_types")
+    config.passes_over("num_anchors", "speculators_config", "base_model_ep_plan")
+    config.must_equal("is_neox_style", True, default=True)
+    config.must_equal("logit_scale", 1, default=1)
+    known = config.get("num_target_layers", int, num_target_layers)
+    if known != num_target_layers:
+        raise config.refusal("num_target_layers", f"the target has {num_target_layers} layers; use a drafter that was "
+                                                  "made for this target")
+    rank = form.option("markov_rank").get("markov_rank", int, form.default_rank)
+    markov = None
+    if rank:
+        markov = MarkovSizes(rank, form.option("markov_head_type").must_equal(
+            "markov_head_type", *MARKOV_TYPES, default="vanilla"))
+    form.option("markov_head_type").passes_over("markov_head_type")
+    has_confidence = form.flag("enable_confidence_head", form.default_confidence)
+    reads_markov = form.flag("confidence_head_with_markov", has_confidence and markov is not None)
+    if has_confidence and reads_markov and markov is None:
+        raise form.option("markov_rank").refusal("markov_rank", "confidence_head_with_markov needs a Markov head")
+    block_size = form.option("block_size").required("block_size", int, least=2)
+    mask_token = form.option("mask_token_id").required("mask_token_id", int, least=0)
+    if mask_token >= sizes.vocab_size:
+        raise form.option("mask_token_id").refusal("mask_token_id", f"the vocabulary has {sizes.vocab_size} tokens")
+    return BlockConfig(config, layer, sizes, form.taps(num_target_layers), mask_token, block_size,
+                       form.flag("sample_from_anchor", kind == "dspark"), form.sights(), markov, has_confidence,
+                       reads_markov)
+
+
+def _kind(config: ConfigReader) -> str:
+    if config.has("speculators_model_type"):
+        return str(config.must_equal("speculators_model_type", *KINDS))
+    names = [str(name) for name in config.get("architectures", list, [])]
+    refused = next((name for name in names if name in OTHER_FORMS), None)
+    if refused is not None:
+        raise config.refusal("architectures", f"{OTHER_FORMS[refused]}, which is not served; DFlash and DSpark with "
+                                              "Qwen3 layers are")
+    found = next((kind for kind, word in KINDS.items() if any(word in name for name in names)), None)
+    if found is None:
+        raise config.refusal("architectures", "a block drafter's is DFlashDraftModel or Qwen3DSparkModel")
+    return found
+
+
+class _Published:
+    """The publishers' form: one dict that describes layers and drafter, with some keys under `dflash_config`."""
+
+    default_rank = 0
+    default_confidence = False
+
+    def __init__(self, config: ConfigReader, layer: ConfigReader, kind: str) -> None:
+        self.config, self.layer = config, layer
+        self._nested = [config.section_or_empty(f"{word}_config") for word in KINDS]
+
+    def option(self, key: str) -> ConfigReader:
+        """The reader that has the key."""
+        return next((nested for nested in self._nested if nested.has(key)), self.config)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.option(key).get(key, bool, default)
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        key = next((key for key in ("target_layer_ids", "dspark_target_layer_ids") if self.option(key).has(key)), None)
+        if key is None:
+            ids = spread_layers(num_target_layers, self.layer.required("num_hidden_layers", int))
+            return tuple(layer + 1 for layer in ids)
+        reader = self.option(key)
+        return _checked_taps(reader, key, reader.required(key, list), num_target_layers, offset=1)
+
+    def sights(self) -> tuple[Sight, ...]:
+        """A layer that slides by `layer_types` is causal within the block; other layers are not, unless `causal` or
+        `is_causal` says so for all."""
+        count = self.layer.required("num_hidden_layers", int)
+        kinds = _layer_types(self.layer, count)
+        slides_all = self.flag("use_swa", False) and SLIDING not in kinds
+        windows = [self._window() if slides_all or kind == SLIDING else None for kind in kinds]
+        told = next((self.flag(key, False) for key in ("is_causal", "causal") if self.option(key).has(key)), None)
+        return tuple(Sight(kind == SLIDING if told is None else told, window)
+                     for kind, window in zip(kinds, windows, strict=True))
+
+    def _window(self) -> int:
+        reader = self.option("swa_window_size")
+        if reader.has("swa_window_size"):
+            return reader.required("swa_window_size", int)
+        return self.layer.required("sliding_window", int)
+
+
+class _Speculators(_Published):
+    """The form of the speculators library: layers are described in `transformer_layer_config`."""
+
+    def __init__(self, config: ConfigReader, layer: ConfigReader, kind: str) -> None:
+        super().__init__(config, layer, kind)
+        if kind == "dspark":
+            self.default_rank, self.default_confidence = 256, True
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        key = "aux_hidden_state_layer_ids"
+        return _checked_taps(self.config, key, self.config.required(key, list), num_target_layers, offset=0)
+
+    def sights(self) -> tuple[Sight, ...]:
+        count = self.layer.required("num_hidden_layers", int)
+        is_causal = not self.flag("sliding_window_non_causal", False)
+        return tuple(Sight(is_causal, self._window()) if kind == SLIDING else Sight(False, None)
+                     for kind in _layer_types(self.layer, count))
+
+
+def _layer_types(layer: ConfigReader, count: int) -> list[Any]:
+    kinds = layer.get("layer_types", list, [FULL] * count)
+    if len(kinds) != count or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise layer.refusal("layer_types", f"it must name {count} layers (num_hidden_layers), each {FULL} or {SLIDING}")
+    return kinds
+
+
+def _checked_taps(reader: ConfigReader, key: str, ids: list[Any], num_target_layers: int, offset: int
+                  ) -> tuple[int, ...]:
+    least, most = -offset, num_target_layers - offset
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and least <= i <= most for i in ids):
+        raise ConfigError(f"{reader.source}: {key}={ids!r} is not supported: the target has {num_target_layers} "
+                          f"layers, so ids are {least} (the embedding) to {most}; use a drafter that was made for this "
+                          "target")
+    return tuple(i + offset for i in ids)
+
+
+def spread_layers(num_target_layers: int, count: int) -> list[int]:
+    """The target layers that a DFlash drafter of `count` layers reads where its config names none: evenly spread from
+    layer 1 to the third from the end; the middle one for a single layer."""
+    if count == 1:
+        return [num_target_layers // 2]
+    last = max(1, num_target_layers - 3)
+    return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]

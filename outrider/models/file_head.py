@@ -1,0 +1,108 @@
+"""FileHead: a head with files of its own, in which the embedding, the output and a reduced vocabulary are optional.
+
+EAGLE heads and block drafters are published like this. Tensors that a file does not have are the target's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from outrider.formats import WeightSlot
+from outrider.layers import Embedding, Linear
+from outrider.models.base import Model
+from outrider.models.config import ConfigReader, Sizes
+from outrider.models.head import DraftHead
+from outrider.models.sources.base import WeightError
+
+EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
+
+
+class FileHead(DraftHead):
+    renamed: tuple[tuple[str, str], ...] = ()  # patterns in the names of a file's tensors, and the names used here
+    unused: tuple[str, ...] = ("t2d",)  # tensors that a file may have; t2d is the inverse of d2t
+
+    def __init__(self, source: str, config: ConfigReader, sizes: Sizes, target: Model, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """source: the config file. config: the part of it that describes the head's layers, which `sizes` were read
+        from."""
+        super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
+        self.sizes, self._source = sizes, source
+        self.has_own_embedding = False
+        if sizes.vocab_size != target.vocab_size:
+            raise config.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens; "
+                                               "use a head that was made for this target")
+
+    def read_vocabulary(self, config: ConfigReader) -> None:
+        """Read the size of the head's own vocabulary, which may be smaller than the target's."""
+        self.num_outputs = config.get("draft_vocab_size", int, self.sizes.vocab_size)
+        if not 0 < self.num_outputs <= self.target.vocab_size:
+            raise config.refusal("draft_vocab_size",
+                                 f"the target's vocabulary has {self.target.vocab_size} tokens")
+
+    def read_target_size(self, config: ConfigReader, layer: ConfigReader) -> int:
+        """The size of the target's hidden states, which the head's own may differ from."""
+        wide = config.get("target_hidden_size", int, self.hidden_size)
+        if wide != self.target.hidden_size:
+            is_said = config.has("target_hidden_size")
+            key, reader = ("target_hidden_size", config) if is_said else ("hidden_size", layer)
+            raise reader.refusal(key, OTHER_SIZE.format(self.target.hidden_size))
+        return wide
+
+    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for original, tensor in tensors:
+            name = original
+            for pattern, ours in self.renamed:
+                name = re.sub(pattern, ours, name)
+            if name == EMBEDDING:
+                shape = (self.sizes.vocab_size, self.hidden_size)
+                shared = self.target.embed_tokens.weight
+                table = self._own(original, tensor, shape, shared)
+                self.embedding = self.target.embed_tokens if table is shared else Embedding.from_weight(table)
+                self.has_own_embedding = True
+            elif name == OUTPUT:
+                self._take_output(original, tensor)
+            elif name == OFFSETS:
+                self._take_offsets(tensor)
+            elif name not in self.unused:
+                yield name, tensor
+
+    def check_loaded(self) -> None:
+        target, source = self.target, self._source
+        if not self.has_own_embedding and self.hidden_size != target.hidden_size:
+            raise WeightError(
+                f"{source}: the head has no {EMBEDDING} and cannot use the target's: its hidden size is "
+                f"{self.hidden_size}, the target's {target.hidden_size}; use a head that was made for this target"
+            )
+        if self.num_outputs < target.vocab_size and self.target_ids is None:
+            raise WeightError(
+                f"{source}: the head knows {self.num_outputs} of the target's {target.vocab_size} tokens and has no "
+                f"tensor {OFFSETS} that says which; fetch the whole checkpoint, or convert it again"
+            )
+        if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
+            raise WeightError(
+                f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "
+                f"hidden size {self.hidden_size}); fetch the whole checkpoint"
+            )
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        """Without an output of its own, which not every checkpoint has."""
+        return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
+
+    def _take_output(self, name: str, tensor: torch.Tensor) -> None:
+        shared = self.target.lm_head.format.dense()
+        weight = self._own(name, tensor, (self.num_outputs, self.hidden_size), shared)
+        self.own_output = None if weight is shared else Linear.from_weight(weight)
+
+    def _take_offsets(self, offsets: torch.Tensor) -> None:
+        if tuple(offsets.shape) != (self.num_outputs,) or offsets.is_floating_point():
+            raise WeightError(f"tensor {OFFSETS} must hold {self.num_outputs} integers (draft_vocab_size), has shape "
+                              f"{list(offsets.shape)} and dtype {offsets.dtype}")
+        ids = torch.arange(self.num_outputs) + offsets.long()
+        if not bool(((ids >= 0) & (ids < self.target.vocab_size)).all()):
+            raise WeightError(f"tensor {OFFSETS} leads outside the target's vocabulary of {self.target.vocab_size}")
+        is_whole = self.num_outputs == self.target.vocab_size and not bool(offsets.any())
+        self.target_ids = None if is_whole else ids.to(self.device)

@@ -1,0 +1,49 @@
+"""The Markov head of DSpark drafters: what the token before a draft adds to the logits of that draft.
+
+The addition has a low rank: a row of `markov_w1` for the token before, times `markov_w2`. It may be gated by the
+block's hidden state, or come from a small recurrent state that runs along the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.layers import Embedding, Linear, Module, StepContext
+from outrider.models.block_config import MarkovSizes
+
+
+class MarkovHead(Module):
+    def __init__(self, sizes: MarkovSizes, *, vocab_size: int, num_outputs: int, hidden_size: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """vocab_size: of the target, whose ids the tokens before have. num_outputs: of the drafter's vocabulary."""
+        rank, made = sizes.rank, {"dtype": dtype, "device": device}
+        self.rank, self.kind = rank, sizes.kind
+        self.before = Embedding(vocab_size, rank, dtype=dtype, device=device)
+        self.output = Linear(rank, num_outputs, bias=False, dtype=dtype, device=device)
+        self.gate = Linear(hidden_size + rank, rank, bias=True, **made) if sizes.kind == "gated" else None
+        self.joint = Linear(2 * rank + hidden_size, 3 * rank, bias=True, **made) if sizes.kind == "rnn" else None
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        optional = {"gate_proj": self.gate, "joint_proj": self.joint}
+        return [("markov_w1", self.before), ("markov_w2", self.output),
+                *((name, part) for name, part in optional.items() if part is not None)]
+
+    def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[requests, rank] the recurrent state before the first draft. Other kinds pass it on unread."""
+        return hidden.new_zeros(len(hidden), self.rank)
+
+    def addition(self, tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor,
+                 context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is added to the logits of the drafts after `tokens` [requests], whose rows of the block have the states
+        `hidden`. Returns ([requests, outputs], the state for the next draft)."""
+        x = self.before.look_up(tokens)
+        if self.gate is not None:
+            x = torch.sigmoid(self.gate(torch.cat((hidden, x), dim=-1), context)) * x
+        elif self.joint is not None:
+            gate, candidate, x = self.joint(torch.cat((state, x, hidden), dim=-1), context).chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            state = gate * state + (1 - gate) * torch.tanh(candidate)
+            x = torch.tanh(x)
+        return self.output.wide(x.contiguous(), context), state
