@@ -1,5 +1,5 @@
-"""Random DFlash and DSpark drafters for tiny targets, in the forms of their publishers and of speculators, and what they
-should propose, computed naively: one request, no pages, the whole context from scratch for every proposal."""
+"""Random DFlash and DSpark drafters for tiny targets, in the forms of their publishers and of speculators, and what
+they should propose, computed naively: one request, no pages, the whole context from scratch for every proposal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
-from tests.drafters.checkpoints import EPS, THETA, Drafter, Shapes, Tensors, layer_shapes, random_tensors, write
+from tests.drafters.checkpoints import EPS, THETA, Drafter, Shapes, random_tensors, write
 from tests.drafters.checkpoints import HEADS as NUM_HEADS
 from tests.drafters.checkpoints import KV_HEADS as NUM_KV_HEADS
 from tests.drafters.reference import Reference, norm, rope
@@ -47,11 +47,16 @@ class BlockForm:
         shapes: Shapes = {"fc.weight": (self.hidden, num_taps * self.hidden), "hidden_norm.weight": (self.hidden,),
                           "norm.weight": (self.hidden,)}
         for index in range(2):
-            own = layer_shapes(f"layers.{index}", self.head_dim)
-            shapes |= {key: tuple(self.hidden if n == 32 else n for n in shape) for key, shape in own.items()}
-            shapes[f"layers.{index}.input_layernorm.weight"] = (self.hidden,)
-            for side in "qk":
-                shapes[f"layers.{index}.self_attn.{side}_norm.weight"] = (self.head_dim,)
+            prefix, q, kv = f"layers.{index}", NUM_HEADS * self.head_dim, NUM_KV_HEADS * self.head_dim
+            for name, size in (("q", q), ("k", kv), ("v", kv)):
+                shapes[f"{prefix}.self_attn.{name}_proj.weight"] = (size, self.hidden)
+            hidden, head = self.hidden, self.head_dim
+            shapes |= {
+                f"{prefix}.self_attn.o_proj.weight": (hidden, q), f"{prefix}.mlp.up_proj.weight": (64, hidden),
+                f"{prefix}.mlp.gate_proj.weight": (64, hidden), f"{prefix}.mlp.down_proj.weight": (hidden, 64),
+                f"{prefix}.input_layernorm.weight": (hidden,), f"{prefix}.self_attn.q_norm.weight": (head,),
+                f"{prefix}.post_attention_layernorm.weight": (hidden,), f"{prefix}.self_attn.k_norm.weight": (head,),
+            }  # fmt: skip
         return shapes
 
     def _dflash(self) -> tuple[dict[str, Any], Shapes, int]:
@@ -231,7 +236,3 @@ class BlockReference(Reference):
         if weight.shape[1] > len(hidden):
             x = torch.cat((x, self.tensors["markov_head.markov_w1.weight"][before]))
         return float(torch.sigmoid(F.linear(x, weight, self.tensors["confidence_head.proj.bias"])))
-
-
-def tensors_of(drafter: Drafter) -> Tensors:
-    return drafter.tensors

@@ -1,5 +1,5 @@
-"""Block drafters: drafts in ragged, padded, paged batches equal those of a naive reference, and the text of whole engines
-is that of engines without drafts. In float64; every case asserts from counters that its condition occurred."""
+"""Block drafters: drafts in ragged, padded, paged batches equal those of a naive reference, and the text of whole
+engines is that of engines without drafts. In float64; every case asserts that its condition occurred."""
 
 from __future__ import annotations
 
@@ -74,3 +74,139 @@ def test_ragged_padded_batches_with_hits_and_preemptions(form: str, family: str,
         assert any(not all(batch.samples) and any(batch.num_drafts) for batch in rig.batches), "chunks beside drafts"
         assert {len(p.drafts) for p in rig.proposals} == {5}
         assert_as_reference(rig.proposals, ASKS, drafter, target, 5, 64)
+
+
+@pytest.mark.parametrize("form", grid([(form,) for form in FORMS], 0, also=[("dflash_wide_windows",), ("dspark",)]))
+def test_each_number_of_drafts_up_to_the_longest_length(form: str, drafter_of: MakeDrafter) -> None:
+    """Until max_model_len, where room for drafts runs out and the last rows of a block are dead."""
+    drafter = drafter_of(form, "llama")
+    asks = [Ask(prompt_of(8, 36), greedy(None)), Ask(prompt_of(9, 41), greedy(None))]
+    for k in (1, 4):
+        with DraftRig(tiny_model("llama"), speculative_config=drafter.speculative(k), max_model_len=48) as rig:
+            rig.run(asks)
+            assert {len(p.drafts) for p in rig.proposals} == set(range(1, k + 1)), "room for all, then for fewer"
+            assert_as_reference(rig.proposals, asks, drafter, tiny_model("llama"), k, 48)
+
+
+@pytest.mark.parametrize(("form", "family"), grid([(form, family) for form in FORMS for family in ("llama", "gemma3")],
+                                                  0, also=[("dflash_sliding", "gemma3"), ("dspark", "llama")]))
+def test_equal_drafts_after_a_hit_and_after_a_preemption(form: str, family: str, drafter_of: MakeDrafter) -> None:
+    """The hit is longer than the windows, whose first pages are gone by then."""
+    drafter, ask = drafter_of(form, family), Ask([*SHARED, *prompt_of(1, 41)], greedy(9))
+    runs: list[dict[tuple[int, ...], tuple[int, ...]]] = []
+    with DraftRig(tiny_model(family), speculative_config=drafter.speculative(4), max_num_batched_tokens=19) as rig:
+        for after_step in (None, None, rig.preempt):
+            rig.proposals.clear()
+            (output,) = rig.run([ask], after_step=after_step)
+            runs.append({p.known: p.drafts for p in rig.proposals})
+            assert output.metrics.num_cached_tokens == (64 if len(runs) > 1 else 0)
+        assert output.metrics.num_preemptions == 1
+    assert runs[0] and runs[0] == runs[1]
+    assert runs[0].items() <= runs[2].items(), "a resumed request may propose at other lengths, but nothing else"
+
+
+@pytest.mark.parametrize("form", ["dflash_sliding", "dspark"])
+def test_cold_steps_leave_only_what_is_filled_since(form: str, drafter_of: MakeDrafter) -> None:
+    """Steps 2 to 4 propose nothing, so their tokens leave no context."""
+    drafter, ask = drafter_of(form, "llama"), Ask(prompt_of(10, 21), greedy(16))
+    with DraftRig(tiny_model("llama"), speculative_config=drafter.speculative(3), enable_prefix_caching=False,
+                  propose_at=lambda step: 0 if 2 <= step <= 4 else 3) as rig:
+        rig.run([ask])
+        assert rig.num_cold == 3
+        lengths = [len(p.known) for p in rig.proposals]
+        resumed = next(i for i, n in enumerate(lengths) if i > 0 and n - lengths[i - 1] > 3)
+        begin = lengths[resumed] - 2  # the first token that step 5 computed
+        assert_as_reference(rig.proposals, [ask], drafter, tiny_model("llama"), 3, 96,
+                            lambda p: begin if len(p.known) >= lengths[resumed] else 0)
+
+
+@pytest.mark.parametrize("form", ["dflash_speculators", "dspark"])
+def test_a_hit_on_pages_partly_cold_uses_the_warm_tail(form: str, drafter_of: MakeDrafter) -> None:
+    """Chunks of 16, the prompt's first two cold: the pages of tokens 0 to 31 have no context, those behind do."""
+    drafter, ask = drafter_of(form, "llama"), Ask(prompt_of(11, 70), greedy(6))
+    with DraftRig(tiny_model("llama"), speculative_config=drafter.speculative(3), max_num_batched_tokens=16,
+                  propose_at=lambda step: 0 if step < 2 else 3) as rig:
+        rig.run([ask])
+        first = list(rig.proposals)
+        rig.proposals.clear()
+        (output,) = rig.run([ask])
+        assert output.metrics.num_cached_tokens == 64 and rig.num_cold == 2
+        for proposals in (first, rig.proposals):
+            assert_as_reference(proposals, [ask], drafter, tiny_model("llama"), 3, 96, lambda p: 32)
+
+
+# Whole engines
+
+PARAMS = {"greedy": {"temperature": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 9},
+    "no overlap": {"overlap": False},
+    "overlap": {"overlap": True},
+    "padded": {"pad_requests": (4, 8), "pad_tokens": (16, 32, 64)},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "preempted": {"overlap": True},
+}
+FAMILIES = ("llama", "gemma3", "nemotron_h", "qwen3_next")
+MATRIX = [(form, family, kind, condition) for form in FORMS for family in FAMILIES for kind in PARAMS
+          for condition in CONDITIONS]  # fmt: skip
+
+
+def asks_of(family: str, kind: str) -> list[Ask]:
+    vocab = target_of(family).vocab_size
+    prompts = [prompt_of(seed, count, vocab) for seed, count in ((1, 21), (2, 15), (3, 32), (4, 70))]
+    return [Ask(prompt, SamplingParams(max_tokens=14, ignore_eos=True, **PARAMS[kind])) for prompt in prompts]
+
+
+@cache
+def expected(family: str, kind: str) -> list[list[list[int]]]:
+    with Rig(target_of(family), num_pages=160) as rig:
+        return tokens_of(rig.run(asks_of(family, kind)))
+
+
+@pytest.mark.parametrize(("form", "family", "kind", "condition"), grid(MATRIX, 1))
+def test_text_is_that_without_drafts(form: str, family: str, kind: str, condition: str,
+                                     drafter_of: MakeDrafter) -> None:
+    drafter, asks = drafter_of(form, family), asks_of(family, kind)
+    with Rig(target_of(family), speculative_config=drafter.speculative(3), num_pages=200,
+             **CONDITIONS[condition]) as rig:  # fmt: skip
+        first = rig.run(asks, after_step=rig.preempt if condition == "preempted" else None)
+        again = rig.run(asks)
+        assert tokens_of(first) == tokens_of(again) == expected(family, kind)
+        metrics = [output.metrics for output in first + again]
+        assert sum(m.num_draft_tokens for m in metrics) > 0
+        assert (rig.scheduler.stats.num_preemptions > 0) == (condition == "preempted")
+        assert (rig.runner.num_padded_steps > 0) == (condition == "padded")
+        assert (sum(output.metrics.num_cached_tokens for output in again) > 0) == (condition != "no prefix cache")
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next"])
+def test_recurrent_targets_give_their_streams(family: str, tmp_path: Path) -> None:
+    target = target_of(family)
+    drafter = make_block("dflash", target, tmp_path)
+    asks = asks_of(family, "greedy")
+    with DraftRig(target, speculative_config=drafter.speculative(3), num_pages=200, overlap=True) as rig:
+        rig.run(asks)
+        rig.run(asks, after_step=rig.preempt)
+        assert rig.scheduler.stats.num_preemptions > 0 and rig.proposals
+        assert_as_reference(rig.proposals, asks, drafter, target, 3, 96)
+
+
+def test_confidence_leaves_out_drafts_that_are_hardly_reached(tmp_path: Path) -> None:
+    target, ask = tiny_model("llama"), Ask(prompt_of(3, 20), greedy(20))
+    drafter = make_block("dspark", target, tmp_path)
+    config = drafter.speculative(5) | {"min_draft_confidence": 0.2}
+    reference, counts = BlockReference(drafter, target), set()
+    with DraftRig(target, speculative_config=config) as rig:
+        (output,) = rig.run([ask])
+        for proposal in rig.proposals:
+            rows = min(5, 96 - len(proposal.known) + 1)
+            drafts, confidences = reference.drafts_with_confidence(proposal.known, 5, ask.params, 0, rows)
+            reached, count = 1.0, 0
+            for confidence in confidences:
+                reached *= confidence
+                count += reached >= 0.2
+            assert list(proposal.drafts) == drafts[:count]
+            counts.add(count)
+        assert len(counts) > 1, "the confidence of this drafter does not vary"
+    with Rig(target) as rig:
+        assert tokens_of(rig.run([ask])) == tokens_of([output])
