@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ class Eagle3Trainee(Trainee):
         self._target, self._vocabulary = target, vocabulary
         self.num_passes = settings.passes
         self.sizes = HeadSizes.for_target(target, settings)
-        fresh = fresh_weights(self.sizes, target, vocabulary, settings.seed)
+        fresh = begin_weights(weight_shapes(self.sizes, len(vocabulary.ids)), target, vocabulary, settings.seed)
         self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
         self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
         self._network = Eagle3Network(self.sizes, self.weights)
@@ -44,7 +44,7 @@ class Eagle3Trainee(Trainee):
         assert output is not None
         for own_rows, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
             chosen = states[own_rows // width, own_rows % width - 1]
-            yield F.linear(chosen, output) if torch.is_grad_enabled() else _float32_product(chosen, output)
+            yield output_logits(chosen, output)
 
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
         tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
@@ -57,18 +57,22 @@ class Eagle3Trainee(Trainee):
         write_drafter(folder, config, tensors, self._vocabulary, "eagle3", self.num_passes, card)
 
 
-def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products in 16 bits have ties, which a measurement would count as wrong drafts."""
+def output_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits of states x. Where they are measured, products are in float32: in 16 bits they have ties, which would
+    count as wrong drafts."""
+    if torch.is_grad_enabled():
+        return F.linear(x, weight)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.float(), weight)
 
 
-def fresh_weights(sizes: HeadSizes, target: Model, vocabulary: DraftVocabulary,
+def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabulary: DraftVocabulary,
                   seed: int) -> dict[str, torch.Tensor]:
-    """Float32 on the target's device. Drawn on the host, so that every device begins with the same ones."""
+    """Fresh weights, float32 on the target's device: norms of 1, random matrices, and the target's final norm and
+    output rows. Drawn on the host, so that every device begins with the same ones."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in weight_shapes(sizes, len(vocabulary.ids)).items():
+    for name, shape in shapes.items():
         if len(shape) == 1:
             weights[name] = torch.ones(shape)
         else:

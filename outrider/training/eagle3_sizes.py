@@ -28,6 +28,10 @@ class HeadSizes:
 
     @classmethod
     def for_target(cls, target: Model, settings: TrainingSettings) -> HeadSizes:
+        return cls.for_taps(target, read_taps(target, settings), settings)
+
+    @classmethod
+    def for_taps(cls, target: Model, taps: tuple[int, ...], settings: TrainingSettings) -> HeadSizes:
         """A layer like the target's own where its sizes are those of an ordinary layer, otherwise one in the usual
         proportions: experts are narrow, and latent attention has wide heads."""
         hidden = target.hidden_size
@@ -41,7 +45,6 @@ class HeadSizes:
             num_kv_heads = next(count for count in (num_heads // 4, num_heads) if count and num_heads % count == 0)
         own_width = 0 if sizes is None else sizes.intermediate_size
         width = own_width if 2 * hidden <= own_width <= 8 * hidden else 3 * hidden
-        taps = read_taps(target, settings)
         return cls(hidden, width, num_heads, num_kv_heads, head_dim, target.vocab_size, target.max_positions,
                    sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), taps,
                    has_usual_taps=taps == usual_taps(target), is_classic=settings.classic)
@@ -87,13 +90,20 @@ def usual_taps(target: Model) -> tuple[int, ...]:
 
 def read_taps(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
     """The residual streams after so many layers. Raises ValueError where the target does not have them."""
-    count, taps = target.num_layers, settings.taps or usual_taps(target)
+    count, taps = target.num_layers, usual_taps(target)
+    if settings.taps:
+        return check_taps(settings.taps, count)
     if all(0 <= tap <= count for tap in taps):
         return taps
-    if settings.taps:
-        raise ValueError(f"taps={list(taps)}: the target has {count} layers, so taps are 0 (the embedding) to {count}")
     raise ValueError(f"the target has {count} layers and not the three residual streams that EAGLE-3 reads by default: "
                      f"name others with --taps, from 0 (the embedding) to {count}")
+
+
+def check_taps(taps: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The taps of the settings. Raises ValueError where a target of `count` layers does not have them."""
+    if not all(0 <= tap <= count for tap in taps):
+        raise ValueError(f"taps={list(taps)}: the target has {count} layers, so taps are 0 (the embedding) to {count}")
+    return taps
 
 
 def _rope_theta(target: Model) -> float:

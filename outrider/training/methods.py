@@ -5,7 +5,10 @@ A method is one file with a subclass of `training.trainee.Trainee`, and its line
 
 from __future__ import annotations
 
-METHODS: dict[str, str] = {"eagle3": "outrider.training.eagle3:Eagle3Trainee"}
+METHODS: dict[str, str] = {
+    "eagle3": "outrider.training.eagle3:Eagle3Trainee",
+    "block": "outrider.training.block:BlockTrainee",
+}
 
 
 def register_method(name: str, path: str) -> None:

@@ -24,8 +24,8 @@ class TrainingSettings:
     max_answer_tokens: Count = 512
     temperature: Annotated[float, Range(0.01, 2)] = 0.8  # of every other answer; the rest are greedy
     draft_vocab_size: Count = 8192  # tokens that the head knows: the most frequent ones of the answers
-    taps: tuple[Annotated[int, Range(0, 4096)], ...] = ()  # residual streams that the head reads; (): the usual three
-    passes: Annotated[int, Range(1, 16)] = 4  # drafts that are unrolled in training
+    taps: tuple[Annotated[int, Range(0, 4096)], ...] = ()  # residual streams that it reads; (): the method's usual ones
+    passes: Annotated[int, Range(1, 16)] = 4  # drafts that are unrolled in training, or those of a block
     pass_decay: Annotated[float, Range(0.01, 1)] = 0.8  # weight of a pass relative to the one before it
     epochs: Annotated[int, Range(1, 1000)] = 3
     batch_tokens: Count = 16384  # tokens of one step
@@ -37,6 +37,8 @@ class TrainingSettings:
     evaluations: Annotated[int, Range(1, 1000)] = 10  # measurements of acceptance over the whole run
     patience: Annotated[int, Range(1, 1000)] = 4  # measurements without a better one that end the run
     save_seconds: Annotated[float, Range(0, 86400)] = 60.0  # between two checkpoints
+    layers: Annotated[int, Range(1, 16)] = 3  # of a block drafter
+    markov_rank: Annotated[int, Range(0, 4096)] = 0  # of a block drafter's Markov head, which makes it a DSpark one
     classic: bool = False  # the original EAGLE-3; by default taps and fed-back states are normed, as in EAGLE 3.1
     freeze_output: bool = False  # keep the target's rows as the head's output, and train the rest alone
     file_form: Annotated[str, OneOf(FILE_FORMS)] = "hf"

@@ -1,0 +1,87 @@
+"""BlockTrainee: a block drafter in training, a DFlash one or, with a Markov head, a DSpark one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from outrider.models.base import Model
+from outrider.training.block_network import BlockNetwork, weight_shapes
+from outrider.training.block_sizes import BlockSizes, block_taps
+from outrider.training.eagle3 import OUTPUT, begin_weights, output_logits
+from outrider.training.export import write_drafter
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import TaughtTexts
+from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.vocabulary import DraftVocabulary
+
+
+class BlockTrainee(Trainee):
+    """The drafter begins with the target's final norm and output rows, and random weights between."""
+
+    def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
+        self._target, self._vocabulary = target, vocabulary
+        self.num_passes = settings.passes
+        self.sizes = BlockSizes.for_target(target, settings, _mask_token(vocabulary))
+        fresh = begin_weights(weight_shapes(self.sizes, len(vocabulary.ids)), target, vocabulary, settings.seed)
+        if self.sizes.markov_rank:  # drafts do not depend on each other at first
+            fresh["markov_head.markov_w2.weight"].zero_()
+        self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
+        self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
+        self.network = BlockNetwork(self.sizes, self.weights)
+
+    @classmethod
+    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        return block_taps(target, settings)
+
+    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """One block at every place that some pass asks for; pass s reads row s of the blocks' drafts."""
+        anchors, place = block_places(rows, *taught.tokens.shape)
+        if not anchors.shape[1]:
+            return
+        states = self.network.states(self.block_embeds(taught, anchors), anchors, taught.taps)
+        flat, tokens = states[:, :, self.sizes.first_row :].flatten(0, 1), taught.tokens.flatten()
+        output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
+        assert output is not None
+        for index, own_rows in enumerate(rows):
+            logits = output_logits(flat[place[own_rows], index], output)
+            if self.sizes.markov_rank:  # after the true token, which is the draft before if that is right
+                logits = logits + self.network.addition(tokens[own_rows + index])
+            yield logits
+
+    def block_embeds(self, taught: TaughtTexts, anchors: torch.Tensor) -> torch.Tensor:
+        """[texts, blocks, rows, hidden] embeddings of the last known tokens, with masks behind them."""
+        ids = anchors.new_full((*anchors.shape, self.sizes.num_rows), self.sizes.mask_token)
+        ids[..., 0] = taught.tokens.gather(1, anchors)
+        embeds = self._target.embed_tokens.look_up(ids.flatten()).detach()
+        return embeds.view(*ids.shape, -1)
+
+    def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
+        tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
+        size = len(self._vocabulary.ids)
+        is_speculators = file_form == "speculators"
+        config = (self.sizes.speculators_config(size, card.target_name) if is_speculators
+                  else self.sizes.hf_config(size))
+        write_drafter(folder, config, tensors, self._vocabulary, "block", self.num_passes, card)
+
+
+def block_places(rows: list[torch.Tensor], num_texts: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where blocks begin: [texts, most blocks of a text] positions, with some of them repeated in texts that have
+    fewer; and the block of each row, by text * most blocks + block. rows: for each pass text * width + position."""
+    wanted = torch.zeros(num_texts, width, dtype=torch.bool, device=rows[0].device)
+    for own in rows:
+        wanted.view(-1)[own] = True
+    counts = wanted.sum(dim=1)
+    most = int(counts.max())
+    order = torch.argsort(~wanted, dim=1, stable=True)[:, :most]  # wanted positions first, in their order
+    anchors = torch.where(torch.arange(most, device=order.device) < counts[:, None], order, order[:, :1])
+    place = wanted.cumsum(dim=1) - 1 + torch.arange(num_texts, device=order.device)[:, None] * most
+    return anchors, place.flatten()
+
+
+def _mask_token(vocabulary: DraftVocabulary) -> int:
+    """The last token that is never drafted, or the last one if all are."""
+    unknown = (~vocabulary.is_known).nonzero()
+    return int(unknown[-1]) if len(unknown) else vocabulary.target_size - 1

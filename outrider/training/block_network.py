@@ -1,0 +1,113 @@
+"""The arithmetic of a block drafter for training: what `models.block` computes, as torch operations with gradients.
+
+Blocks begin at many places of a text at once. A block at token p has the token itself and masks at p + 1, p + 2, ...;
+its rows see the context of the tokens before p, made of the target's hidden states, and each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from outrider.training.block_sizes import BlockSizes
+
+
+class BlockNetwork:
+    """Weights are float32 and named as in the exported file."""
+
+    def __init__(self, sizes: BlockSizes, weights: Mapping[str, torch.Tensor]) -> None:
+        self._sizes, self._weights = sizes, weights
+
+    def states(self, embeds: torch.Tensor, anchors: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+        """Inputs of the output layer [texts, blocks, rows, hidden]. embeds: [texts, blocks, rows, hidden] of the last
+        known tokens and of masks; anchors: [texts, blocks] positions of the last known tokens; taps: [texts, length,
+        taps, hidden]."""
+        rows = embeds.shape[2]
+        context = self._norm("hidden_norm", self._linear("fc", _wide(taps.flatten(2))))
+        places = anchors[..., None] + torch.arange(rows, device=anchors.device)  # [texts, blocks, rows]
+        before = torch.arange(taps.shape[1], device=anchors.device) < anchors[..., None]  # [texts, blocks, length]
+        x = _wide(embeds)
+        for index in range(self._sizes.num_layers):
+            prefix = f"layers.{index}"
+            mixed = self._attend(prefix, self._norm(f"{prefix}.input_layernorm", x), context, places, before)
+            x = x + self._linear(f"{prefix}.self_attn.o_proj", mixed)
+            x = x + self._mlp(prefix, self._norm(f"{prefix}.post_attention_layernorm", x))
+        return self._norm("norm", x)
+
+    def addition(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the Markov head adds to the logits of drafts after `tokens` [rows]."""
+        return self._linear("markov_head.markov_w2", self._weights["markov_head.markov_w1.weight"][tokens])
+
+    def _attend(self, prefix: str, x: torch.Tensor, context: torch.Tensor, places: torch.Tensor,
+                before: torch.Tensor) -> torch.Tensor:
+        """Returns [texts, blocks, rows, heads * dim]. Scores of the context and of the block's own rows share a
+        softmax."""
+        texts, blocks, rows, _ = x.shape
+        positions = torch.arange(context.shape[1], device=x.device)
+        query = self._rotate(self._heads(prefix, "q", x), places)  # [texts, blocks, rows, heads, dim]
+        own_key = self._rotate(self._heads(prefix, "k", x), places)
+        own_value = self._heads(prefix, "v", x)
+        key = self._rotate(self._heads(prefix, "k", context), positions)  # [texts, length, kv heads, dim]
+        value = self._heads(prefix, "v", context)
+        grouped = query.unflatten(3, (self._sizes.num_kv_heads, -1))  # [texts, blocks, rows, kv heads, group, dim]
+        seen = torch.einsum("tbrkgd,tlkd->tkgbrl", grouped, key)
+        seen = _wide(seen).masked_fill(~before[:, None, None, :, None], float("-inf"))
+        own = _wide(torch.einsum("tbrkgd,tbskd->tkgbrs", grouped, own_key))
+        shares = (torch.cat((seen, own), dim=-1) * self._sizes.head_dim**-0.5).softmax(dim=-1)
+        from_context, from_block = shares.to(value.dtype).split([context.shape[1], rows], dim=-1)
+        mixed = torch.einsum("tkgbrl,tlkd->tbrkgd", from_context, value)
+        mixed = mixed + torch.einsum("tkgbrs,tbskd->tbrkgd", from_block, own_value)
+        return mixed.reshape(texts, blocks, rows, -1)
+
+    def _heads(self, prefix: str, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[.., heads, dim]; heads of q and k are normed."""
+        heads = self._linear(f"{prefix}.self_attn.{name}_proj", x).unflatten(-1, (-1, self._sizes.head_dim))
+        return heads if name == "v" else self._norm(f"{prefix}.self_attn.{name}_norm", heads)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [.., heads, dim], positions [..] of all axes but these two, or of the last of them."""
+        dim = self._sizes.head_dim
+        steps = torch.arange(0, dim, 2, device=x.device, dtype=_wide(x).dtype) / dim
+        angles = positions[..., None, None] * self._sizes.rope_theta**-steps
+        cos, sin = angles.cos(), angles.sin()
+        one, two = _wide(x).chunk(2, dim=-1)
+        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
+
+    def _mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (self._linear(f"{prefix}.mlp.{name}_proj", x) for name in ("gate", "up"))
+        return self._linear(f"{prefix}.mlp.down_proj", F.silu(gate) * up)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weights[f"{name}.weight"])
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(_wide(x), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least: norms, angles and softmax are not computed in 16 bits."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def weight_shapes(sizes: BlockSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the exported file that is a weight, by name."""
+    hidden, width = sizes.hidden_size, sizes.intermediate_size
+    queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(sizes.taps) * hidden),
+                                          "hidden_norm.weight": (hidden,)}
+    for index in range(sizes.num_layers):
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (others, hidden),
+            "self_attn.v_proj": (others, hidden), "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (sizes.head_dim,), "self_attn.k_norm": (sizes.head_dim,),
+            "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width),
+        }  # fmt: skip
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab_size, hidden)}
+    if sizes.markov_rank:
+        shapes |= {"markov_head.markov_w1.weight": (sizes.vocab_size, sizes.markov_rank),
+                   "markov_head.markov_w2.weight": (draft_vocab_size, sizes.markov_rank)}
+    return shapes
