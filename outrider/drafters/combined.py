@@ -1,7 +1,7 @@
 """CombinedDrafter: the layers, hidden states and memory of several drafters together, which start-up asks for.
 
 A step calls its drafters one by one (`drafters/guard.py`), so that a fault of one leaves the others alone. Each request
-gets the drafts of the first drafter that has any for it (`store_drafts` in `kernels/step.py`)."""
+gets the drafts of the drafter from which most are expected to be accepted (`drafters/choice.py`)."""
 
 from __future__ import annotations
 

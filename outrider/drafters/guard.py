@@ -15,10 +15,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from outrider.core import Admission
+from outrider.core import Admission, Limits
 from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
+from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.kernels.buffers import to_device
@@ -149,12 +150,14 @@ class DrafterGuards:
         self.reads_hidden = HiddenReads.NOTHING if drafter is None else drafter.reads_hidden
         self.has_layers = drafter is not None and bool(drafter.attention_layers)
         self._num_told_off = 0  # drafters that the device knows to be off
+        self._choice: ProposalChoice | None = None  # between several drafters
 
     def __bool__(self) -> bool:
         return bool(self._guards)
 
-    def bind(self, row_tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device) -> None:
         """row_tensors: row state that drafters see and must not write to."""
+        self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
         self._num_told_off = 0
         for guard in self._guards:
@@ -165,6 +168,8 @@ class DrafterGuards:
         return sum(guard.record.is_off for guard in self._guards)
 
     def admit(self, admissions: list[Admission]) -> None:
+        if self._choice is not None:
+            self._choice.admit(admissions)
         for guard in self._guards:
             guard.admit(admissions)
 
@@ -184,12 +189,15 @@ class DrafterGuards:
             guard.reset()
 
     def skip(self, step: Step) -> None:
+        if self._choice is not None:
+            self._choice.skip(step)
         for guard in self._guards:
             guard.skip(step)
 
     def propose(self, step: Step) -> list[Proposal] | None:
-        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have. On
-        several ranks, a user's drafters may draft differently or fail on one rank alone: the drafts of rank 0 count."""
+        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have. Of
+        several drafters one has drafts for each request (`ProposalChoice`). On several ranks, a user's drafters may
+        draft differently or fail on one rank alone: the drafts of rank 0 count."""
         found = [guard.propose(step) for guard in self._guards]
         group = None if self._trusts_all else self._group
         if group is None and all(proposal is None for proposal in found):
@@ -197,7 +205,9 @@ class DrafterGuards:
         rows = step.batch.padded.rows
         filled = [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
                   for own in found]  # fmt: skip
-        return filled if group is None else self._drafts_of_rank_0(filled, group)
+        if group is not None:
+            filled = self._drafts_of_rank_0(filled, group)
+        return filled if self._choice is None else self._choice.choose(step, filled, self.is_on)
 
     def _drafts_of_rank_0(self, own: list[Proposal], group: RankGroup) -> list[Proposal]:
         num_rows, width = own[0].tokens.shape

@@ -1,5 +1,5 @@
 """SuffixDrafter: proposes the tokens that followed the longest matching suffix, in the request's own tokens or in
-outputs that finished recently. Runs on the host, without torch.
+outputs of the same tenant that finished recently. Runs on the host, without torch.
 
 The host sees only settled tokens, so its drafts continue the last result; the device drops those accepted since.
 """
@@ -32,35 +32,54 @@ class _IndexedTokens:
 
 
 class SuffixDrafter:
-    """`propose` drafts for running requests; `finish` keeps a request's tokens for others to match."""
+    """`propose` drafts for running requests; `finish` keeps a request's tokens for others of the same tenant to
+    match. The oldest are dropped first, so that no more than `max_tokens` tokens are kept in all."""
 
-    def __init__(self, num_kept: int = 64) -> None:
+    def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18) -> None:
+        """num_kept: finished requests of one tenant that are kept."""
         self._own: dict[int, _IndexedTokens] = {}
-        self._kept: OrderedDict[int, _IndexedTokens] = OrderedDict()
-        self._num_kept = num_kept
+        self._tenant_of: OrderedDict[int, str] = OrderedDict()  # kept requests, oldest first
+        self._kept: dict[str, OrderedDict[int, _IndexedTokens]] = {}
+        self._num_kept, self._max_tokens = num_kept, max_tokens
+        self.num_tokens = 0  # of all kept requests
+        self.last_match = 0  # tokens of the suffix that the last proposal follows
 
-    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int) -> list[int]:
+    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]:
         own = self._own.setdefault(request_id, _IndexedTokens())
         own.extend(token_ids)
+        self.last_match = 0
         if len(token_ids) < ANCHOR or num_wanted < 1:
             return []
         anchor = tuple(token_ids[-ANCHOR:])
         best_length, best = 0, None
-        for source in (own, *reversed(self._kept.values())):
+        for source in (own, *reversed(self._kept.get(tenant, OrderedDict()).values())):
             for end in reversed(source.places.get(anchor, ())[-MAX_CANDIDATES:]):
                 if source is own and end == len(token_ids):
                     continue
                 length = _common_suffix(token_ids, source.tokens, end)
                 if length > best_length and end < len(source.tokens):
                     best_length, best = length, (source.tokens, end)
+        self.last_match = best_length
         return [] if best is None else list(best[0][best[1] : best[1] + num_wanted])
 
-    def finish(self, request_id: int, token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None:
         indexed = self._own.pop(request_id, None) or _IndexedTokens()
+        if len(token_ids) > self._max_tokens:
+            return
         indexed.extend(list(token_ids))
-        self._kept[request_id] = indexed
-        if len(self._kept) > self._num_kept:
-            self._kept.popitem(last=False)
+        kept = self._kept.setdefault(tenant, OrderedDict())
+        kept[request_id], self._tenant_of[request_id] = indexed, tenant
+        self.num_tokens += len(indexed.tokens)
+        if len(kept) > self._num_kept:
+            self._drop(next(iter(kept)))
+        while self.num_tokens > self._max_tokens:
+            self._drop(next(iter(self._tenant_of)))
+
+    def _drop(self, request_id: int) -> None:
+        tenant = self._tenant_of.pop(request_id)
+        self.num_tokens -= len(self._kept[tenant].pop(request_id).tokens)
+        if not self._kept[tenant]:
+            del self._kept[tenant]
 
 
 def _common_suffix(tokens: Sequence[int], others: Sequence[int], end: int) -> int:

@@ -114,7 +114,7 @@ class RowState:
         def rows(*axes: Axis, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return buffer(limits, Axis.ROWS, *axes, dtype=dtype, device=device)
 
-        self.device = device
+        self.limits, self.device = limits, device
         self.tokens = rows(Axis.LENGTH)  # known tokens of each row
         self.known = rows()
         self.computed = rows()

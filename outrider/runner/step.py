@@ -96,7 +96,7 @@ class DeviceStep:
         self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
         self.drafting = drafting
-        self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.device)
+        self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device)
         self.adapters: LoadedAdapters | None = None  # of requests that name one
         self.groups = pool.layout.groups
         self.max_len = max_len

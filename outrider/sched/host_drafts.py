@@ -10,29 +10,33 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import Protocol, TypeVar
 
-from outrider.core import HostDraft
+from outrider.core import HostDraft, RequestResult
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
+from outrider.sched.draft_sources import DraftSources
 from outrider.sched.request import Request
 
 Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
-    """Guesses on the host, from settled tokens."""
+    """Guesses on the host, from settled tokens. tenant: the request's salt; what a request of one tenant has said must
+    not show in the drafts of another."""
 
-    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int) -> list[int]: ...
+    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]: ...
 
-    def finish(self, request_id: int, token_ids: Sequence[int]) -> None: ...
+    def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None: ...
 
 
 class HostDrafts:
     """The only place where a host drafter is called, and where its drafts enter. Any fault of it costs drafts alone."""
 
-    def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None) -> None:
+    def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None,
+                 max_drafts: int = 16) -> None:
         """faults: those of an engine's earlier schedulers, whose drafter was of this kind."""
         self._drafter, self._vocab_size = drafter, vocab_size
         self._faults = faults or FaultRecord.for_drafter(drafter)
         self._by_row: dict[int, HostDraft] = {}
+        self._sources = DraftSources(max_drafts)
 
     def propose(self, request: Request, most: int) -> int:
         """Make drafts for a request of the next batch. Returns how many drafts the batch shall check, `most` at
@@ -40,8 +44,12 @@ class HostDrafts:
         known = len(request.token_ids)
         in_flight = request.bound.at_most + 1 - known
         guess = self._guess(request, most + in_flight)
-        if len(guess) <= (0 if in_flight == 0 else request.in_flight_samples):
+        self._sources.note_guess(request.id, request.token_ids, guess, getattr(self._drafter, "last_match", 0))
+        num_unknown = 0 if in_flight == 0 else request.in_flight_samples  # tokens of the guess that the device has
+        if len(guess) <= num_unknown:
             return 0 if request.num_proposed == 0 else most  # a device drafter may have one
+        if request.num_proposed and not self._sources.prefers_host(request.id, num_unknown, most):
+            return most
         self._by_row[request.row] = HostDraft(request.row, known, guess)
         return min(most, len(guess))
 
@@ -54,15 +62,22 @@ class HostDrafts:
         drafts, self._by_row = list(self._by_row.values()), {}
         return drafts
 
+    def observe(self, request: Request, result: RequestResult, is_from_host: bool) -> None:
+        """A step of the request has ended. is_from_host: its drafts were sent from here."""
+        if not is_from_host and result.num_drafted:
+            self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
+
     def finish(self, request: Request) -> None:
         """The request has ended; others may continue like it."""
-        self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids))
+        self._sources.forget(request.id)
+        self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
 
     def _guess(self, request: Request, num_wanted: int) -> list[int]:
         """At most num_wanted tokens of the vocabulary; none if the drafter is off or has failed."""
         own = self._drafter
-        return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted),
-                                                        num_wanted, self._vocab_size)) or []
+        return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted,
+                                                                    _tenant(request)), num_wanted,
+                                                        self._vocab_size)) or []
 
     def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
         """Call a method of the drafter, unless it is off. Returns None, with the fault noted, if that fails."""
@@ -76,6 +91,10 @@ class HostDrafts:
             trace = "".join(traceback.format_exception(error))
             self._faults.add(FaultKind.RAISED, f"{name} raised {words_of(error)}", trace=trace)
         return None
+
+
+def _tenant(request: Request) -> str:
+    return request.input.cache_salt or ""
 
 
 class _WrongGuess(ValueError):

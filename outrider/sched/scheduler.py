@@ -51,7 +51,7 @@ class Scheduler:
         self._drafts = drafts
         self._host_drafts = None
         if host_drafter is not None:
-            self._host_drafts = HostDrafts(host_drafter, limits.vocab_size, host_faults)
+            self._host_drafts = HostDrafts(host_drafter, limits.vocab_size, host_faults, limits.max_drafts)
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
         self._running: list[Request] = []
@@ -141,13 +141,16 @@ class Scheduler:
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
         # Checkpoints before requests: they cover tokens that were known when the step ran, and a request may end below.
         self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
-        for part, known, drafts, sampled in zip(
-            result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
+        from_host = {draft.row for draft in batch.host_drafts}
+        for part, row, known, drafts, sampled in zip(
+            result.requests, batch.rows, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
             request = requests.get(part.request_id)
             if request is None or request.epoch != part.epoch:
                 self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
                 continue
+            if self._host_drafts is not None:
+                self._host_drafts.observe(request, part, row in from_host)
             self._settle(request, part, known, drafts, sampled)
             updates.append(Update(request, part))
         return updates

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import Admission
+from outrider.core import Admission, Limits
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.ngram import NgramDrafter
@@ -30,7 +30,8 @@ class CountedRanks:
 
 def guarded(drafter: Drafter, group: WatchedRanks) -> DrafterGuards:
     guards = DrafterGuards(drafter, group, WorkerRanks(RankLink(0, 2), group).without_sums)
-    guards.bind([], torch.device("cpu"))
+    limits = Limits(max_requests=4, max_batched_tokens=16, max_len=32, max_drafts=2, vocab_size=64)
+    guards.bind([], limits, torch.device("cpu"))
     return guards
 
 

@@ -136,12 +136,12 @@ class HostGuesses:
         self._rng, self._seeds = rng, seeds
         self.num_guesses = 0
 
-    def propose(self, request_id: int, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, request_id: int, token_ids: Sequence[int], most: int, tenant: str) -> list[int]:
         guess = guess_after(self._seeds[request_id], token_ids, self._rng.randint(0, most), 0.9, self._rng)
         self.num_guesses += len(guess)
         return guess
 
-    def finish(self, request_id: int, token_ids: Sequence[int]) -> None:
+    def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None:
         del self._seeds[request_id]
 
 

@@ -1,0 +1,99 @@
+"""ProposalChoice: which of several drafters' proposals each request gets, by the drafts that it will probably accept.
+
+Every proposal is graded, also those that were not checked: the tokens that a step yields are the true ones, so the
+leading drafts that equal them would have been accepted. A drafter that is right more often for a request is taken for
+it within a few steps, and no step is spent on trying the others. All of it happens on the device, by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.core import Admission, Axis, Limits
+from outrider.drafters.base import Step
+from outrider.kernels.buffers import buffer, to_device
+from outrider.kernels.step import Proposal
+
+DECAY = 0.9  # factor on a row's counts, per graded proposal
+PRIOR_WEIGHT = 2.0  # drafts that the first guess of a rate is worth
+PRIOR_RATE = 0.7
+MOST_RATE = 0.99
+
+
+class _Grades:
+    """One drafter's last proposal for every row, and how many drafts were right so far."""
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self.tokens = buffer(limits, Axis.ROWS, Axis.DRAFTS, dtype=torch.int64, device=device)
+        self.counts = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)  # of drafts that wait for a grade
+        self.tried = buffer(limits, Axis.ROWS, dtype=torch.float32, device=device)
+        self.right = buffer(limits, Axis.ROWS, dtype=torch.float32, device=device)
+
+    def grade(self, rows: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
+        """Compare the last proposals with the tokens that a step yielded. run: [requests, tokens]."""
+        width = min(self.tokens.shape[1], run.shape[1])
+        counts, columns = self.counts[rows], torch.arange(width, device=rows.device)
+        is_known = columns < torch.minimum(counts, run_len)[:, None]
+        is_right = ((self.tokens[rows, :width] == run[:, :width]) & is_known).long().cumprod(dim=1).sum(dim=1)
+        num_tried = torch.minimum(torch.minimum(is_right + 1, counts), run_len)
+        fading = torch.where(num_tried > 0, DECAY, 1.0)
+        self.tried.index_copy_(0, rows, self.tried[rows] * fading + num_tried)
+        self.right.index_copy_(0, rows, self.right[rows] * fading + is_right)
+        self.counts.index_copy_(0, rows, torch.where(run_len > 0, 0, counts))
+
+    def expected(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """[requests] drafts of a proposal of so many that will probably be accepted."""
+        rate = (self.right[rows] + PRIOR_WEIGHT * PRIOR_RATE) / (self.tried[rows] + PRIOR_WEIGHT)
+        rate = rate.clamp_max(MOST_RATE)
+        return rate * (1 - rate ** counts.clamp_min(0)) / (1 - rate)
+
+    def keep(self, rows: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        self.tokens.index_put_((rows[:, None], torch.arange(tokens.shape[1], device=rows.device)), tokens)
+        self.counts.index_copy_(0, rows, counts)
+
+    def forget(self, rows: torch.Tensor) -> None:
+        for tensor in (self.counts, self.tried, self.right):
+            tensor.index_fill_(0, rows, 0)
+
+
+class ProposalChoice:
+    def __init__(self, num_drafters: int, limits: Limits, device: torch.device) -> None:
+        self._drafters = [_Grades(limits, device) for _ in range(num_drafters)]
+        self._vocab_size, self._device = limits.vocab_size, device
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Rows with a new owner know nothing of the drafters yet."""
+        if admissions:
+            rows = to_device([admission.row for admission in admissions], torch.int64, self._device)
+            for own in self._drafters:
+                own.forget(rows)
+
+    def skip(self, step: Step) -> None:
+        """The step proposes nothing: what was proposed before is graded, and nothing waits for the next step."""
+        self._grade(step)
+
+    def choose(self, step: Step, proposals: Sequence[Proposal], is_on: torch.Tensor) -> list[Proposal]:
+        """The proposals, in which each request has drafts of at most one drafter: the one from which most are expected
+        to be accepted, the first of equals. Wrong proposals are left as they are, for others to report. is_on:
+        [drafters] 0 for one that is switched off."""
+        self._grade(step)
+        rows, num_wanted = step.batch.padded.rows, proposals[0].tokens.shape[1]
+        columns = torch.arange(num_wanted, device=rows.device)
+        gains, sound = [], []
+        for index, (own, (tokens, counts)) in enumerate(zip(self._drafters, proposals, strict=True)):
+            is_wrong = (columns < counts[:, None]) & ((tokens < 0) | (tokens >= self._vocab_size))
+            is_sound = (counts >= 0) & (counts <= num_wanted) & ~is_wrong.any(dim=1)
+            is_offered = is_sound & (counts > 0) & (is_on[index] > 0) & step.goes_on
+            gains.append(torch.where(is_offered, own.expected(rows, counts), -1.0))
+            sound.append(is_sound)
+            own.keep(rows, tokens, torch.where(is_offered, counts, 0))
+        best = torch.stack(gains).argmax(dim=0)
+        return [Proposal(tokens, torch.where(is_sound & (best != index), 0, counts))
+                for index, ((tokens, counts), is_sound) in enumerate(zip(proposals, sound, strict=True))]
+
+    def _grade(self, step: Step) -> None:
+        rows, accepted = step.batch.padded.rows, step.accepted
+        for own in self._drafters:
+            own.grade(rows, accepted.run, accepted.run_len)

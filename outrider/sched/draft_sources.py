@@ -1,0 +1,58 @@
+"""DraftSources: whether a request's next drafts come from the host drafter or from the drafters on the device.
+
+Both are judged by the drafts that were accepted of theirs, for the request and for all requests. Every guess of the
+host is graded by the tokens that settle after it, also where it was not sent; drafts of the device where they were
+checked. A guess that follows a longer match is right more often, so guesses are judged by the length of their match.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.sched.acceptance import Acceptance
+
+MATCHES = (4, 8, 16)  # lengths of matches from which on guesses are judged apart
+
+
+class _Guess(NamedTuple):
+    known: int  # settled tokens when it was made
+    tokens: list[int]
+    match: int  # index of its length among MATCHES
+
+
+class DraftSources:
+    def __init__(self, max_drafts: int) -> None:
+        self._device = Acceptance(max_drafts)
+        self._host = [Acceptance(max_drafts) for _ in range(len(MATCHES) + 1)]
+        self._guesses: dict[int, _Guess] = {}
+
+    def note_guess(self, request_id: int, token_ids: Sequence[int], guess: list[int], match_length: int) -> None:
+        """The host has made a guess of what follows token_ids. Grades the guess before it by the tokens since."""
+        before = self._guesses.get(request_id)
+        if before is not None and len(token_ids) > before.known:
+            settled = token_ids[before.known : before.known + len(before.tokens)]
+            pairs = zip(settled, before.tokens, strict=False)
+            num_right = next((i for i, (true, guessed) in enumerate(pairs) if true != guessed), len(settled))
+            if settled:
+                self._host[before.match].observe(request_id, len(settled), num_right)
+        if before is None or len(token_ids) > before.known:
+            self._guesses[request_id] = _Guess(len(token_ids), guess, bisect_right(MATCHES, match_length))
+
+    def note_device(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+        self._device.observe(request_id, num_drafted, num_accepted)
+
+    def prefers_host(self, request_id: int, num_unknown: int, most: int) -> bool:
+        """Whether more of `most` drafts will probably be accepted of the last guess than of the device's drafts.
+        num_unknown: tokens of the guess that steps in flight yield, which must be right first."""
+        guess = self._guesses[request_id]
+        gains = self._host[guess.match].gains(request_id)
+        usable = min(most, len(guess.tokens) - num_unknown)
+        reached = gains[min(num_unknown, len(gains)) - 1] if num_unknown else 1.0
+        return reached * sum(gains[:usable]) >= sum(self._device.gains(request_id)[:most])
+
+    def forget(self, request_id: int) -> None:
+        self._guesses.pop(request_id, None)
+        for own in (self._device, *self._host):
+            own.forget(request_id)

@@ -1,0 +1,159 @@
+"""Several drafters: each request gets the drafts of the one that is right more often for it, and the text does not
+depend on which. Finished outputs are kept within bounds, and only for requests of the same tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.drafters.combined import CombinedDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.sched.draft_sources import DraftSources
+from tests.drafters.scripted_drafter import ScriptedDrafter
+from tests.engine.harness import Ask, Rig, add_request, prompt_of, tiny_model, tokens_of
+
+K = 3
+PROMPTS = [prompt_of(seed, 12 + seed) for seed in range(4)]
+CONFIG = {"method": "ngram", "num_speculative_tokens": K, "auto": False}
+
+
+def asks(**params: Any) -> list[Ask]:
+    return [Ask(prompt, SamplingParams(max_tokens=24, ignore_eos=True, **params)) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[tuple[int, ...], list[int]]:
+    with Rig(tiny_model("llama")) as rig:
+        return {tuple(ask.prompt): run[0] for ask, run in zip(asks(temperature=0), tokens_of(rig.run(
+            asks(temperature=0))), strict=True)}
+
+
+def scripted(truth: dict[tuple[int, ...], list[int]], right_for: list[int]) -> ScriptedDrafter:
+    """Drafts the true tokens for some of the prompts, and wrong ones for the others."""
+
+    def script(prompt: tuple[int, ...], index: int) -> list[int]:
+        is_right = PROMPTS.index(list(prompt)) in right_for
+        return [token if is_right else (token + 1) % 256 for token in truth[prompt]]
+
+    return ScriptedDrafter(K, script)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_request_gets_the_drafter_that_is_right_for_it(truth: dict[tuple[int, ...], list[int]],
+                                                            overlap: bool) -> None:
+    """Taken in order, the first drafter would always have drafts, right ones for half of the requests."""
+    pair = CombinedDrafter([scripted(truth, [0, 1]), scripted(truth, [2, 3])])
+    with Rig(tiny_model("llama"), drafter=pair, speculative_config=CONFIG, overlap=overlap) as rig:
+        outputs = rig.run(asks(temperature=0))
+        assert [run[0] for run in tokens_of(outputs)] == list(truth.values())
+        shares = [output.metrics.num_accepted_tokens / output.metrics.num_draft_tokens for output in outputs]
+        assert min(shares[:2]) == 1.0 and min(shares[2:]) > 0.5, shares
+
+
+def test_what_is_learned_ends_with_the_request(truth: dict[tuple[int, ...], list[int]]) -> None:
+    """A row's next owner begins anew: the first drafter comes first among equals."""
+    pair = CombinedDrafter([scripted(truth, [0]), scripted(truth, [3])])
+    with Rig(tiny_model("llama"), drafter=pair, speculative_config=CONFIG, max_num_seqs=1) as rig:
+        for index in (3, 0, 3, 0):
+            (output,) = rig.run([asks(temperature=0)[index]])
+            first = output.metrics.num_draft_tokens - output.metrics.num_accepted_tokens
+            assert (first > 0) == (index == 3), "the first step has drafts of the first drafter"
+
+
+class Wrong(Drafter):
+    """Offers token ids outside of the vocabulary."""
+
+    name, max_drafts = "wrong", K
+
+    def propose(self, step: Step) -> Drafts:
+        rows = step.batch.padded.rows
+        return Drafts(torch.full((len(rows), step.num_wanted), 999), torch.full_like(rows, step.num_wanted))
+
+
+def test_a_wrong_proposal_is_reported_and_the_other_drafter_is_taken(truth: dict[tuple[int, ...], list[int]]) -> None:
+    pair = CombinedDrafter([Wrong(), scripted(truth, [0, 1, 2, 3])])
+    with Rig(tiny_model("llama"), drafter=pair, speculative_config=CONFIG, expects_faults=True) as rig:
+        outputs = rig.run(asks(temperature=0))
+        assert [run[0] for run in tokens_of(outputs)] == list(truth.values())
+        assert all(o.metrics.num_accepted_tokens == o.metrics.num_draft_tokens > 0 for o in outputs)
+        assert rig.engine.stats.num_drafter_faults > 0
+
+
+# The host drafter beside those of the device
+
+
+def test_the_host_is_preferred_where_its_guesses_were_right() -> None:
+    sources = DraftSources(4)
+    text = list(range(100, 160))
+    for length in range(10, 30):  # guesses of request 1 are right, those of request 2 wrong
+        sources.note_guess(1, text[:length], text[length : length + 4], 5)
+        sources.note_guess(2, text[:length], [7, 7, 7, 7], 5)
+        for request in (1, 2):
+            sources.note_device(request, 4, 2)
+    assert sources.prefers_host(1, 0, 4) and not sources.prefers_host(2, 0, 4)
+    sources.forget(1)
+    sources.note_guess(1, text[:10], text[10:14], 5)  # now all requests' rates decide
+
+
+def test_longer_matches_are_judged_apart() -> None:
+    sources, text = DraftSources(4), list(range(200))
+    for length in range(10, 150):
+        is_long = length % 2
+        guess = text[length : length + 4] if is_long else [999] * 4
+        sources.note_guess(1, text[:length], guess, 20 if is_long else 3)
+        sources.note_device(1, 4, 2)
+    sources.note_guess(1, text[:160], text[160:164], 20)
+    assert sources.prefers_host(1, 0, 4)
+    sources.note_guess(1, text[:161], text[161:165], 3)
+    assert not sources.prefers_host(1, 0, 4)
+
+
+def test_suffixes_beside_a_drafter_on_the_device_leave_the_text(truth: dict[tuple[int, ...], list[int]]) -> None:
+    config = {"method": ["suffix", "ngram"], "num_speculative_tokens": K, "auto": False}
+    with Rig(tiny_model("llama"), drafter=scripted(truth, [0, 1, 2, 3]), speculative_config=config) as rig:
+        for _ in range(3):  # from the second time on suffixes match whole outputs
+            outputs = rig.run(asks(temperature=0))
+            assert [run[0] for run in tokens_of(outputs)] == list(truth.values())
+            drafted = sum(output.metrics.num_draft_tokens for output in outputs)
+            assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0.8 * drafted
+
+
+# The store of finished outputs
+
+
+def test_outputs_are_matched_by_requests_of_the_same_tenant_alone() -> None:
+    drafter, text = SuffixDrafter(), list(range(40))
+    drafter.finish(1, text, "a")
+    assert drafter.propose(2, text[:10], 4, "a") == text[10:14] and drafter.last_match == 10
+    assert drafter.propose(3, text[:10], 4, "b") == [] and drafter.last_match == 0
+    assert drafter.propose(4, text[:10], 4, "") == []
+
+
+def test_kept_outputs_are_bounded_in_number_and_tokens() -> None:
+    drafter = SuffixDrafter(num_kept=3, max_tokens=100)
+    for index in range(10):
+        drafter.finish(index, [index * 50 + i for i in range(20)], "a")
+        assert drafter.num_tokens <= 60
+    assert drafter.propose(100, [9 * 50, 9 * 50 + 1, 9 * 50 + 2], 1, "a") == [9 * 50 + 3]
+    assert drafter.propose(101, [6 * 50, 6 * 50 + 1, 6 * 50 + 2], 1, "a") == []
+    for index in range(10, 20):
+        drafter.finish(index, list(range(30)), f"tenant {index}")
+        assert drafter.num_tokens <= 100
+    drafter.finish(50, list(range(101)), "a")  # longer than all that may be kept
+    assert drafter.num_tokens <= 100
+
+
+def test_a_request_with_a_salt_does_not_show_in_anothers_drafts(truth: dict[tuple[int, ...], list[int]]) -> None:
+    with Rig(tiny_model("llama"), speculative_config=CONFIG | {"method": "suffix"}) as rig:
+        for salt, accepts in ((None, False), ("x", False), ("x", True), ("y", False), (None, True)):
+            add_request(rig.engine, "0", {"prompt_token_ids": PROMPTS[0], "cache_salt": salt},
+                        asks(temperature=0)[0].params)
+            while rig.engine.has_work:
+                rig.engine.step()
+            accepted = sum(part.num_accepted for result in rig.results for part in result.requests)
+            rig.results.clear()
+            assert (accepted > 3) == accepts, (salt, accepted)
