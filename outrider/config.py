@@ -20,6 +20,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "outrider", "transformers")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 # Registering a cache type adds its name.
 CACHE_TYPES = ["auto", "float32", "bfloat16", "float16", "float64", "fp8", "fp8_e4m3"]
@@ -60,6 +61,8 @@ class EngineConfig:
     overlap: bool | None = None  # schedule the next step before the last one's result is read
     seed: Seed = 0
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
+    # Whose code computes the model: a family of this package, or transformers' own. auto: a family where there is one.
+    model_impl: Annotated[str, OneOf(MODEL_IMPLS)] = "auto"
     attention_backend: Annotated[str, OneOf(BACKENDS)] = "auto"
     enforce_eager: bool = False  # CUDA: no graphs
     logprobs_mode: Annotated[str, OneOf(LOGPROBS_MODES)] = "raw"

@@ -107,7 +107,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     source = source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
     dtype = pick_dtype(config.dtype, source, device)
     model = build_model(source.config, dtype=dtype, device="meta", max_len=config.max_model_len,
-                        source=str(source.config_file))
+                        source=str(source.config_file), model_impl=config.model_impl)
     drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=drafts)

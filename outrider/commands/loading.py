@@ -89,7 +89,8 @@ class OnRanks:
         from outrider.runner.device import pick_dtype
 
         dtype = pick_dtype(self.config.dtype, self.source, self.device)
-        return build_model(self.source.config, dtype=dtype, device="meta", source=str(self.source.config_file))
+        return build_model(self.source.config, dtype=dtype, device="meta", source=str(self.source.config_file),
+                           model_impl=self.config.model_impl)
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ from outrider.commands.vllm_flags import add_unlisted_flags, own_flags
 from outrider.compat.engine_args import config_for
 from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
-from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, EngineConfig
+from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, Range, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
@@ -49,6 +49,8 @@ ENGINE_HELP = {
     "overlap": "schedule the next step while the last one runs",
     "seed": "seed of sampling, and of random weights",
     "load_format": "dummy: random weights",
+    "model_impl": "code that computes the model: outrider (a family here), transformers, or auto (a family, else "
+                  "transformers)",
     "attention_backend": "which attention to run: auto, torch, native, triton or flex; vLLM's names mean the nearest",
     "hf_overrides": "values of config.json to replace or add, a JSON object",
     "kv_events_config": "publish what the prefix cache holds, as vLLM does; a JSON object (docs/replicas.md)",
@@ -103,6 +105,7 @@ SAMPLING_HELP = {
 CHOICES: dict[str, Sequence[str]] = {
     "dtype": [*DTYPES, *VALUES["dtype"]],
     "load_format": [*LOAD_FORMATS, *VALUES["load_format"]],
+    "model_impl": [*MODEL_IMPLS, *VALUES["model_impl"]],
     "logprobs_mode": [*LOGPROBS_MODES, *VALUES["logprobs_mode"]],
     "log_format": LOG_FORMATS,
     "uvicorn_log_level": LOG_LEVELS,

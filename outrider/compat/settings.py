@@ -96,7 +96,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "kv_transfer_config": Refused("one engine keeps its own cache"),
     "limit_mm_per_prompt": Explained(NO_IMAGES),
     "mm_processor_kwargs": Refused(NO_IMAGES, (None, {})),
-    "model_impl": Refused("model families are built in", (None, "auto")),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
     "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
@@ -201,6 +200,7 @@ NONE_IS_DEFAULT = ("enable_lora", "enable_prefix_caching", "kv_cache_dtype", "lo
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "logprobs_mode": {"raw_logprobs": "raw", "processed_logprobs": "processed"},
+    "model_impl": {"vllm": "outrider"},
     "load_format": {"safetensors": "auto", "gguf": "auto", "mistral": "auto", "hf": "auto"},
     "attention_backend": {"FLEX_ATTENTION": "flex", "TORCH_SDPA": "torch", "TRITON_ATTN": "triton",
                           "TRITON_ATTN_VLLM_V1": "triton", "TRITON_MLA": "triton"},

@@ -85,6 +85,7 @@ class Model(LayeredModule, ABC):
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
     cache_scales: Mapping[int, ScaleNumbers] = MappingProxyType({})  # of a cache in fp8, by layer index
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
+    reads_device: bool = False  # whether its forward waits for values of tensors, so that no step can be captured
 
     @abstractmethod
     def forward(

@@ -74,11 +74,13 @@ def architectures() -> Mapping[str, type[Model]]:
 
 def _class_of(architecture: str) -> type[Model]:
     found = _ARCHITECTURES[architecture]
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        loaded: type[Model] = getattr(import_module(f"outrider.models.{module}"), name)
-        return loaded
-    return found
+    return _class_at(found) if isinstance(found, str) else found
+
+
+def _class_at(place: str) -> type[Model]:
+    module, _, name = place.partition(":")
+    loaded: type[Model] = getattr(import_module(f"outrider.models.{module}"), name)
+    return loaded
 
 
 def register(architecture: str, model_class: type[Model]) -> None:
@@ -93,11 +95,12 @@ def build_model(
     device: torch.device | str,
     max_len: int | None = None,
     source: str = "config.json",
+    model_impl: str = "auto",
 ) -> Model:
     """A model without its weights. max_len: positions it must serve, the config's own by default. Its config is checked
-    first, without memory for weights. source: the file, for messages."""
+    first, without memory for weights. source: the file, for messages. model_impl: see `EngineConfig`."""
     reader = ConfigReader(config, source)
-    make = partial(_family(reader), reader, dtype=dtype)
+    make = partial(_family(reader, model_impl), reader, dtype=dtype)
     try:
         outline = make(device=torch.device("meta"), max_len=1)  # a table of one position, not of all
     except NotImplementedError:  # a family from outside that looks at the values of its tensors
@@ -116,8 +119,11 @@ def build_model(
     return model
 
 
-def _family(reader: ConfigReader) -> Callable[..., Model]:
+def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     architectures = reader.required("architectures", list)
-    if not architectures or str(architectures[0]) not in _ARCHITECTURES:
+    is_family = bool(architectures) and str(architectures[0]) in _ARCHITECTURES
+    if is_family and model_impl != "transformers":
+        return _class_of(architectures[0])
+    if not architectures or model_impl == "outrider":
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
-    return _class_of(architectures[0])
+    return _class_at("bridge.model:BridgedModel")

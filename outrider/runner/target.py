@@ -38,7 +38,8 @@ def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = O
     compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
-    build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file))
+    build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file),
+                    model_impl=config.model_impl)
     outline = _part_of(group, build(device="meta"))
     declare_stored(outline, config, source, device)
     check_target(config, source, outline, device)

@@ -112,6 +112,8 @@ class CudaRunner:
         self._generations = Generations(step)
         is_capturable = can_capture(step.pool.layout, step.backend)
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
+        if step.model.reads_device:
+            self._eager_reason, is_capturable = Uncaptured.MODEL_READS, False
         if step.planner.processors is not None:
             self._eager_reason = Uncaptured.LOGITS_PROCESSORS
         can_replay = use_graphs and is_capturable and step.planner.processors is None

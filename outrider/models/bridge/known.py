@@ -1,0 +1,227 @@
+"""Recognises modules of transformers by what they compute.
+
+A copy of the module gets small random weights, and its result is compared with the arithmetic of a layer of this
+package. Names of classes do not count, so models that copy each other's code, and those of later versions, are known
+too. A module that computes anything else is left as it is: slower, and as correct.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outrider.models.bridge.attention import CALLED, NAME
+
+CLOSE = 1e-4  # relative to the largest result: modules compute some steps in float32
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+GATED_NAMES, PACKED_NAMES = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+QKV_NAMES, OUT_NAME, NORM_NAMES = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
+
+
+class KnownNorm(NamedTuple):
+    """A norm over the last axis with one scale for each feature."""
+
+    size: int
+    eps: float
+    offset: bool  # scales by 1 + weight
+    is_centered: bool  # takes the mean off
+
+
+class KnownMLP(NamedTuple):
+    """down(act(gate(x)) * up(x))."""
+
+    activation: str
+    is_packed: bool  # gate and up are one product
+
+
+class KnownExperts(NamedTuple):
+    num_experts: int
+    hidden_size: int
+    expert_size: int
+    activation: str
+
+
+def find_norm(module: nn.Module) -> KnownNorm | None:
+    eps = next((getattr(module, name) for name in EPS_NAMES if hasattr(module, name)), None)
+    if [*module._parameters] != ["weight"] or module._modules or module._buffers or not isinstance(eps, float):
+        return None
+    weight = module._parameters["weight"]
+    if weight is None or weight.dim() != 1:
+        return None
+    size = len(weight)
+    draw = _Draw()
+    scale, x = 1 + draw(size), 3 * draw(3, size) + 0.5
+    found = _result(_copy_of(module, parameters={"weight": scale}), x)
+    for offset in (False, True):
+        for is_centered in (False, True):
+            if _is_close(found, norm(x, scale, eps, offset, is_centered)):
+                return KnownNorm(size, eps, offset, is_centered)
+    return None
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, is_centered: bool) -> torch.Tensor:
+    x = x - x.mean(-1, keepdim=True) if is_centered else x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight if offset else weight)
+
+
+def find_embedding_scale(module: nn.Module, compute_buffers: Callable[[nn.Module], None]) -> float | None:
+    """The factor by which a module multiplies the rows of its table; None if it does anything else. compute_buffers:
+    gives the module's buffers the values that its constructor gave them."""
+    draw, tokens = _Draw(), torch.tensor([[3, 0, 2]])
+    table = draw(5, 8)
+    small = _copy_of(module, parameters={"weight": table.clone()})
+    small._buffers = {name: torch.zeros(buffer.shape) for name, buffer in module._buffers.items() if buffer is not None}
+    compute_buffers(small)
+    small._parameters["weight"] = nn.Parameter(table, requires_grad=False)
+    found = _result(small, tokens)
+    if not isinstance(found, torch.Tensor) or found.shape != (1, 3, 8):
+        return None
+    scale = float((found[0, 0, 0] / table[3, 0]).item())
+    return scale if _is_close(found, table[tokens] * scale) else None
+
+
+def find_mlp(module: nn.Module) -> KnownMLP | None:
+    linears = [name for name, child in module._modules.items() if type(child) is nn.Linear]
+    if (*linears,) not in (GATED_NAMES, PACKED_NAMES) or module._parameters or module._buffers:
+        return None
+    is_packed, draw, hidden, width = (*linears,) == PACKED_NAMES, _Draw(), 8, 6
+    gate, up, down, x = draw(width, hidden), draw(width, hidden), draw(hidden, width), 2 * draw(3, hidden)
+    weights = {"gate_up_proj": torch.cat((gate, up))} if is_packed else {"gate_proj": gate, "up_proj": up}
+    parts = {name: _linear(weight) for name, weight in (weights | {"down_proj": down}).items()}
+    found = _result(_copy_of(module, modules=parts), x)
+    for name, activation in ACTIVATIONS.items():
+        if _is_close(found, (activation(x @ gate.T) * (x @ up.T)) @ down.T):
+            return KnownMLP(name, is_packed)
+    return None
+
+
+def find_experts(module: nn.Module) -> KnownExperts | None:
+    """Experts whose weights lie in two tensors, [experts, gate | up, hidden] and [experts, hidden, inner]."""
+    joint, down = (module._parameters.get(name) for name in PACKED_NAMES)
+    if {*module._parameters} != {*PACKED_NAMES} or joint is None or down is None or joint.dim() != 3:
+        return None
+    num_experts, hidden_size, expert_size = down.shape
+    if tuple(joint.shape) != (num_experts, 2 * expert_size, hidden_size):
+        return None
+    draw, count, hidden, width = _Draw(), 3, 8, 6
+    tensors = {"gate_up_proj": draw(count, 2 * width, hidden), "down_proj": draw(count, hidden, width)}
+    x, ids, weights = 2 * draw(4, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]]), draw(4, 2).abs()
+    small = _copy_of(module, parameters=tensors)
+    small.num_experts, small.hidden_dim, small.intermediate_dim = count, hidden, width
+    small.config = SimpleNamespace(_experts_implementation="eager")
+    found = _result(small, x, ids, weights)
+    for name, activation in ACTIVATIONS.items():
+        gate, up = torch.einsum("th,tkih->tki", x, tensors["gate_up_proj"][ids]).chunk(2, dim=-1)
+        mixed = torch.einsum("tki,tkhi->tkh", activation(gate) * up, tensors["down_proj"][ids])
+        if _is_close(found, (mixed * weights[..., None]).sum(1)):
+            return KnownExperts(num_experts, hidden_size, expert_size, name)
+    return None
+
+
+def is_plain_attention(module: nn.Module, heads: tuple[int, int, int], rotary_dim: int,
+                       norms: tuple[KnownNorm, KnownNorm] | None) -> bool:
+    """Whether an attention module computes q, k and v by three products, norms q and k heads if there are norms, turns
+    the halves of q and k heads by the rope, attends, and multiplies by its output matrix. heads: q, kv, and their
+    size."""
+    num_heads, num_kv_heads, dim = heads
+    draw, hidden, tokens = _Draw(), 8, 5
+    weights = {name: draw(count * dim, hidden) for name, count in
+               zip(QKV_NAMES, (num_heads, num_kv_heads, num_kv_heads), strict=True)}  # fmt: skip
+    scales = {name: 1 + draw(dim) for name in NORM_NAMES}
+    out_weight, attended, x = draw(hidden, num_heads * dim), draw(1, tokens, num_heads, dim), draw(1, tokens, hidden)
+    cos, sin = (draw(1, tokens, rotary_dim // 2).repeat(1, 1, 2) for _ in range(2))
+    parts: dict[str, nn.Module] = {name: _linear(weight) for name, weight in weights.items()}
+    parts[OUT_NAME] = _linear(out_weight)
+    for name, known in zip(NORM_NAMES, norms or (), strict=False):
+        parts[name] = _Norm(scales[name], known)
+    seen: list[torch.Tensor] = []
+
+    def attend(*qkv: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen[:] = qkv
+        return attended
+
+    small = _copy_of(module, modules=parts)
+    small.config = copy.copy(small.config)
+    small.config._attn_implementation = NAME
+    object.__setattr__(small, CALLED, attend)
+    found = _result(small, hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+    if not isinstance(found, tuple) or not _is_close(found[0], attended.flatten(2) @ out_weight.T):
+        return False
+    expected = []
+    for index, name in enumerate(QKV_NAMES):
+        part = (x @ weights[name].T).unflatten(-1, (-1, dim)).transpose(1, 2)
+        if index < 2:
+            if norms is not None:
+                known = norms[index]
+                part = norm(part, scales[NORM_NAMES[index]], known.eps, known.offset, known.is_centered)
+            part = _turned(part, cos[:, None], sin[:, None])
+        expected.append(part)
+    return len(seen) == 3 and all(_is_close(*pair) for pair in zip(seen, expected, strict=True))
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    dim = cos.shape[-1]
+    turning, still = x[..., :dim], x[..., dim:]
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat((turning * cos + torch.cat((-second, first), dim=-1) * sin, still), dim=-1)
+
+
+class _Draw:
+    """Random numbers, the same in every check."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device="cpu", dtype=torch.float64)
+
+
+class _Norm(nn.Module):
+    def __init__(self, scale: torch.Tensor, known: KnownNorm) -> None:
+        super().__init__()
+        self.scale, self.known = scale, known
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known = self.known
+        return norm(x, self.scale, known.eps, known.offset, known.is_centered)
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = None,
+             modules: dict[str, nn.Module] | None = None) -> Any:
+    """The module with some parameters and modules replaced in it; the module itself is not changed."""
+    made = copy.copy(module)
+    made._parameters = {**module._parameters, **{name: nn.Parameter(value, requires_grad=False)
+                                                 for name, value in (parameters or {}).items()}}  # fmt: skip
+    made._modules = {**module._modules, **(modules or {})}
+    return made
+
+
+def _result(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """What the module returns; None if it cannot be called so, which then is no module that is known here."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return module(*args, **options)
+    except Exception:  # code of another package, with weights that it was not made for
+        return None
+
+
+def _is_close(found: Any, expected: torch.Tensor) -> bool:
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and not found.is_meta \
+        and bool((found.double() - expected).abs().max() <= CLOSE * (1 + expected.abs().max()))

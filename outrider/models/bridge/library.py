@@ -1,0 +1,119 @@
+"""What the installed transformers offers for a config: a model class and its config object, or a refusal by name.
+
+No code of a checkpoint is run: `auto_map` is never followed, and classes come from the installed package alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+from outrider.core.fields import shown
+from outrider.models.bridge.refusal import words_of
+from outrider.models.config import ConfigError, ConfigReader
+from outrider.models.sources.quantization import KEY, read_quantization
+
+EXTRA = "pip install outrider[transformers]"
+# Older names of settings, which transformers' configs understand beside those that they declare.
+OLDER_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct",
+               "rotary_emb_base", "hidden_activation", "layer_types", "sliding_window_pattern",
+               "_sliding_window_pattern")  # fmt: skip
+STATES = "it keeps a state of its own beside keys and values, which pages cannot hold"
+SCALED_BY_LENGTH = ("longrope",)  # ropes whose frequencies depend on the longest text of a batch
+
+
+def import_transformers() -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"model_impl='transformers' needs the package transformers: {EXTRA} ({error})") from error
+
+
+def _decoders() -> set[str]:
+    import_transformers()
+    names = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {name for entry in names.values() for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+def find_class(reader: ConfigReader) -> type[Any]:
+    """transformers' class of the config's architecture, if its attention can be the engine's."""
+    library = import_transformers()
+    architecture = str(reader.required("architectures", list)[0])
+    version = f"transformers {library.__version__}"
+    if architecture not in _decoders():
+        code = "; the code that auto_map names is never run" if reader.has("auto_map") else ""
+        raise reader.refusal("architectures", f"neither a family here nor a decoder of text in {version}{code}")
+    found: type[Any] = getattr(library, architecture)
+    if getattr(found, "_is_stateful", False):
+        raise reader.refusal("architectures", STATES)
+    if not getattr(found, "_supports_attention_backend", False):
+        raise reader.refusal("architectures", f"its code in {version} computes attention by itself and cannot be "
+                             "given another (no _supports_attention_backend)")  # fmt: skip
+    return found
+
+
+def make_config(reader: ConfigReader, model_class: type[Any]) -> Any:
+    """The config object of a model class. Keys that the class does not declare stay unread, and are refused later
+    unless they are harmless."""
+    for key in ("is_encoder_decoder", "add_cross_attention"):
+        reader.must_equal(key, False, default=False)
+    if quantization := reader.get(KEY, dict, {}):
+        try:
+            read_quantization(quantization)
+        except ValueError as error:
+            raise reader.refusal(KEY, str(error)) from None
+    config_class = model_class.config_class
+    kind = reader.raw("model_type")
+    if kind is not None and _config_of(kind) is not config_class:
+        raise reader.refusal("model_type", f"{model_class.__name__} has the type {config_class.model_type!r}")
+    known = declared_keys(config_class)
+    reader.passes_over(*known)
+    values = {key: value for key, value in reader.values.items() if key not in (KEY, "auto_map")}
+    try:
+        config = config_class.from_dict(values)
+        derived = config_class.from_dict({key: value for key, value in values.items() if key in known})
+    except Exception as error:  # the config classes raise errors of several libraries
+        raise ConfigError(f"{reader.source}: {config_class.__name__} refuses it: {words_of(error)}") from error
+    # What the class computes from other keys, and saves beside them, says nothing new.
+    reader.passes_over(*(key for key, value in values.items() if getattr(derived, key, None) == value))
+    _check_layers(reader, config)
+    return config
+
+
+def declared_keys(config_class: Any) -> set[str]:
+    """Keys that a config class of transformers reads."""
+    names = getattr(config_class, "attribute_map", {})
+    keys = {*OLDER_NAMES, *names, *names.values()}
+    for base in config_class.__mro__[:-1]:
+        keys |= {*getattr(base, "__annotations__", {}), *inspect.signature(base).parameters}
+    return keys
+
+
+def _config_of(model_type: Any) -> type[Any] | None:
+    auto = import_module("transformers.models.auto.configuration_auto")
+    return auto.CONFIG_MAPPING[model_type] if model_type in auto.CONFIG_MAPPING else None
+
+
+def _check_layers(reader: ConfigReader, config: Any) -> None:
+    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it."""
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise reader.refusal("layer_types", f"layers of type {kind!r} are not served by the bridge: {STATES}"
+                                 if kind != "chunked_attention" else "attention over chunks is not served")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = [ropes.get("rope_type"), *(rope.get("rope_type") for rope in ropes.values() if isinstance(rope, dict))]
+    for kind in kinds:
+        if kind in SCALED_BY_LENGTH:
+            raise ConfigError(f"{reader.source}: rope_type={kind!r} is not served by the bridge: transformers chooses "
+                              "its frequencies by the longest text of a batch")
+
+
+def positions_of(reader: ConfigReader, config: Any) -> int:
+    """Positions that the model was made for."""
+    found = getattr(config, "max_position_embeddings", None)
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"{reader.source}: max_position_embeddings is missing: {type(config).__name__} does not say "
+                          f"how many positions the model serves (got {shown(found)})")
+    return found
+

@@ -1,0 +1,258 @@
+"""BridgedModel: a model that transformers' code computes on the token rows of the engine's steps.
+
+Attention, products, norms, MLPs and experts are layers of this package wherever transformers' modules compute the same;
+what remains is the code that calls them, and it never sees that its one long sequence is a ragged batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.formats import RankGroup
+from outrider.layers import Linear, Module, NothingAttends, Parameter, StepContext, TiedLinear
+from outrider.mixers import WantedRows
+from outrider.models.base import Hidden, Model, WantedHidden
+from outrider.models.bridge.attention import CALLED, NAME, StepAttention, register_attention
+from outrider.models.bridge.buffers import allocate
+from outrider.models.bridge.library import find_class, make_config, positions_of
+from outrider.models.bridge.modules import BridgedHead
+from outrider.models.bridge.names import CheckpointNames
+from outrider.models.bridge.outline import Outline, outline_model
+from outrider.models.bridge.refusal import Unservable, words_of
+from outrider.models.bridge.replace import Replacements
+from outrider.models.bridge.step import CurrentStep
+from outrider.models.config import ConfigReader
+
+LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(2, dtype=torch.int64))  # of an outline's logits
+
+
+class BridgedModel(Model):
+    """A model of transformers. Its modules have the names that their tensors have in the checkpoint."""
+
+    def __init__(
+        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
+    ) -> None:
+        """max_len: not needed, positions are turned when they come."""
+        model_class = find_class(config)
+        hf_config = make_config(config, model_class)
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_positions = positions_of(config, hf_config)
+        register_attention()
+        try:
+            self._build(model_class, hf_config)
+        except Unservable as error:
+            raise config.refusal("architectures", f"the bridge to transformers does not serve it: {error}") from error
+
+    def _build(self, model_class: type[Any], hf_config: Any) -> None:
+        model = _make(model_class, hf_config, self.dtype)
+        base = model.base_model
+        if base is model:
+            raise Unservable("its code does not part hidden states from logits")
+        self._names = CheckpointNames(model)
+        self._step, self._streams = CurrentStep(), _Streams()
+        replacements = Replacements(model, self._step, dtype=self.dtype, device=self.device)
+        self._replace_ends(model, hf_config, replacements)
+        replacements.replace_known(kept={self._output_name})
+        outline = outline_model(model, base)
+        self._replace_attention(model, outline, replacements)
+        self.hidden_size, self.num_layers = outline.hidden_size, len(outline.calls)
+        self.reads_device = outline.reads_device
+        self._parts: list[tuple[str, Module]] = [*replacements.named_parts()]
+        sinks = {f"{call.name}.{call.sinks}" for call in outline.calls if call.sinks is not None}
+        model._modules[self._output_name] = BridgedHead(self.lm_head, self._step)
+        own = allocate(model, sinks, dtype=self.dtype, device=self.device)
+        self._parts += [(name, Parameter(tensor)) for name, tensor in own.items()]
+        self._own_matrices = [name for name, tensor in own.items() if tensor.dim() > 1]
+        self._bind_attention(model, outline)
+        self._streams.watch(model.get_submodule(outline.layers))
+        self._base, self._head, self._states = base, model, _GivenStates()
+        model._modules[model.base_model_prefix] = self._states
+        self._check_logits()
+
+    def _check_logits(self) -> None:
+        """Refuse code that makes logits of more than hidden states."""
+        if self.device.type != "meta":
+            return
+        try:
+            logits = self.logits(torch.empty(2, self.hidden_size, dtype=self.dtype, device="meta"), LOGIT_ROWS)
+        except Exception as error:  # code of another package, called as the engine would call it
+            raise Unservable(f"its code makes no logits of given hidden states: {words_of(error)}") from error
+        if tuple(logits.shape) != (2, self.vocab_size):
+            raise Unservable(f"its code makes logits of shape {[*logits.shape]} for 2 tokens")
+
+    def _replace_ends(self, model: Any, hf_config: Any, replacements: Replacements) -> None:
+        """The embedding and the output projection."""
+        by_module = {module: name for name, module in model.named_modules()}
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        if type(output) is not nn.Linear or "." in by_module[output]:
+            raise Unservable("its output is not one product of hidden states with a matrix")
+        self._output_name = by_module[output]
+        self._embedding_name = by_module[embedding]
+        self._is_tied = output.weight is embedding.weight
+        self.vocab_size = output.out_features
+        made = replacements.replace_embedding(self._embedding_name)
+        if made is None:
+            raise Unservable(f"{self._embedding_name} does more than to look token ids up")
+        self.embed_tokens = made
+        if self._is_tied:
+            if output.bias is not None:
+                raise Unservable("its output has the embedding's matrix and a bias of its own")
+            self.lm_head: Linear = TiedLinear(self.embed_tokens)
+        else:
+            self.lm_head = Linear(output.in_features, output.out_features, bias=output.bias is not None,
+                                  dtype=self.dtype, device=self.device)
+
+    def _replace_attention(self, model: nn.Module, outline: Outline, replacements: Replacements) -> None:
+        """Replace plain attention by whole blocks, and join the products of other modules that read the same tensor."""
+        self.attention_layers = []
+        done: list[str] = []
+        for index, call in enumerate(outline.calls):
+            layer = call.layer(index)
+            self.attention_layers.append(layer)
+            if call.is_plain and replacements.replace_attention(call.name, layer, call.rotary_dim):
+                done.append(call.name)
+        for names in outline.shared_inputs:
+            if names[0].rpartition(".")[0] not in done:
+                replacements.join(names)
+
+    def _bind_attention(self, model: nn.Module, outline: Outline) -> None:
+        """Let every attention module that is left call the engine's attention of its layer."""
+        for index, call in enumerate(outline.calls):
+            module, layer = model.get_submodule(call.name), self.attention_layers[index]
+            object.__setattr__(module, CALLED, StepAttention(index, layer.head_dim, self._step))
+            if call.sinks is not None:  # the checkpoint's tensor is the one that attention reads
+                own = module._parameters[call.sinks]
+                assert own is not None
+                self.attention_layers[index] = dataclasses.replace(layer, sinks=own.data)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        output = self._embedding_name if self._is_tied else self._output_name
+        return [*self._parts, (output, self.lm_head)]
+
+    def cut(self, group: RankGroup) -> None:
+        raise ValueError(f"{self.config.source}: tensor_parallel_size={group.count} is not supported with "
+                         "model_impl='transformers': use one rank, or replicas")
+
+    def set_exact(self, exact: bool) -> None:
+        """Products of this package have exact variants; those of transformers' own modules have none."""
+        if exact and self._own_matrices:
+            raise ValueError("exact=True is not supported for this model through the bridge to transformers: "
+                             f"{self._own_matrices[0]} is multiplied by transformers' own code, whose order of "
+                             "additions is not known; leave exact out")
+
+    def slot_name(self, name: str) -> str:
+        return self._names.slot_name(name)
+
+    def ignores(self, name: str) -> bool:
+        is_tied_output = self._is_tied and name == f"{self._output_name}.weight"
+        return super().ignores(name) or is_tied_output or self._names.ignores(name)
+
+    def forward(
+        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
+    ) -> Hidden:
+        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
+        with self._step.of(context), self._streams.kept({*taps, self.num_layers}) as streams:
+            made = self._base(input_ids=tokens[None], position_ids=context.rope_positions[None], use_cache=False)
+            final, before_norm = made.last_hidden_state[0], streams[self.num_layers]
+            seen = tuple(streams[tap] for tap in taps)
+        if rows is None:
+            return Hidden(final, before_norm, seen, context)
+        wanted = rows.token_rows
+        return WantedHidden(final[wanted], before_norm[wanted], seen, context, wanted)
+
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """transformers' own forward with these states in the place of the base model's, so that scales and limits of
+        the logits are its own too."""
+        self._states.states = hidden[None]
+        try:
+            with self._step.of(context):
+                tokens = hidden.new_zeros(1, len(hidden), dtype=torch.int64)
+                logits: torch.Tensor = self._head(input_ids=tokens, use_cache=False).logits[0]
+        finally:
+            self._states.states = None
+        return logits
+
+
+def _make(model_class: type[Any], hf_config: Any, dtype: torch.dtype) -> Any:
+    """transformers' model on the meta device."""
+    for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(hf_config, key, False):
+            setattr(hf_config, key, False)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=NAME)
+    except (ImportError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        raise Unservable(f"{model_class.__name__} cannot be made of this config: {words_of(error)}") from error
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"  # the same within the positions of the config, and no more are served
+    return model.eval()
+
+
+class _Streams:
+    """The residual stream before and after layers, of the forward that runs: i is the stream after i layers."""
+
+    def __init__(self) -> None:
+        self._wanted: set[int] = set()
+        self._found: dict[int, torch.Tensor] = {}
+
+    def watch(self, layers: Any) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            self._keep(0, args[0] if args else options["hidden_states"])
+
+        layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        for index, layer in enumerate(layers):
+            layer.register_forward_hook(self._after(index + 1))
+
+    def _after(self, number: int) -> Any:
+        def after(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+            self._keep(number, made[0] if isinstance(made, tuple) else made)
+
+        return after
+
+    def _keep(self, number: int, stream: torch.Tensor) -> None:
+        if number in self._wanted:
+            self._found[number] = stream[0]
+
+    def kept(self, wanted: set[int]) -> _Streams:
+        self._wanted = wanted
+        return self
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        self._found = {}
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        self._found = {}
+
+
+class _GivenStates(nn.Module):
+    """Stands in the place of the base model, and of modules in it, while logits are made of states that exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # some models call a module of the base model, such as its decoder
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _States(self.states)
+
+
+class _States:
+    """The output of a base model that made nothing but hidden states."""
+
+    def __init__(self, states: torch.Tensor | None) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None  # caches, attentions, logits of routers

@@ -1,0 +1,201 @@
+"""Runs a model of transformers once on torch's meta device, which takes no memory, and writes down what it does.
+
+The attention layers of the engine are described by the calls that were really made: heads, sizes, scale, window,
+softcap and sinks come from the code that will run, not from names in a config. A model that does what pages cannot
+serve is refused here, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outrider.mixers import AttentionLayer
+from outrider.models.bridge.attention import CALLED, NAME, OUTLINE, MaskDescriptions, describing, use_function
+from outrider.models.bridge.modules import BridgedLinear
+from outrider.models.bridge.refusal import Unservable, words_of
+
+NUM_TOKENS = 5  # of the run; unlike any number of heads or layers, so that mixed-up axes show
+# Options of attention calls that say nothing about the arithmetic, or that `AttentionCall` holds.
+KNOWN_OPTIONS = {"sliding_window", "is_causal", "dropout", "position_ids", "use_cache", "output_attentions",
+                 "output_hidden_states", "return_dict", "cache_position", "position_embeddings", "past_key_values",
+                 "output_router_logits"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention module, as it called its attention function."""
+
+    name: str  # of the module
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None  # the parameter of the module that holds them
+    rotary_dim: int  # of the rope that the module was given; 0 if it got none
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a block of this package may compute the whole module."""
+        return self.rotary_dim > 0 and self.key_dim == self.value_dim and self.sinks is None
+
+    def layer(self, index: int) -> AttentionLayer:
+        """The engine's layer, without its sinks. A cache has keys and values of one size: the smaller ones are padded
+        with zeros."""
+        head_dim = max(self.key_dim, self.value_dim)
+        return AttentionLayer(index, self.num_heads, self.num_kv_heads, head_dim, self.scale, self.window, self.softcap)
+
+
+@dataclass
+class Outline:
+    calls: list[AttentionCall] = field(default_factory=list)
+    layers: str = ""  # the name of the list of decoder layers
+    hidden_size: int = 0
+    shared_inputs: list[list[str]] = field(default_factory=list)  # linear modules called with one tensor, in order
+    reads_device: bool = False  # the code waits for values of tensors, so that its steps cannot be captured
+
+
+class _HostReads(TorchDispatchMode):
+    """Notes that code asks for the value of a tensor, which on the meta device has none, and answers 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found = True
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
+def outline_model(model: Any, base: nn.Module) -> Outline:
+    """Outline a model on the meta device. model: transformers' model; base: the part of it that makes hidden states."""
+    outline, masks = Outline(), MaskDescriptions()
+    inputs: list[tuple[str, torch.Tensor]] = []  # keeps the tensors alive, so that an identity has one owner
+    ropes: dict[str, int] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        object.__setattr__(module, CALLED, _Recorder(name, module, outline, masks, ropes))
+        hooks.append(module.register_forward_pre_hook(_note_inputs(name, module, inputs, ropes), with_kwargs=True))
+    tokens, positions = (torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+    attention_mask = torch.ones(1, NUM_TOKENS, dtype=torch.bool, device="meta")
+    use_function(model, OUTLINE)
+    reads = _HostReads()
+    try:
+        with describing(masks), torch.no_grad(), reads:
+            made = base(input_ids=tokens, position_ids=positions, attention_mask=attention_mask, use_cache=False)
+    except Unservable:
+        raise
+    except Exception as error:  # code of another package, called as the engine would call it
+        raise Unservable(f"its code cannot be run on rows of tokens: {words_of(error)}") from error
+    finally:
+        use_function(model, NAME)
+        for hook in hooks:
+            hook.remove()
+        for module in model.modules():
+            object.__delattr__(module, CALLED)
+    states = made.last_hidden_state
+    if tuple(states.shape[:2]) != (1, NUM_TOKENS):
+        raise Unservable(f"its code makes hidden states of shape {[*states.shape]} from {NUM_TOKENS} tokens")
+    outline.hidden_size, outline.reads_device = states.shape[2], reads.found
+    outline.layers = _find_layers(model, outline.calls)
+    outline.shared_inputs = _shared(inputs)
+    return outline
+
+
+class _Recorder:
+    """Writes down a module's call of its attention function."""
+
+    def __init__(self, name: str, module: nn.Module, outline: Outline, masks: MaskDescriptions,
+                 ropes: dict[str, int]) -> None:
+        self._name, self._module = name, module
+        self._calls, self._masks, self._ropes = outline.calls, masks, ropes
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_mask: Any,
+                 scaling: float | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+                 **options: Any) -> torch.Tensor:
+        name, num_tokens = self._name, NUM_TOKENS
+        others = [key for key, value in options.items() if key not in KNOWN_OPTIONS and value is not None]
+        if others:
+            raise Unservable(f"{name} gives its attention {', '.join(others)}, which the engine does not know")
+        if any(call.name == name for call in self._calls):
+            raise Unservable(f"{name} attends twice for one token, and a layer here has one cache")
+        for part, tensor in (("queries", q), ("keys", k), ("values", v)):
+            if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != num_tokens:
+                raise Unservable(f"{name} makes {part} of shape {[*tensor.shape]} for {num_tokens} tokens: the engine "
+                                 "serves one key and one value for each token and head")
+        if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
+            raise Unservable(f"{name} has queries, keys and values of shapes {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
+        if not isinstance(attention_mask, torch.Tensor) or attention_mask not in self._masks:
+            raise Unservable(f"{name} makes its mask by itself, so that the engine does not know what tokens see")
+        scale = k.shape[3] ** -0.5 if scaling is None else float(scaling)
+        self._calls.append(AttentionCall(
+            name, q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale,
+            self._masks.window(attention_mask), softcap or None, None if s_aux is None else self._parameter(s_aux),
+            self._ropes.get(name, 0)))  # fmt: skip
+        return q.new_empty(1, num_tokens, q.shape[1], v.shape[3])
+
+    def _parameter(self, sinks: torch.Tensor) -> str:
+        for name, parameter in self._module.named_parameters(recurse=False):
+            if parameter is sinks and parameter.dim() == 1:
+                return name
+        raise Unservable(f"{self._name} computes its attention sinks, and the engine serves those of a parameter")
+
+
+def _note_inputs(name: str, module: nn.Module, inputs: list[tuple[str, torch.Tensor]],
+                 ropes: dict[str, int]) -> Callable[..., None]:
+    def note(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if isinstance(module, BridgedLinear):
+            inputs.append((name, args[0]))
+        rope = options.get("position_embeddings")
+        if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(part, torch.Tensor) for part in rope):
+            if all(tuple(part.shape[:2]) == (1, NUM_TOKENS) and part.dim() == 3 for part in rope):
+                ropes[name] = rope[0].shape[-1]
+
+    return note
+
+
+def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
+    """The name of the list of decoder layers, each of which must have attended once, in order."""
+    if not calls:
+        raise Unservable("its code never calls its attention function")
+    parts = calls[0].name.split(".")
+    lists = [".".join(parts[:index]) for index, part in enumerate(parts) if part == "0"]
+    for name in lists:
+        layers: Any = model.get_submodule(name)
+        if not isinstance(layers, nn.ModuleList):
+            continue
+        for index in range(len(layers)):
+            own = [call for call in calls if call.name.startswith(f"{name}.{index}.")]
+            if not own:
+                raise Unservable(f"layer {index} never calls its attention function: it mixes tokens in another way, "
+                                 "or keeps a state of its own")
+            if len(own) > 1:
+                raise Unservable(f"layer {index} attends {len(own)} times, and a layer here has one cache")
+            if index >= len(calls) or own[0] is not calls[index]:
+                raise Unservable("its layers do not run one after the other")
+        if len(calls) == len(layers):
+            return name
+    raise Unservable(f"{calls[0].name} is not in a list of decoder layers that all attend")
+
+
+def _shared(inputs: list[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    """Linear modules of one parent that were called one after the other with the same tensor."""
+    runs: list[list[str]] = []
+    before: torch.Tensor | None = None
+    for name, x in inputs:
+        if before is x and runs[-1][0].rpartition(".")[0] == name.rpartition(".")[0] and name not in runs[-1]:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+        before = x
+    return [run for run in runs if len(run) > 1]

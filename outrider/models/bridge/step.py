@@ -1,0 +1,60 @@
+"""CurrentStep: the step that a bridged model computes. Its modules share one object of this class.
+
+transformers' code hands no context from module to module, so the modules that replace its own read this one. The model
+sets it for the length of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from outrider.layers import StepContext
+from outrider.layers.rotary import Angles, Rotary
+from outrider.mixers import PagedLayer
+
+
+class CurrentStep:
+    def __init__(self) -> None:
+        self._context: StepContext | None = None
+        self._angles: dict[int, tuple[torch.Tensor, Angles]] = {}  # by the identity of the step's cosines
+
+    @contextmanager
+    def of(self, context: StepContext) -> Iterator[None]:
+        """The modules compute token rows of this context."""
+        before, self._context = self._context, context
+        try:
+            yield
+        finally:
+            self._context = before
+            self._angles.clear()
+
+    @property
+    def context(self) -> StepContext:
+        assert self._context is not None, "a bridged module was called outside of a forward"
+        return self._context
+
+    def mixer(self, layer: int) -> PagedLayer:
+        paged: PagedLayer = self.context.attend.mixer(layer)
+        return paged
+
+    def angles_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
+        """The rotation that transformers has computed for the token rows, [1, tokens, rotary dim] each; made once, the
+        layers share it."""
+        if id(cos) not in self._angles:
+            self._angles[id(cos)] = cos, _StepRotary(cos, sin).angles()
+        return self._angles[id(cos)][1]
+
+
+class _StepRotary(Rotary):
+    """A table with a row for every token row of one step, in the place of a row for every position."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        half = cos.shape[-1] // 2
+        wide = torch.float64 if cos.dtype == torch.float64 else torch.float32
+        self.table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).to(wide)
+
+    def angles(self) -> Angles:
+        return self.at(torch.arange(len(self.table), device=self.table.device))
