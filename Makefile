@@ -8,15 +8,23 @@ READY := .venv/.ready
 # Tests and mutants start dozens of processes that import the package: without its bytecode each compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test test-long test-ray test-browser lint types mutants demo bench clean
+# A part of every layer, for the time between two edits.
+QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/test_cache_manager.py \
+	tests/unit/test_scheduler.py tests/unit/test_draft_counts.py tests/unit/test_sample_accept.py tests/unit/test_text.py \
+	tests/engine/test_generate.py tests/compat/test_examples.py
+
+.PHONY: help setup quick test test-long test-ray test-browser lint types site dist try-dist mutants demo bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       answer a few prompts with a small model (fetched once, 93 MB)"
+	@echo "make quick      lint and a part of the tests, in less than a minute"
 	@echo "make test       quick tests          make test-long  all tests"
 	@echo "make test-browser  the server's page in a headless Chromium"
 	@echo "make test-ray   replicas on a Ray cluster of this machine"
 	@echo "make lint       ruff                 make types      mypy"
+	@echo "make site       the site from docs/, into build/site; warnings are errors"
+	@echo "make dist       wheel and sdist      make try-dist   installs both in empty environments"
 	@echo "make mutants    break each rule on purpose and see its tests fail"
 	@echo "make bench      throughput and latency of the small model"
 	@echo "make clean      remove .venv and caches"
@@ -31,6 +39,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test]'
 	@touch $@
+
+quick: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not long" $(QUICK)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" tests
@@ -52,6 +64,19 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+site: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,release]'
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --outdir dist .
+
+try-dist:
+	$(BIN)/python -m tests.compat.packages dist
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py
