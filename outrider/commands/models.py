@@ -17,8 +17,8 @@ PAGE = """# Models
 Made by `outrider models --markdown`; a test holds it against the tables that the engine goes by.
 
 Every family runs on a CPU (float32, float64) and on CUDA (bf16), with chunked prefill, prefix caching, preemption,
-tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your own. The column "own
-drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as numbers or in
+tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3, block and your own. The column
+"own drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as numbers or in
 these forms: {methods}. GGUF files are read of the families that have a name in that column.
 
 Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
@@ -57,7 +57,7 @@ def lines() -> Iterator[str]:
         if family.hub_ids:
             yield f"  on the hub     {', '.join(family.hub_ids)}"
     yield ""
-    yield "All run on a CPU and on CUDA, with the drafters ngram, suffix, draft_model, eagle and eagle3."
+    yield "All run on a CPU and on CUDA, with the drafters ngram, suffix, draft_model, eagle, eagle3 and block."
     yield f"Quantised files: {', '.join(methods())}, and GGUF where it is named."
 
 

@@ -3,21 +3,31 @@ engines is that of engines without drafts. In float64; every case asserts that i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from outrider.config import SpeculativeConfig
 from outrider.core.params import SamplingParams
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.block import BlockDrafter
+from outrider.drafters.files import method_of
+from outrider.drafters.registry import make_drafter as build_drafter
 from outrider.models.base import Model
+from outrider.models.sources import resolve
 from tests.covering import grid
 from tests.drafters.blocks import FORMS, BlockReference, make_block
 from tests.drafters.checkpoints import Drafter
 from tests.drafters.hybrid_rig import hybrid_of
 from tests.drafters.rig import DraftRig, Proposal
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.test_no_host_reads import MODES, guard_steps, quiet_rig
 
 SHARED = prompt_of(0, 32)
 ASKS = [
@@ -210,3 +220,90 @@ def test_confidence_leaves_out_drafts_that_are_hardly_reached(tmp_path: Path) ->
         assert len(counts) > 1, "the confidence of this drafter does not vary"
     with Rig(target) as rig:
         assert tokens_of(rig.run([ask])) == tokens_of([output])
+
+
+@pytest.mark.parametrize("form", ["dflash_sliding", "dspark"])
+def test_a_step_with_blocks_reads_nothing_on_the_host(form: str, drafter_of: MakeDrafter,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected("llama", "sampled")
+    with quiet_rig(monkeypatch, "llama", speculative_config=drafter_of(form, "llama").speculative(3)) as rig:
+        guard = guard_steps(rig, MODES["no_grad"])
+        assert tokens_of(rig.run(asks_of("llama", "sampled"))) == wanted
+        assert guard.num_operations > 100 * len(rig.batches)
+
+
+@pytest.mark.parametrize(("form", "options"), [
+    ("dflash_sliding", {"attention_backend": "native"}), ("dflash_wide_windows", {"attention_backend": "native"}),
+    pytest.param("dflash_sliding", {"attention_backend": "flex", "num_pages": 32}, marks=pytest.mark.long),
+])  # fmt: skip
+def test_other_backends_draft_the_same(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """In float32 drafts may differ by near-ties, which random weights have few of."""
+    target = tiny_model("llama", torch.float32)
+    drafter = make_block(form, target, tmp_path)
+    asks, runs = [Ask(prompt_of(3, 32), greedy(14)), Ask(prompt_of(5, 9), greedy(14))], []
+    for settings in ({"attention_backend": "torch"}, options):
+        with DraftRig(target, speculative_config=drafter.speculative(3), **settings) as rig:
+            rig.run(asks)
+            runs.append({(p.known, p.drafts) for p in rig.proposals})
+    assert len(runs[0] & runs[1]) > 0.9 * len(runs[0])
+
+
+# Files
+
+
+def load(drafter: Drafter, k: int = 3, **changes: Any) -> BlockDrafter:
+    config = {key: value for key, value in (drafter.config | changes).items() if value is not ...}
+    (drafter.folder / "config.json").write_text(json.dumps(config))
+    speculative = SpeculativeConfig.parse(drafter.speculative(k))
+    made = build_drafter(speculative, DraftBuild(tiny_model("llama"), torch.float64, torch.device("cpu"), max_len=64))
+    assert isinstance(made, BlockDrafter)
+    return made
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_files_tell_that_they_draft_blocks(form: str, tmp_path: Path) -> None:
+    drafter = make_block(form, tiny_model("llama"), tmp_path)
+    assert method_of(resolve(drafter.folder), has_tensors=True, is_target=False) == "block"
+    for name in ("dflash", "dspark"):  # vLLM's names
+        assert SpeculativeConfig.parse(drafter.speculative(2) | {"method": name}).method == "block"
+    made = load(drafter)
+    assert made.head.taps == tuple(BlockReference(drafter, tiny_model("llama")).tap_ids)
+    assert made.lookahead == 3 + made.head.first_row
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("dflash", {"num_target_layers": 7}, "num_target_layers=7 is not supported; the target has 2 layers"),
+    ("dflash", {"hidden_size": 48}, "hidden_size=48 is not supported; the target's hidden size is 32"),
+    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 has convolutions"),
+    ("dflash", {"block_size": ...}, "block_size is missing"),
+    ("dflash", {"attention_sink": True}, "attention_sink=True: no code here reads this"),
+    ("dflash", {"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
+    ("dflash", {"dflash_config": {"mask_token_id": 256, "target_layer_ids": [0]}}, "mask_token_id=256 .* 256 tokens"),
+    ("dspark", {"target_layer_ids": [2]}, r"target_layer_ids=\[2\] is not supported: the target has 2 layers, so ids"),
+    ("dspark", {"markov_head_type": "other"}, "markov_head_type='other' is not supported"),
+    ("dspark", {"markov_rank": 0}, "markov_rank=0 is not supported; confidence_head_with_markov needs"),
+    ("dflash_speculators", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
+    ("dflash_speculators", {"draft_vocab_size": 300}, "draft_vocab_size=300 is not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "changes", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_by_its_key(form: str, changes: dict[str, Any], words: str,
+                                                 tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(make_block(form, tiny_model("llama"), tmp_path), **changes)
+
+
+def test_a_window_smaller_than_the_block_is_refused(tmp_path: Path) -> None:
+    drafter = make_block("dflash_wide_windows", tiny_model("llama"), tmp_path)
+    with pytest.raises(ValueError, match="a block of 4 rows must fit into it"):
+        load(drafter, dflash_config=drafter.config["dflash_config"] | {"swa_window_size": 3})
+
+
+def test_a_reduced_vocabulary_needs_its_tensors(tmp_path: Path) -> None:
+    drafter = make_block("dflash_speculators", tiny_model("llama"), tmp_path)
+    for missing, words in (("d2t", "has no tensor d2t"), ("lm_head.weight", "has no lm_head.weight")):
+        save_file({name: tensor for name, tensor in drafter.tensors.items() if name != missing},
+                  drafter.folder / "model.safetensors")
+        with pytest.raises(ValueError, match=words):
+            load(drafter)

@@ -30,6 +30,7 @@ from outrider.runner.graphs import keys  # noqa: E402
 from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
 from outrider.sample.draw import draw_tokens  # noqa: E402
 from outrider.sample.sampler import sample_chunk  # noqa: E402
+from tests.drafters.blocks import FORMS, make_block  # noqa: E402
 from tests.drafters.checkpoints import make_drafter  # noqa: E402
 from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
 from tests.drafters.hybrid_rig import mtp_of  # noqa: E402
@@ -120,6 +121,12 @@ def config_of(drafter: str, family: str, folder: Path) -> dict[str, Any]:
         return {"method": "suffix", "num_speculative_tokens": K, "auto": False}
     if drafter == "ngram":
         return {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "auto": False}
+    if drafter in FORMS:
+        head_dim = {"llama": 8, "gemma3": 16}[family]
+        return make_block(drafter, tiny_model(family, torch.float32), folder, head_dim).speculative(K)
+    if drafter == "ngram+eagle3":
+        return make_drafter("eagle3", family, folder).speculative(K) | {"method": ["ngram", "eagle3"],
+                                                                        "prompt_lookup_min": 1}
     return make_drafter(drafter, family, folder).speculative(K) | {"auto": False}
 
 
@@ -157,7 +164,8 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
 @pytest.mark.parametrize(("kind", "family", "listed", "form"), [
     ("ngram", "llama", False, StepForm.WHOLE), ("ngram", "llama", False, StepForm.SPLIT),
     long("eagle3", "llama", False, StepForm.SPLIT), long("ngram", "llama", True, StepForm.WHOLE),
-    ("eagle3", "gemma3", True, StepForm.WHOLE),
+    ("eagle3", "gemma3", True, StepForm.WHOLE), ("dflash_sliding", "llama", False, StepForm.WHOLE),
+    long("dspark", "gemma3", True, StepForm.WHOLE), long("ngram+eagle3", "llama", False, StepForm.WHOLE),
 ])  # fmt: skip
 def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, form: StepForm,
                      tmp_path: Path) -> None:
