@@ -33,11 +33,13 @@ from outrider.sample.sampler import sample_chunk  # noqa: E402
 from tests.drafters.blocks import FORMS, make_block  # noqa: E402
 from tests.drafters.checkpoints import make_drafter  # noqa: E402
 from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
-from tests.drafters.hybrid_rig import mtp_of  # noqa: E402
+from tests.drafters.hybrid_rig import mtp_of, script_with_errors  # noqa: E402
 from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
+from tests.drafters.scripted_drafter import ScriptedDrafter  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
 from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
+from tests.engine.test_unequal_counts import UnequalDrafts, sizes_apart  # noqa: E402
 from tests.models.gemma4 import save_assistant, save_target  # noqa: E402
 from tests.models.oracle import load  # noqa: E402
 
@@ -227,6 +229,34 @@ def test_modules_of_hybrids(device: torch.device, family: str) -> None:
     assert rig.engine.stats.num_accepted_tokens == accepted > 0, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
     assert max(rows) <= 2 * (1 + K), "no pass has results of a whole prompt"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "mamba2", "gated_delta", "kda", "nemotron_h", "deepseek_v32"])
+def test_unequal_numbers_of_drafts(device: torch.device, family: str) -> None:
+    """Token rows that are no multiple of the requests, through the kernels of every kind of layer. Drafts are scripted,
+    or those of a multi-token-prediction module, which must stay the same."""
+    has_module = family in (*HYBRIDS_WITH_MODULES, *FAMILIES)
+    if has_module:
+        model = random_model((HYBRIDS_WITH_MODULES | FAMILIES)[family], torch.float32, 4)
+    else:
+        model = random_model(HYBRIDS[family], torch.float32, 3) if family in HYBRIDS else tiny_model(family,
+                                                                                                     torch.float32)
+    asks = [Ask(prompt_of(seed, length, VOCAB), SamplingParams(temperature=3.0, seed=seed, max_tokens=7))
+            for seed, length in ((1, 7), (5, 5), (6, 2))]
+    with Rig(model, **SETTINGS) as rig:
+        wanted = tokens_of(rig.run(asks))
+    right = {tuple(ask.prompt): run for ask, (run,) in zip(asks, wanted, strict=True)}
+    found: list[int] = []
+    for is_captured in (False, True):
+        scripted = ScriptedDrafter(K, script_with_errors(right, range(1, K + 2)))
+        with Rig(model, drafter=mtp_of(model, K) if has_module else scripted, **SETTINGS) as rig:
+            rig.scheduler._drafts = UnequalDrafts(K)
+            with on_a_card(rig) if is_captured else nullcontext() as captured, sizes_apart(3):
+                assert tokens_of(rig.run(asks)) == wanted
+            found.append(rig.engine.stats.num_accepted_tokens)
+    assert found[0] == found[1] > 0, "the same drafts"
+    assert any(key.tokens % key.requests for key in captured.met if not key.has_prompts)
 
 
 @pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),
