@@ -208,6 +208,8 @@ def _add_priority(parser: Parser) -> None:
 def _add_synthetic(parser: Parser) -> None:
     parser.add_argument("--synthetic-rates", metavar="P,P", default=None,
                         help="accept drafts with these probabilities, by position, whatever the model says; as 1,0.5,0")
+    parser.add_argument("--synthetic-request-rates", metavar="P,P", default=None,
+                        help="the same by request: requests have these probabilities in turn, at every position")
 
 
 BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",

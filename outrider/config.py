@@ -190,6 +190,7 @@ class SpeculativeConfig:
     rejection_sample_method: Annotated[str, OneOf(("synthetic",))] | None = None  # benchmarks: see the next two
     synthetic_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # accept drafts at these rates, by position
     synthetic_acceptance_length: Annotated[float, Range(1, 1 + MAX_DRAFTS)] | None = None  # or by this mean run
+    synthetic_request_rates: Annotated[tuple[Rate, ...], NotEmpty] | None = None  # or at these, by request, in turn
     assistant_position: Annotated[str, OneOf(ASSISTANT_POSITIONS)] = "sampled"  # Gemma-4 assistant
     min_draft_confidence: Rate = 0.0  # DSpark: leave out drafts that its confidence head trusts less than this
     ignore_config_keys: tuple[Text, ...] = ()  # keys of the drafter's config.json that count as absent
@@ -220,6 +221,9 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be 1 to prompt_lookup_max ({high})")
         if self.synthetic_acceptance_length is not None and self.synthetic_rates is not None:
             raise ValueError("speculative_config: synthetic_rates and synthetic_acceptance_length say the same thing")
+        if self.synthetic_request_rates is not None and (self.synthetic_rates or self.synthetic_acceptance_length):
+            raise ValueError("speculative_config: synthetic_request_rates are rates at every position: leave out "
+                             "synthetic_rates and synthetic_acceptance_length")
         if (self.synthetic_acceptance_length or 1) > 1 + k:
             raise ValueError(f"speculative_config: synthetic_acceptance_length must be in 1 to {1 + k}, got "
                              f"{self.synthetic_acceptance_length}")
@@ -228,10 +232,25 @@ class SpeculativeConfig:
     def methods(self) -> tuple[str, ...]:
         return (self.method,) if isinstance(self.method, str) else tuple(self.method)
 
+    @property
+    def rates_by_row(self) -> tuple[tuple[float, ...], ...] | None:
+        """Synthetic rates by position, one tuple for each kind of row: rows have them in turn. None: the model alone
+        decides which drafts are accepted."""
+        if self.synthetic_request_rates is not None:
+            return tuple((float(rate),) for rate in self.synthetic_request_rates)
+        return None if self.synthetic_rates is None else (self.synthetic_rates,)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether drafts are accepted at chosen rates, whatever the model says."""
+        return self.rates_by_row is not None
+
     def _rates(self) -> tuple[float, ...] | None:
         length = self.synthetic_acceptance_length
         if self.synthetic_rates is not None:
             return tuple(map(float, self.synthetic_rates))
+        if self.synthetic_request_rates is not None:
+            return None
         if length is not None:  # vLLM's pattern: whole drafts first, then a part of one; 2.5 is 1, 0.5, 0
             return tuple(min(1.0, max(0.0, length - 1 - j)) for j in range(self.num_speculative_tokens))
         return (SYNTHETIC_RATE,) if self.rejection_sample_method == "synthetic" else None

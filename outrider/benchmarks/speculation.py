@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_line(total.cell()) for total in totals), flush=True)
         found += totals
     cells = [own.cell() for own in found]
-    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+    if config.speculative is not None and config.speculative.is_synthetic:
         print("acceptance was synthetic: the text is not the model's")
     if args.plot:
         from outrider.benchmarks.plot import plot_spec

@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 rows.append(_latency(llm, one, args.rounds))
             print(_line(rows[-1]), flush=True)
-    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+    if config.speculative is not None and config.speculative.is_synthetic:
         print("acceptance was synthetic: the text is not the model's")
     if args.routing == "spread":
         print("experts were drawn, not chosen by the routers: the text is not the model's")

@@ -238,15 +238,16 @@ def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | Non
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *OTHER_SETTINGS) if hasattr(args, name)}
-    if getattr(args, "synthetic_rates", None) is not None:
-        if settings.get("speculative_config") is None:
-            raise UsageError("--synthetic-rates goes with --speculative-config")
-        try:
-            rates = [float(rate) for rate in args.synthetic_rates.split(",")]
-        except ValueError:
-            message = f"--synthetic-rates: {args.synthetic_rates!r} is not a list of numbers, as 1,0.5,0"
-            raise UsageError(message) from None
-        settings["speculative_config"] = settings["speculative_config"] | {"synthetic_rates": rates}
+    for name in ("synthetic_rates", "synthetic_request_rates"):
+        given, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
+        if given is not None:
+            if settings.get("speculative_config") is None:
+                raise UsageError(f"{flag} goes with --speculative-config")
+            try:
+                rates = [float(rate) for rate in given.split(",")]
+            except ValueError:
+                raise UsageError(f"{flag}: {given!r} is not a list of numbers, as 1,0.5,0") from None
+            settings["speculative_config"] = settings["speculative_config"] | {name: rates}
     return settings
 
 

@@ -18,12 +18,12 @@ ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class SyntheticAcceptance:
-    """Accepts draft j with probability rates[j] if the drafts before it were accepted. Further drafts have the last
-    rate."""
+    """Accepts draft j of row r with probability rates[r % len(rates)][j] if the drafts before it were accepted. Further
+    drafts have the last rate."""
 
-    def __init__(self, rates: Sequence[float], max_drafts: int, device: torch.device) -> None:
-        # The rate times 2^32 by position, made outside of any capture.
-        thresholds = [round(rates[min(j, len(rates) - 1)] * 2**32) for j in range(max_drafts)]
+    def __init__(self, rates: Sequence[Sequence[float]], max_drafts: int, device: torch.device) -> None:
+        # [kinds of rows, max drafts] the rate times 2^32, made outside of any capture.
+        thresholds = [[round(own[min(j, len(own) - 1)] * 2**32) for j in range(max_drafts)] for own in rates]
         self._thresholds = torch.tensor(thresholds, dtype=torch.int64, device=device)
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
@@ -40,7 +40,7 @@ class SyntheticAcceptance:
 def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *,
                      vocab: int, row_step: int) -> torch.Tensor:
     """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, and another token
-    elsewhere."""
+    elsewhere. thresholds [kinds, drafts]: row r is of kind r % kinds."""
     request, row, draft_index, position, drafts = verdicts
     index = draft_index.clamp_max(drafts.shape[1] - 1)
     draft = drafts[request, index]
@@ -48,7 +48,7 @@ def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch
     key = seed[row] + row * row_step
     words = random_words(key, torch.zeros_like(key), position, None, 1).squeeze(1)
     other = torch.where(sampled == draft, (draft + 1) % vocab, sampled)
-    chosen = torch.where(words < thresholds[index], draft, other)
+    chosen = torch.where(words < thresholds[row % thresholds.shape[0], index], draft, other)
     return torch.where(draft_index < drafts.shape[1], chosen, sampled)
 
 

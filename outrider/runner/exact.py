@@ -15,7 +15,7 @@ from outrider.runner.cache_plan import cache_type_of
 
 def refuse_inexact(config: EngineConfig, model: Model) -> None:
     """Raise ValueError if a token's logits could depend on more than its request."""
-    if config.speculative is not None and config.speculative.synthetic_rates is not None:
+    if config.speculative is not None and config.speculative.is_synthetic:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
     if config.logits_processors:
         raise ValueError("exact=True: the arithmetic of logits_processors is not known to be exact")

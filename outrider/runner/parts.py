@@ -34,7 +34,7 @@ class StepParts:
     model: Model
     drafter: Drafter | None
     drafting: DrafterGuards
-    synthetic_rates: tuple[float, ...] | None  # for measuring: drafts are accepted at these rates
+    synthetic_rates: tuple[tuple[float, ...], ...] | None  # for measuring: rates of drafts, for rows in turn
     limits: Limits
     layout: CacheLayout
     backend: Backend

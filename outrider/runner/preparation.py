@@ -43,7 +43,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
-    rates = None if speculative is None else speculative.synthetic_rates
+    rates = None if speculative is None else speculative.rates_by_row
     guards = DrafterGuards(drafter, model.group, ranks.without_sums)
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,

@@ -14,7 +14,7 @@ from outrider.runner.step import DeviceStep
 
 
 class SyntheticStep(DeviceStep):
-    def __init__(self, rates: Sequence[float], *parts: Any, **settings: Any) -> None:
+    def __init__(self, rates: Sequence[Sequence[float]], *parts: Any, **settings: Any) -> None:
         super().__init__(*parts, **settings)
         self._acceptance = SyntheticAcceptance(rates, self.state.drafts.shape[1], self.state.device)
 

@@ -189,6 +189,24 @@ def test_a_synthetic_mean_run_becomes_rates_by_position() -> None:
         SpeculativeConfig.parse(given | {"synthetic_acceptance_length": 9})
 
 
+def test_synthetic_rates_by_request_go_to_rows_in_turn() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "auto": False, "prompt_lookup_min": 9,
+              "prompt_lookup_max": 9, "synthetic_request_rates": [1, 0]}
+    config = SpeculativeConfig.parse(drafts)
+    assert config.is_synthetic and config.rates_by_row == ((1.0,), (0.0,)) and config.synthetic_rates is None
+    for other in ({"synthetic_rates": [0.5]}, {"synthetic_acceptance_length": 2.0}):
+        with pytest.raises(ValueError, match="synthetic_request_rates are rates at every position: leave out"):
+            SpeculativeConfig.parse(drafts | other)
+    with Rig(tiny_model("llama"), speculative_config=drafts, max_num_seqs=4) as rig:
+        rig.run([Ask(prompt_of(i, 5), greedy(17)) for i in range(4)])
+    accepted: dict[int, set[int]] = {0: set(), 1: set()}
+    for batch, result in zip(rig.batches, rig.results, strict=True):
+        for row, own in zip(batch.rows, result.requests, strict=True):
+            if own.num_drafted == 3:
+                accepted[row % 2].add(own.num_accepted)
+    assert accepted == {0: {3}, 1: {0}}
+
+
 @pytest.mark.parametrize("params", [greedy(61), SamplingParams(temperature=1.0, seed=3, max_tokens=61)])
 def test_a_synthetic_mean_run_does_not_depend_on_what_the_text_repeats(params: SamplingParams) -> None:
     """Rates 1, 0.5 and 0: the first draft of every step is accepted, though lookups of long matches find none."""

@@ -3,6 +3,7 @@ sampler with it and without; verdicts at chosen rates."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -234,9 +235,10 @@ def test_only_a_draw_is_one_call(device: torch.device) -> None:
         assert called.call_count == calls
 
 
-@pytest.mark.parametrize("rates", [(0.0,), (1.0,), (0.5, 0.2), (0.3, 1.0, 0.0)])
-def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tuple[float, ...]) -> None:
-    generator, requests, most = torch.Generator().manual_seed(len(rates)), 80, 3
+@pytest.mark.parametrize("rates", [((0.0,),), ((1.0,),), ((0.5, 0.2),), ((0.3, 1.0, 0.0),), ((1.0,), (0.0, 1.0))])
+def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tuple[tuple[float, ...], ...]) -> None:
+    """Also where every second row has other rates."""
+    generator, requests, most = torch.Generator().manual_seed(len(rates[0])), 80, 3
     request = torch.arange(requests, device=device).repeat_interleave(most + 1)
     draft_index = torch.arange(most + 1, device=device).repeat(requests)
     request, draft_index = (torch.cat((x, x.new_full((5,), y))) for x, y in
@@ -253,9 +255,10 @@ def test_verdicts_at_rates_equal_the_torch_code(device: torch.device, rates: tup
     assert torch.equal(found[0], found[1])
     grid, own = found[1][:-5].view(requests, most + 1), sampled[:-5].view(requests, most + 1)
     assert torch.equal(grid[:, -1], own[:, -1]) and torch.equal(found[1][-5:], sampled[-5:])
-    for j in range(most):
-        rate = rates[min(j, len(rates) - 1)]
-        share = float((grid[:, j] == drafts[:, j]).float().mean())
+    row = torch.arange(requests, device=device) % 7
+    for (kind, own), j in itertools.product(enumerate(rates), range(most)):
+        rate, is_own = own[min(j, len(own) - 1)], row % len(rates) == kind
+        share = float((grid[is_own, j] == drafts[is_own, j]).float().mean())
         assert share == rate if rate in (0, 1) else abs(share - rate) < 0.15
     with ops.using("triton", acceptance.accept_at_rates):
         assert synthetic.apply(sampled, of, drafts[:, :0], seed, 4) is sampled
@@ -277,9 +280,10 @@ def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
             sample_logits(logits, good.temperature[:2], zeros, zeros, zeros, **change)
     batch = DraftVerdicts(zeros, zeros, zeros, zeros, zeros.new_zeros(1, 2))
     for argument, sampled, of, thresholds in (
-        ("sampled", zeros.int(), batch, zeros), ("verdicts.row", zeros, batch._replace(row=zeros[:1]), zeros),
-        ("verdicts.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros),
-        ("thresholds", zeros, batch, zeros[:1]),
+        ("sampled", zeros.int(), batch, zeros[None]),
+        ("verdicts.row", zeros, batch._replace(row=zeros[:1]), zeros[None]),
+        ("verdicts.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros[None]),
+        ("thresholds", zeros, batch, zeros[None, :1]), ("thresholds", zeros, batch, zeros),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"accept_at_rates: {argument} "):
             accept_at_rates(sampled, of, zeros, thresholds, vocab=4, row_step=1)

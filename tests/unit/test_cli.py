@@ -437,6 +437,11 @@ def test_bench_prints_json_last(folder: Path, tmp_path: Path, capsys: pytest.Cap
     result = outrider(capsys, "bench", "throughput", folder, "--shapes", "1x9x5", "--num-pages", 99,
                       "--speculative-config", synthetic)
     assert "the text is not the model's" in result.out
+    result = outrider(capsys, "bench", "throughput", folder, "--shapes", "1x9x5", "--num-pages", 99,
+                      "--speculative-config", NGRAM, "--synthetic-request-rates", "1,0.5")
+    assert "the text is not the model's" in result.out
+    assert "--synthetic-request-rates: 'x' is not a list of numbers" in refused(
+        capsys, "bench", "throughput", folder, "--speculative-config", NGRAM, "--synthetic-request-rates", "x")
     result = outrider(capsys, "bench", "latency", folder, "--shapes", "2x9x5", "--num-pages", 99, "--load-format=dummy")
     row = json.loads(result.out.splitlines()[-1])["results"][0]
     assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] and 0 < row["between_runs_ms_p50"]

@@ -19,7 +19,7 @@ _SLICES = ["request", "row", "draft_index", "position"]
 @kernel(do_not_specialize=["num_logit_rows", "max_drafts"], do_not_specialize_on_alignment=_SLICES)
 def _accept_kernel(
     sampled, request, row, draft_index, position, drafts, seed, thresholds, out, num_logit_rows, max_drafts, vocab,
-    row_step, BLOCK: tl.constexpr,
+    row_step, num_kinds, kind_stride, BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = at < num_logit_rows
@@ -32,7 +32,8 @@ def _accept_kernel(
     zero = tl.zeros([BLOCK], dtype=tl.uint32)
     word1 = tl.load(position + at, mask=valid, other=0).to(tl.uint32)
     words = tl.philox(key, zero, word1, zero, zero)
-    accepted = words[0].to(tl.int64) < tl.load(thresholds + index, mask=has_draft, other=0)
+    threshold = tl.load(thresholds + row % num_kinds * kind_stride + index, mask=has_draft, other=0)
+    accepted = words[0].to(tl.int64) < threshold
     other = tl.where(token == draft, (draft + 1) % vocab, token)
     chosen = tl.where(accepted, draft, other)
     tl.store(out + at, tl.where(has_draft, chosen, token), mask=valid)
@@ -44,7 +45,8 @@ def accept_at_rates(
 ) -> torch.Tensor:
     """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, else another token.
 
-    The bits are word 0 of Philox with counter (0, position, 0, 0) and key seed[row] + row * row_step.
+    thresholds [kinds, drafts]: row r is of kind r % kinds. The bits are word 0 of Philox with counter (0, position, 0,
+    0) and key seed[row] + row * row_step.
     """
     name, device, int64 = "accept_at_rates", sampled.device, (torch.int64,)
     (num_logit_rows,), (requests, max_drafts) = sampled.shape, verdicts.drafts.shape
@@ -54,12 +56,13 @@ def accept_at_rates(
     inner = 2 if max_drafts else 1
     require_tensor(name, "verdicts.drafts", verdicts.drafts, (requests, max_drafts), device, int64, inner)
     require_tensor(name, "seed", seed, (None,), device, int64)
-    require_tensor(name, "thresholds", thresholds, (None,), device, int64)
-    require(thresholds.shape[0] >= max_drafts, name, "thresholds", f"are not enough for {max_drafts} drafts")
+    require_tensor(name, "thresholds", thresholds, (None, None), device, int64)
+    is_enough = thresholds.shape[0] > 0 and thresholds.shape[1] >= max_drafts
+    require(is_enough, name, "thresholds", f"are not enough for {max_drafts} drafts")
     out = torch.empty_like(sampled)
     if num_logit_rows:
         _accept_kernel[(cdiv(num_logit_rows, _BLOCK),)](
-            sampled, *verdicts, seed, thresholds, out, num_logit_rows, max_drafts, vocab, row_step, BLOCK=_BLOCK,
-            num_warps=4,
+            sampled, *verdicts, seed, thresholds, out, num_logit_rows, max_drafts, vocab, row_step,
+            thresholds.shape[0], thresholds.stride(0), BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return out
