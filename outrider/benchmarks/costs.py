@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -22,8 +24,9 @@ from outrider.core import Limits
 from outrider.core.costs import ReadCost
 from outrider.engine.engine import Engine
 from outrider.engine.start import start_engine
+from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.interface import BoundedSteps
-from outrider.simulation.cost_table import CostTable, DecodeSteps, HostCosts, PromptSteps
+from outrider.simulation.cost_table import MOST_REQUESTS, CostTable, DecodeSteps, HostCosts, PromptSteps
 
 CUDA_REQUESTS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 CPU_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -32,6 +35,9 @@ MOST_CHOSEN = 2048  # tokens of the largest captured size that is measured besid
 CPU_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 SHORT_CONTEXT = 32  # tokens behind which steps decode
 LONG_CONTEXTS = {"cuda": (32, 4096), "cpu": (4, 768)}  # requests and tokens behind which they decode, for reading
+MIDDLE_CONTEXT = 512  # tokens on a GPU up to which a token of context takes longer than behind long contexts
+FEW_REQUESTS = 16  # requests of the smallest steps with prompts that are measured; those with fewer take hardly less
+MOST_AMONG_MANY = 1024  # tokens of the largest steps with prompts that are measured among many requests
 SHORT_PROMPT = 128  # prompts of steps with prompts: their attention takes little time
 REPEATS = 3
 NO_HOST = HostCosts(0.0, 0.0)
@@ -64,7 +70,7 @@ class CostBench:
                 if drafts == 0:
                     reading, attending = self._reading(timed, paces), self._attending(timed)
                 if drafts in (0, counts[-1]):
-                    prompts.append(self._prompts(timed, drafts, attending))
+                    prompts += self._prompts(timed, drafts, attending)
                 if drafts == 0:
                     host = self._host(timed, paces, prompts[0])
                 seconds = (self._device(pace, host) for pace in paces.values())
@@ -113,14 +119,22 @@ class CostBench:
         count, context = LONG_CONTEXTS["cuda" if self._is_cuda else "cpu"]
         count = max(n for n in paces if n <= count)
         context = min(context, self._limits.max_len - 128, (self._info.num_pages - 1) // 2 * 16 // count)
-        pace = timed.decode_pace([timed.prompt(context) for _ in range(count)], self._num_steps)
-        more = self._device(pace) - self._device(paces[count])
         by_window = _bytes_by_window(self._info.layout)
-        moved = count * sum(size * (min(context, window or context) - min(SHORT_CONTEXT, window or context))
-                            for window, size in by_window.items())
-        each = max(0.0, more / moved)
-        self._say(f"{count} requests behind {context} tokens: {more * 1e3:.2f} ms more than behind few")
-        return tuple(ReadCost(window, size * each) for window, size in by_window.items())
+
+        def measured(length: int) -> tuple[float, float]:
+            """Seconds that contexts of a length add for one request, and their bytes."""
+            pace = timed.decode_pace([timed.prompt(length) for _ in range(count)], self._num_steps)
+            more = max(0.0, self._device(pace) - self._device(paces[count]))
+            self._say(f"{count} requests behind {length} tokens: {more * 1e3:.2f} ms more than behind few")
+            return more / count, sum(size * (min(length, window or length) - min(SHORT_CONTEXT, window or length))
+                                     for window, size in by_window.items())
+
+        seconds, moved = measured(context)
+        if self._is_cuda and context >= 2 * MIDDLE_CONTEXT:
+            first_seconds, first_moved = measured(MIDDLE_CONTEXT)
+            return reading_costs(by_window, first_seconds / first_moved, (seconds - first_seconds)
+                                 / (moved - first_moved) if moved > first_moved else 0.0)
+        return tuple(ReadCost(window, size * (seconds / moved)) for window, size in by_window.items())
 
     def _attending(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
         """Seconds for each pair of a prompt's token and a key: a long prompt against short ones of as many tokens."""
@@ -136,16 +150,34 @@ class CostBench:
         self._say(f"a prompt of {tokens} tokens: {long_seconds * 1e3:.1f} ms; short ones: {short_seconds * 1e3:.1f} ms")
         return tuple(ReadCost(window, share * each) for window, share in shares.items())
 
-    def _prompts(self, timed: TimedEngine, drafts: int, attending: tuple[ReadCost, ...]) -> PromptSteps:
-        sizes = self._prompt_sizes()
-        seconds: list[float] = []
-        for size in sizes:
-            length = self._short(size)
-            attention = size / 2 * sum(cost.seconds * min(length, cost.window or length) for cost in attending)
-            least = seconds[-1] if seconds else 0.0  # more tokens never take less time; a dip is noise
-            seconds.append(max(least, self._prompt_seconds(timed, length, size) - attention))
-            self._say(f"{size} tokens of prompts, {drafts} drafts proposed: {seconds[-1] * 1e3:.2f} ms")
-        return PromptSteps(drafts, tuple(sizes), tuple(seconds), max(self._captured_sizes, default=0))
+    def _prompts(self, timed: TimedEngine, drafts: int, attending: tuple[ReadCost, ...]) -> list[PromptSteps]:
+        """Steps with prompts by their tokens, for each number of requests that they are padded to."""
+        found, before = [], 0
+        for requests in self._padded_requests:
+            num_decoding = 1 if not before else before + (requests - before) * 2 // 5
+            sizes = [size for size in self._prompt_sizes() if size > num_decoding * (1 + timed.num_drafts)
+                     and (not before or size <= MOST_AMONG_MANY)]
+            seconds = []
+            for size in sizes:
+                length = self._short(size, requests - num_decoding)
+                attention = size / 2 * sum(cost.seconds * min(length, cost.window or length) for cost in attending)
+                seconds.append(max(0.0, self._prompt_seconds(timed, length, size, num_decoding) - attention))
+                self._say(f"{size} tokens with prompts, {num_decoding} requests decode, {drafts} drafts proposed: "
+                          f"{seconds[-1] * 1e3:.2f} ms")
+            if sizes:
+                padded_up_to = min(max(self._captured_sizes, default=0), sizes[-1])
+                found.append(PromptSteps(drafts, tuple(sizes), rising(seconds), padded_up_to, requests))
+            before = requests
+        found[-1] = replace(found[-1], requests=MOST_REQUESTS)
+        return found
+
+    @property
+    def _padded_requests(self) -> list[int]:
+        """Numbers of requests that captured steps with prompts are padded to, ascending. Without captures steps are not
+        padded, and take the time of their tokens."""
+        most = self._limits.max_requests
+        sizes = GraphSizes.from_limits(self._limits).prompt_requests if self._captured_sizes else []
+        return [size for size in sizes if size >= FEW_REQUESTS] or [most]
 
     def _prompt_sizes(self) -> list[int]:
         """Tokens of the steps with prompts that are measured, ascending."""
@@ -165,19 +197,35 @@ class CostBench:
             return ()
         return tuple(size for size in prompt_steps.costs.tokens if size <= min(MOST_CHOSEN, self._most_prompt_tokens))
 
-    def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int) -> float:
-        """Seconds of a step of so many tokens: those of a request that decodes, and new prompts of a length. The first
+    def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int, num_decoding: int = 1) -> float:
+        """Seconds of a step of so many tokens: those of requests that decode, and new prompts of a length. The first
         run only prepares."""
         if self._limits.max_requests == 1:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
-        lengths = [length] * (tokens // length)
-        lengths[-1] = max(1, lengths[-1] - 1 - timed.num_drafts)
-        return median([self._device(timed.prompt_seconds(lengths)) for _ in range(1 + REPEATS)][1:])
+        whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
+        lengths = [length] * whole + [rest] * (rest > 0)
+        return median([self._device(timed.prompt_seconds(lengths, num_decoding)) for _ in range(1 + REPEATS)][1:])
 
-    def _short(self, tokens: int) -> int:
+    def _short(self, tokens: int, most_requests: int | None = None) -> int:
         """The length of short prompts that have so many tokens together: longer where few requests may run."""
-        fewest = -(-tokens // max(1, self._limits.max_requests - 1))
+        fewest = -(-tokens // max(1, most_requests or self._limits.max_requests - 1))
         return min(max(SHORT_PROMPT, fewest), tokens, self._limits.max_len - 1)
+
+
+def rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """More tokens never take less time: a step that took longer than a larger one was disturbed."""
+    return tuple(accumulate(reversed(seconds), min))[::-1]
+
+
+def reading_costs(by_window: Mapping[int | None, int], first: float, later: float) -> tuple[ReadCost, ...]:
+    """Costs of a token of context by the bytes that layers keep of it. first: seconds for a byte of the first
+    MIDDLE_CONTEXT tokens, later: of those behind them."""
+    later = min(first, max(0.0, later))
+    costs: dict[int | None, float] = {}
+    for window, size in by_window.items():
+        for visible, each in ((window, later), (min(window or MIDDLE_CONTEXT, MIDDLE_CONTEXT), first - later)):
+            costs[visible] = costs.get(visible, 0.0) + size * each
+    return tuple(ReadCost(window, seconds) for window, seconds in costs.items())
 
 
 def _bytes_by_window(layout: CacheLayout) -> dict[int | None, int]:

@@ -19,7 +19,7 @@ from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import FixedDrafting, NoDrafting, RunningWorker, UnboundedSteps
 
 LOWEST_ID, HIGHEST_ID = 100, 30000
-PROMPT_BACKGROUND = 32  # answer tokens of the request that decodes while prompts are measured
+PROMPT_BACKGROUND = 32  # answer tokens of the requests that decode while prompts are measured
 
 
 @dataclass
@@ -124,12 +124,12 @@ class TimedEngine:
         self.engine.add({f"costs-{self._num_added + index}": one for index, one in enumerate(checked)})
         self._num_added += len(prompts)
 
-    def prompt_seconds(self, lengths: Sequence[int]) -> Pace:
-        """The pace of the step that computes new prompts of these lengths, beside one request that decodes: so that the
+    def prompt_seconds(self, lengths: Sequence[int], num_decoding: int = 1) -> Pace:
+        """The pace of the step that computes new prompts of these lengths, beside requests that decode: so that the
         device has no pause before it."""
         self._runner.steps.clear()
-        self._add([self.prompt(1)], PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
-        while len(self._decoding(1)) < 2:
+        self._add([self.prompt(1) for _ in range(num_decoding)], PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
+        while len(self._decoding(num_decoding)) < 2:
             self.engine.step()
         num_before = len(self._runner.steps)
         self._add([self.prompt(length) for length in lengths], 1)

@@ -19,6 +19,7 @@ from outrider.core.fields import INT64, Count, Range
 from outrider.runner.interface import BoundedSteps, MeasuredDrafting, WorkerInfo
 from outrider.simulation.plain_data import from_plain, to_plain
 
+MOST_REQUESTS = 1 << 30
 FORMAT = "outrider costs 1"
 Seconds: TypeAlias = Annotated[float, Range(0.0, 1e6)]
 Chance: TypeAlias = Annotated[float, Range(0, 1)]
@@ -70,6 +71,7 @@ class PromptSteps:
     tokens: tuple[Count, ...]
     seconds: tuple[Seconds, ...]
     padded_up_to: int = 0  # captured steps: one of at most so many tokens takes the time of the next larger size
+    requests: Count = MOST_REQUESTS  # at most so many in a step: captured steps are padded to numbers of requests too
 
     def step(self, num_tokens: int) -> float:
         if num_tokens <= self.padded_up_to:
@@ -83,7 +85,7 @@ class CostTable:
     info: WorkerInfo
     host: HostCosts
     decoding: tuple[DecodeSteps, ...]  # by rising numbers of drafts, from none on
-    prompts: tuple[PromptSteps, ...]  # likewise
+    prompts: tuple[PromptSteps, ...]  # likewise, and by rising numbers of requests
     reading: tuple[ReadCost, ...] = ()  # seconds for each token of context that a request decodes behind
     attending: tuple[ReadCost, ...] = ()  # seconds for each pair of a prompt's token and a key that the token sees
     acceptance: tuple[Chance, ...] = ()  # chance that a draft is accepted if those before it were, by position
@@ -106,12 +108,18 @@ class CostTable:
                 attention += self._attend(known, bound - known)
         seconds = self.decode(num_decoding, num_drafts) if num_decoding else 0.0
         if num_prompt:
-            own = self.prompts[-1 if batch.num_wanted else 0]
+            own = self.prompt_steps(len(batch.num_known), proposes=batch.num_wanted > 0)
             tokens = num_decoding + num_drafts + num_prompt
             seconds = max(seconds, own.step(tokens)) + attention
         for cost in self.reading:
             seconds += cost.seconds * visible(contexts, cost.window)
         return seconds
+
+    def prompt_steps(self, num_requests: int, *, proposes: bool) -> PromptSteps:
+        """The times of steps with prompts of so many requests. proposes: drafts for the next step."""
+        num_drafts = self.prompts[-1 if proposes else 0].num_drafts
+        fitting = [own for own in self.prompts if own.num_drafts == num_drafts]
+        return next((own for own in fitting if own.requests >= num_requests), fitting[-1])
 
     def decode(self, num_requests: int, num_drafts: int) -> float:
         """Seconds of a step in which so many requests decode with so many drafts in all, without their contexts."""
@@ -175,6 +183,9 @@ class CostTable:
             raise ValueError("prompts must have an entry")
         for decoded in self.decoding:
             _check_points(f"decoding with {decoded.num_drafts} drafts: requests", decoded.requests, decoded.seconds)
+        order = [(own.num_drafts, own.requests) for own in self.prompts]
+        if order != sorted(set(order)):
+            raise ValueError("prompts must rise by num_drafts and requests")
         for prompts in self.prompts:
             _check_points(f"prompts with {prompts.num_drafts} drafts: tokens", prompts.tokens, prompts.seconds)
             if prompts.padded_up_to > prompts.tokens[-1]:

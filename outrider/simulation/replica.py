@@ -195,8 +195,9 @@ class SimulatedReplica:
                 break
             seconds = decode
             for each, window, total in reading:
-                total += (index + 1) * num_requests
-                if window is not None:
+                if window is None:
+                    total += (index + 1) * num_requests
+                elif total < window * num_requests:
                     total = sum(min(bound + index + 1, window) for bound in bounds)
                 seconds += each * total
             times.append(time)

@@ -89,3 +89,50 @@ def test_few_requests_have_longer_prompts() -> None:
         bench = CostBench(rig.engine, EngineConfig("tiny"), print)
         timed = TimedEngine(EngineConfig("tiny"), rig.engine.runner, 0)  # type: ignore[arg-type]
         assert bench._short(64) == 64 and bench._prompt_seconds(timed, 64, 64) > 0
+
+
+class RecordedEngine:
+    """Stands in for an engine whose steps with prompts are timed: a step takes a microsecond for each request."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self.steps: list[tuple[int, int]] = []  # tokens and requests
+
+    def prompt_seconds(self, lengths: list[int], num_decoding: int) -> Pace:
+        assert min(lengths) > 0
+        self.steps.append((sum(lengths) + num_decoding * (1 + self.num_drafts), len(lengths) + num_decoding))
+        return Pace(1e-6 * self.steps[-1][1], 0.0)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_steps_with_prompts_are_measured_in_every_number_of_requests_that_they_are_padded_to(num_drafts: int) -> None:
+    captured = MixedStepCosts(tuple(range(64, 513, 64)), tuple(1e-3 * i for i in range(1, 9)))
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig:
+        bench, timed = CostBench(rig.engine, EngineConfig("tiny"), print), RecordedEngine(num_drafts)
+        limits = replace(bench._limits, max_requests=256, max_batched_tokens=8192, max_len=4096, max_drafts=num_drafts,
+                         steps_in_flight=2)
+        bench._is_cuda, bench._info = True, replace(bench._info, limits=limits,
+                                                    prompt_steps=BoundedSteps(12e-3, captured))
+        few, some, many = bench._prompts(timed, num_drafts, ())  # type: ignore[arg-type]
+    assert [own.requests for own in (few, some)] == [16, 64] and many.requests > 256
+    assert few.tokens == (64, 128, 192, 256, 320, 384, 448, 512, 1024, 2048, 4096, 8192)
+    assert some.tokens[-1] == many.tokens[-1] == 1024, "steps among many requests are bounded"
+    counts = {size: {requests for tokens, requests in timed.steps if tokens == size} for size in some.tokens}
+    for size, found in counts.items():
+        assert any(16 < requests <= 64 for requests in found), size
+    assert any(64 < requests <= 256 for requests in counts[1024])
+    assert {tokens for tokens, _ in timed.steps} == {*few.tokens}, "a step has the tokens of its size"
+
+
+def test_a_disturbed_step_does_not_make_larger_ones_slower() -> None:
+    assert costs.rising([3.0, 9.0, 4.0, 6.0]) == (3.0, 4.0, 4.0, 6.0)
+
+
+def test_contexts_are_read_in_two_parts() -> None:
+    """The first tokens of a context cost more each; windows have no more tokens than they see."""
+    found = costs.reading_costs({None: 100, 128: 10}, first=3e-9, later=2e-9)
+    assert {cost.window: round(cost.seconds * 1e9) for cost in found} == {None: 200, 512: 100, 128: 30}
+    for length, expected in ((100, 100 * 330), (512, 512 * 300 + 128 * 30), (1000, 512 * 300 + 488 * 200 + 128 * 30)):
+        seconds = sum(cost.seconds * min(length, cost.window or length) for cost in found)
+        assert seconds == pytest.approx(expected * 1e-9)
+    assert {cost.seconds for cost in costs.reading_costs({None: 1}, 2.0, 3.0)} == {2.0, 0.0}, "noise"

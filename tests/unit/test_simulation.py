@@ -74,6 +74,18 @@ def test_captured_steps_with_prompts_take_the_time_of_the_next_larger_size() -> 
     assert steps.step(192) == pytest.approx(7.5e-3) and steps.step(384) == pytest.approx(12e-3)
 
 
+def test_steps_with_prompts_take_the_times_of_their_number_of_requests() -> None:
+    few, many = PromptSteps(0, (16, 512), (5e-3, 20e-3), requests=2), PromptSteps(0, (16, 512), (9e-3, 24e-3))
+    table = made_table(host=NO_HOST, reading=(), attending=(), prompts=(few, many))
+    for num_requests, seconds in ((1, 5.0), (2, 5.0 + 15 / 31), (3, 9.0 + 30 / 31)):
+        load = ClosedLoad(Shapes(FixedLength(16), FixedLength(1), None, 0, 100), num_requests, num_requests)
+        assert simulate(table, load)[0]["mean_ttft_ms"] == pytest.approx(seconds)
+    drafted = replace(table, prompts=(few, many, replace(few, num_drafts=2), replace(many, num_drafts=2)))
+    assert drafted.prompt_steps(2, proposes=True).num_drafts == 2 == drafted.prompt_steps(99, proposes=True).num_drafts
+    with pytest.raises(ValueError, match="prompts must rise by num_drafts and requests"):
+        replace(table, prompts=(many, few)).check()
+
+
 def test_drafts_that_are_all_accepted_shorten_answers() -> None:
     load = Shapes(FixedLength(16), FixedLength(61), None, 0, 100)
     plain, _ = simulate(made_table(max_drafts=2, acceptance=(0.0,)), ClosedLoad(load, 1, 1))
@@ -98,6 +110,7 @@ TABLES = {
     "no overlap": lambda: made_table(depth=1), "bounded steps": lambda: made_table(bounds_steps=True),
     "few pages": lambda: made_table(num_pages=60, max_requests=6),
     "slow host": lambda: made_table(host=HostCosts(5e-3, 1e-4, latency=1e-3)),
+    "two parts": lambda: made_table(reading=(ReadCost(None, 1e-7), ReadCost(90, 1e-6))),
     "windows read": lambda: made_table((FULL, WINDOW), reading=(ReadCost(None, 1e-7), ReadCost(48, 1e-6))),
     "drafts": lambda: made_table(max_drafts=2), "states": lambda: made_table((FULL, STATE)),
 }  # fmt: skip
