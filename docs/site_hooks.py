@@ -53,7 +53,8 @@ def examples() -> str:
     """The list of the examples, and each of them whole."""
     folder = ROOT / "examples"
     parts = [(folder / "README.md").read_text()]
-    parts += [f"## {path.name}\n\n```python\n{path.read_text().rstrip()}\n```\n" for path in sorted(folder.glob("*.py"))]
+    for path in sorted(folder.glob("*.py")):
+        parts.append(f"## {path.name}\n\n```python\n{path.read_text().rstrip()}\n```\n")
     return "\n".join(parts)
 
 
