@@ -15,7 +15,7 @@ from outrider.layers.base import (
     check_ranks,
     find_modules,
 )
-from outrider.layers.context import LoadedAdapters, NothingAttends, RowAdapters, StandIns, StepContext
+from outrider.layers.context import LoadedAdapters, NothingAttends, RowAdapters, StandIns, StepContext, TokenHistory
 from outrider.layers.decoder import (
     AttentionMLPLayer,
     LayerNames,
@@ -52,15 +52,16 @@ from outrider.layers.rotary import (
 )
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.layers.short_conv import ShortConv
+from outrider.layers.streams import Injection, StreamEnd, StreamGate, StreamLayer, StreamNorm
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
     "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES", "FeedForward",
-    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "KDA", "KDANames",
-    "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule", "Linear",
-    "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer", "Parameter",
-    "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters", "ScaledLayer",
-    "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "TiedLinear",
-    "TokenMixer", "Unnormed", "Unrotated", "WidthNormAttention", "check_ranks", "copy_stream", "find_modules",
-    "rope_table", "rotate", "yarn_mscale",
+    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection", "KDA",
+    "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",
+    "Linear", "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer",
+    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters",
+    "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "StreamEnd",
+    "StreamGate", "StreamLayer", "StreamNorm", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated",
+    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

@@ -32,6 +32,26 @@ class StandIns:
         return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
 
 
+@dataclass(frozen=True)
+class TokenHistory:
+    """The known tokens of all rows, and where the token rows of a step lie in them. Drafts are known to the step alone,
+    so ids within the step are taken from the step."""
+
+    tokens: torch.Tensor  # [ROWS, LENGTH]
+    row_of: torch.Tensor  # [tokens] row of the token's request
+    offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
+
+    def with_before(self, ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+        """ids [tokens] of the step and the `count` ids before each, nearest first: [tokens, 1 + count], -1 where a text
+        has none."""
+        index, found = torch.arange(len(ids), device=ids.device), [ids]
+        for distance in range(1, count + 1):
+            known = self.tokens[self.row_of, (positions - distance).clamp_min(0)]
+            own = torch.where(self.offsets >= distance, ids[(index - distance).clamp_min(0)], known)
+            found.append(torch.where(positions >= distance, own, -1))
+        return torch.stack(found, dim=1)
+
+
 class LinearLayer(Protocol):
     """A linear layer as adapters see it: they tell layers apart by identity (`is`), and read its sizes."""
 
@@ -112,15 +132,17 @@ class NothingAttends:
 
 class StepContext:
     """positions: [tokens] int64, each token's place in its request, which says what it may attend to. rope_positions:
-    the places that ropes turn by, the same unless given."""
+    the places that ropes turn by, the same unless given. history: for models that read ids before a token's own."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
-                 stand_ins: StandIns | None = None, adapters: RowAdapters | None = None) -> None:
+                 stand_ins: StandIns | None = None, adapters: RowAdapters | None = None,
+                 history: TokenHistory | None = None) -> None:
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
         self.stand_ins = stand_ins
         self.adapters = adapters
+        self.history = history
 
     def of_rows(self, rows: WantedRows) -> StepContext:
         """The context of some token rows, in the order of `rows`, which bind the layers that attend for them alone."""
@@ -133,7 +155,7 @@ class _RowsContext(StepContext):
     def __init__(self, whole: StepContext, rows: WantedRows) -> None:
         self._whole, self._rows = whole, rows.token_rows
         self.attend = rows
-        self.stand_ins = None  # the embedding lies before every choice of rows
+        self.stand_ins = self.history = None  # embeddings lie before every choice of rows
         self.adapters = None if whole.adapters is None else whole.adapters.of_rows(rows.token_rows)
 
     @cached_property

@@ -95,8 +95,9 @@ class GatedDeltaMixer(ConvMixer):
 
 class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
-                 dtype: torch.dtype, device: torch.device) -> None:
-        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four."""
+                 dtype: torch.dtype, device: torch.device, gate: str = "silu") -> None:
+        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four. gate: the
+        activation of the output's gate, silu or sigmoid."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
@@ -109,7 +110,8 @@ class GatedDelta(TokenMixer):
             layouts = {"in_proj_qkvz": HeadLayout(shape.num_key_heads, sizes),
                        "in_proj_ba": HeadLayout(shape.num_key_heads, (repeats, repeats))}
         self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device, layouts=layouts)
-        self.norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gate_first=False, dtype=dtype, device=device)
+        self.norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gate_first=False, dtype=dtype, device=device,
+                              activation=gate)
         self.out = Linear(value_size, hidden_size, bias=False, dtype=dtype, device=device)
 
     @property

@@ -26,16 +26,20 @@ class ShortConvMixer(Module):
     """A RecurrentMixer whose state is empty: a convolution needs its tail alone. Its results have the same bits however
     tokens are split into calls."""
 
-    def __init__(self, size: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, taps: int, *, dilation: int = 1, bias: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """taps: inputs that the convolution weighs; dilation: how many tokens lie from each to the next. The weights of
+        the tokens between are 0."""
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.has_bias, self.width, self.itemsize, self.device = bias, width, dtype.itemsize, device
+        self.dilation, self.width = dilation, (taps - 1) * dilation + 1
+        self.has_bias, self.itemsize, self.device = bias, dtype.itemsize, device
         self.rows: HeldRows | None = None  # the channels of this rank; None if it holds all
         self._allocate(size)
 
     def _allocate(self, size: int) -> None:
         self.spec = RecurrentSpec(conv_dim=size, conv_width=self.width, state_shape=(0,), gate_sizes=(), out_dim=size,
                                   itemsize=self.itemsize)
-        self.weight = torch.empty(self.width, size, dtype=self.wide, device=self.device)
+        self.weight = torch.zeros(self.width, size, dtype=self.wide, device=self.device)
         self.bias = torch.empty(size, dtype=self.wide, device=self.device) if self.has_bias else None
 
     def keep_rank(self, ranks: Ranks) -> None:
@@ -47,7 +51,7 @@ class ShortConvMixer(Module):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         bias = [] if self.bias is None else [("bias", Parameter(self.bias, self.rows))]
-        return [("weight", Parameter(self.weight.t().unsqueeze(1), self.rows)), *bias]
+        return [("weight", Parameter(self.weight[:: self.dilation].t().unsqueeze(1), self.rows)), *bias]
 
     def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)

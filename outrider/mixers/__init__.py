@@ -1,11 +1,12 @@
 """Mixers: the parts of layers in which the tokens of a request meet, over a batch and its cache.
 
-`paged` is attention over keys and values in pages, `latent` attention over one compressed vector per token, `recurrent`
-carries a state per row.
+`paged` is attention over keys and values in pages, `latent` attention over one compressed vector per token, `indexed`
+attention to chosen stretches of a context; `recurrent` carries a state per row.
 """
 
 from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
 from outrider.mixers.cached import Attend, CachedLayers, WantedRows
+from outrider.mixers.indexed.base import BoundIndexedLayer, IndexedLayer, StretchChoice, StretchInputs
 from outrider.mixers.latent.base import (
     AttendsTo,
     BoundLatentLayer,
@@ -20,8 +21,8 @@ from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer, R
 from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 
 __all__ = [
-    "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundLatentLayer", "CachedLayers", "EveryPosition",
-    "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedPositions", "KeysFrom", "LatentLayer",
-    "LatentNorms", "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer", "RecurrentState", "ScanOutput",
-    "SharedPositions", "StepOutput", "WantedRows",
+    "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
+    "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
+    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer",
+    "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "StretchChoice", "StretchInputs", "WantedRows",
 ]  # fmt: skip

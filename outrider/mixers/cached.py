@@ -13,10 +13,19 @@ from typing import Any, Protocol
 import torch
 
 from outrider.cache.groups import CacheLayout
-from outrider.cache.kinds import FullSpec, IndexedLatentSpec, LatentSpec, PagedSpec, ScaledIndexSpec, SlidingSpec
+from outrider.cache.kinds import (
+    FullSpec,
+    IndexedLatentSpec,
+    IndexedSpec,
+    LatentSpec,
+    PagedSpec,
+    ScaledIndexSpec,
+    SlidingSpec,
+)
 from outrider.core import Limits
 from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView
+from outrider.mixers.indexed.base import IndexedMixer
 from outrider.mixers.latent.base import LatentMixer
 from outrider.mixers.paged.base import Backend, PagedMixer
 from outrider.mixers.pool import DevicePool
@@ -58,6 +67,7 @@ class LayerParams(Protocol):
 _MIXERS: dict[type[PagedSpec], type[Mixer]] = {
     FullSpec: PagedMixer,
     SlidingSpec: PagedMixer,
+    IndexedSpec: IndexedMixer,
     LatentSpec: LatentMixer,
     IndexedLatentSpec: LatentMixer,
     ScaledIndexSpec: LatentMixer,

@@ -14,6 +14,7 @@ from outrider.cache.kinds import (
     ElementType,
     FullSpec,
     IndexedLatentSpec,
+    IndexedSpec,
     LatentSpec,
     Part,
     RecurrentKind,
@@ -35,8 +36,8 @@ from outrider.runner.interface import (
 
 CLASSES: tuple[type[Any], ...] = (
     BoundedSteps, CacheLayout, CacheType, DraftCost, ElementType, FixedDrafting, FullSpec, Group, IndexedLatentSpec,
-    LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place, PlacedPart, ReadCost, RecurrentKind,
-    RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps, WorkerInfo,
+    IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place, PlacedPart, ReadCost,
+    RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps, WorkerInfo,
 )  # fmt: skip
 
 

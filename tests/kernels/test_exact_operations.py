@@ -26,6 +26,7 @@ from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.ops import Exactness, NotExact, Operation
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.kernels.stretches import Stretches
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -208,6 +209,54 @@ def head_products(rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def stretch_attention(rows: torch.Tensor) -> torch.Tensor:
+    """Every second of the whole stretches of four tokens, up to 30 of them."""
+    _, contexts = latent_cache(rows)
+    places = torch.arange(30, device=DEVICE)[None] * (1 + (contexts.stop > 120)[:, None].long())
+    chosen = torch.where(places < contexts.stop[:, None] // 4, places, -1)
+    caches = [random(20, 16, 2, 18, seed=seed) for seed in (1, 2)]
+    return ops.stretch_attention.variant(exact=True)(random(ROWS, 6, 18)[rows], *caches, contexts, chosen, 0.3,
+                                                     Stretches(4, 0))
+
+
+def write_stretch_keys(rows: torch.Tensor) -> torch.Tensor:
+    """Token rows are requests of their own, each with the keys of the tokens before it in the cache."""
+    _, contexts = latent_cache(rows)
+    cache, none = random(20, 16, 11, seed=3), torch.zeros_like(rows)
+    slots = rows + 16 * 10  # beside what is read
+    rope = RopeRows(rows, random(ROWS, ROPE, seed=4, dtype=torch.float32))
+    ops.write_stretch_keys(random(ROWS, 11)[rows], random(11, seed=5, dtype=torch.float32), 1e-6, rope, slots, none,
+                           contexts, cache, Stretches(4, 0))
+    return cache.flatten(0, 1)[slots]
+
+
+def write_keys_values(rows: torch.Tensor) -> torch.Tensor:
+    caches = [torch.zeros(ROWS // 16 + 1, 16, 2, 18, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+    ops.write_keys_values(random(ROWS, 2, 18)[rows], random(ROWS, 2, 18, seed=1)[rows], rows, *caches)
+    return torch.cat([cache.flatten(0, 1)[rows] for cache in caches], dim=1)
+
+
+def join_streams(rows: torch.Tensor) -> torch.Tensor:
+    streams, gain = random(ROWS, 3 * WIDTH, seed=1)[rows], random(3 * WIDTH, seed=2, dtype=torch.float32)
+    return torch.cat((ops.join_streams(random(ROWS, WIDTH)[rows], random(ROWS, 3, seed=3)[rows], streams, gain, 1e-6,
+                                       3), streams))  # fmt: skip
+
+
+def stream_gates(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat(ops.stream_gates.variant(exact=True)(random(ROWS, WIDTH, scale=3)[rows], 3, True), dim=1)
+
+
+def mix_streams(rows: torch.Tensor) -> torch.Tensor:
+    wide = [random(ROWS, 3 * WIDTH, seed=seed)[rows] for seed in range(2)]
+    return ops.mix_streams.variant(exact=True)(*wide, 3)
+
+
+def gate_values(rows: torch.Tensor) -> torch.Tensor:
+    wide = [random(ROWS, 3 * WIDTH, seed=seed)[rows] for seed in range(2)]
+    made = ops.gate_values.variant(exact=True)(*wide, random(ROWS, WIDTH, seed=3)[rows], 3)
+    return ops.add_silu.variant(exact=True)(made, wide[0])
+
+
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
     "add_adapters": [add_adapters],
@@ -244,6 +293,14 @@ SHOWN: dict[str, list[Call]] = {
     "exact_write_latents": [write_latents],
     "rotate_queries": [rotate_queries],
     "exact_head_products": [head_products],
+    "exact_stretch_attention": [stretch_attention],
+    "write_stretch_keys": [write_stretch_keys],
+    "write_keys_values": [write_keys_values],
+    "join_streams": [join_streams],
+    "exact_stream_gates": [stream_gates],
+    "exact_mix_streams": [mix_streams],
+    "exact_gate_values": [gate_values],
+    "exact_add_silu": [gate_values],
     "choose_scaled": [drawn(ops.operations()["choose_scaled"], ON_CARD)],
     "draw_tokens": [drawn(ops.operations()["draw_tokens"], True)],
 }

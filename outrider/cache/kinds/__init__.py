@@ -3,6 +3,7 @@ hold, which prefixes cached pages serve, and which pages a commit frees. `regist
 
 from outrider.cache.kinds.base import Capacity, Kind, PagedSpec, kind_of, pages_for, register_kind
 from outrider.cache.kinds.full import FullKind, FullSpec
+from outrider.cache.kinds.indexed import IndexedSpec
 from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
 from outrider.cache.kinds.parts import MODEL_DTYPE, Part
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
@@ -19,6 +20,7 @@ __all__ = [
     "FullKind",
     "FullSpec",
     "IndexedLatentSpec",
+    "IndexedSpec",
     "Kind",
     "LatentSpec",
     "PagedSpec",
@@ -36,6 +38,7 @@ __all__ = [
 
 register_kind(FullSpec, FullKind)
 register_kind(SlidingSpec, SlidingKind)
+register_kind(IndexedSpec, FullKind)
 register_kind(LatentSpec, FullKind)
 register_kind(IndexedLatentSpec, FullKind)
 register_kind(ScaledIndexSpec, FullKind)

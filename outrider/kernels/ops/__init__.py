@@ -22,6 +22,8 @@ from outrider.kernels import (
     moe,
     reference,
     step,
+    streams,
+    stretches,
     vendor_products,
 )
 from outrider.kernels.native import checks
@@ -217,6 +219,49 @@ latent_values = Operation(
     exact=NotExact("it serves few token rows, and more of them attend and are multiplied one after the other"),
 )
 
+# Attention to chosen stretches
+
+write_stretch_keys = Operation(
+    stretches.write_stretch_keys,
+    triton_kernel("outrider.kernels.triton.stretches:write_stretch_keys", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+write_keys_values = Operation(
+    stretches.write_keys_values,
+    triton_kernel("outrider.kernels.triton.cache_write:cache_write", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+stretch_attention = Operation(
+    stretches.stretch_attention,
+    triton_kernel("outrider.kernels.triton.stretches:stretch_attention", UP_TO_FLOAT32),
+    exact=exact.stretch_attention,
+)
+
+# Residual streams
+
+
+def _streams_of(x: torch.Tensor | None, weights: torch.Tensor | None, streams: torch.Tensor,
+                *_: object) -> torch.Tensor:
+    return streams
+
+
+join_streams = Operation(
+    streams.join_streams,
+    triton_kernel("outrider.kernels.triton.streams:join_streams", UP_TO_FLOAT32),
+    subject=_streams_of, exact=ROW_BY_ROW,
+)
+stream_gates = Operation(
+    streams.stream_gates,
+    triton_kernel("outrider.kernels.triton.streams:stream_gates", UP_TO_FLOAT32),
+    exact=exact.stream_gates,
+)
+mix_streams = Operation(
+    streams.mix_streams,
+    triton_kernel("outrider.kernels.triton.streams:mix_streams", UP_TO_FLOAT32),
+    exact=exact.mix_streams,
+)
+gate_values = Operation(streams.gate_values, exact=exact.gate_values)
+add_silu = Operation(streams.add_silu, exact=exact.add_silu)
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every
 # program of the product would read and scale the whole input again.

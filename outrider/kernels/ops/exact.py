@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import exact_latent, moe, reference, scaled
+from outrider.kernels import exact_latent, moe, reference, scaled, streams, stretches
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     BFLOAT16,
@@ -52,10 +52,11 @@ def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
 
 
 def _joined(rows: list[Any]) -> Any:
-    """The results of all token rows as one result: tensors, or named tuples of tensors."""
+    """The results of all token rows as one result: tensors, or tuples of tensors, named or not."""
     if isinstance(rows[0], torch.Tensor):
         return torch.cat(rows)
-    return type(rows[0])(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+    joined = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    return tuple(joined) if type(rows[0]) is tuple else type(rows[0])(*joined)
 
 
 gated_norm = Operation(
@@ -176,3 +177,26 @@ dense_latent_attention = Operation(
     triton_kernel("outrider.kernels.triton.exact_latent:exact_dense_latent_attention", UP_TO_FLOAT32),
     name="exact_dense_latent_attention", exact=ROW_BY_ROW,
 )
+
+# Attention to chosen stretches
+
+stretch_attention = Operation(
+    stretches.exact_stretch_attention,
+    triton_kernel("outrider.kernels.triton.stretches:exact_stretch_attention", UP_TO_FLOAT32),
+    name="exact_stretch_attention", exact=ROW_BY_ROW,
+)
+
+# Residual streams. On a CPU a library's exp may differ by the element's place in the tensor.
+
+stream_gates = Operation(
+    row_by_row(streams.stream_gates),
+    triton_kernel("outrider.kernels.triton.streams:stream_gates", UP_TO_FLOAT32),
+    name="exact_stream_gates", exact=ROW_BY_ROW,
+)
+mix_streams = Operation(
+    row_by_row(streams.mix_streams, 1),
+    triton_kernel("outrider.kernels.triton.streams:mix_streams", UP_TO_FLOAT32),
+    name="exact_mix_streams", exact=ROW_BY_ROW,
+)
+gate_values = Operation(row_by_row(streams.gate_values, 1, 2), name="exact_gate_values", exact=ROW_BY_ROW)
+add_silu = Operation(row_by_row(streams.add_silu, 1), name="exact_add_silu", exact=ROW_BY_ROW)

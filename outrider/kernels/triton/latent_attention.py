@@ -249,12 +249,19 @@ def _attention(
     if lse is None:
         return made
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
-    columns = min(128, next_power_of_two(latent_dim))
-    _merge_kernel[(num_tokens, num_heads, cdiv(latent_dim, columns))](
-        made, lse, out, lse.shape[2], out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim, COLUMNS=columns,
+    merge_splits(made, lse, out, pdl)
+    return out
+
+
+def merge_splits(made: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    """Merges the splits' results made [tokens, heads, splits, dim] by their lse [tokens, heads, splits] into out
+    [tokens, heads, dim]."""
+    num_tokens, num_heads, dim = out.shape
+    columns = min(128, next_power_of_two(dim))
+    _merge_kernel[(num_tokens, num_heads, cdiv(dim, columns))](
+        made, lse, out, lse.shape[2], out.stride(0), out.stride(1), HEADS=num_heads, L=dim, COLUMNS=columns,
         SPLITS=next_power_of_two(lse.shape[2]), PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
-    return out
 
 
 def attend_splits(

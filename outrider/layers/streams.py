@@ -1,0 +1,152 @@
+"""Several residual streams (hyper-connections): what a half of a layer reads of them, and how it adds to them.
+
+The streams of a token lie side by side, [tokens, num_streams x hidden]. `StreamGate` norms every stream by itself and
+mixes them by gates of low rank into one hidden state; beside it, it makes the weight with which each stream gets what
+the half of the layer returns. The addition itself is carried out by the next gate, with its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.formats import LinearFormat
+from outrider.kernels import ops
+from outrider.kernels.reference import widened
+from outrider.layers.base import DecoderLayer, FeedForward, Module, Parameter, TokenMixer
+from outrider.layers.context import StepContext
+from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.rotary import Angles
+from outrider.mixers import WantedRows
+
+
+class Injection(NamedTuple):
+    """An addition to the streams that the next gate carries out: x, scaled by a weight for each stream."""
+
+    x: torch.Tensor  # [tokens, hidden]
+    weights: torch.Tensor  # [tokens, num_streams]
+
+    def for_rows(self, token_rows: torch.Tensor) -> Injection:
+        """The addition to some token rows."""
+        return Injection(self.x[token_rows], self.weights[token_rows])
+
+    def added_to(self, streams: torch.Tensor) -> torch.Tensor:
+        """The streams with this added, as a new tensor."""
+        return streams + (self.x[:, None, :] * self.weights[:, :, None]).flatten(1)
+
+
+class StreamNorm(Module):
+    """The RMS norm of every stream by itself, scaled by 1 + weight."""
+
+    def __init__(self, hidden_size: int, num_streams: int, eps: float, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.num_streams, self.eps = num_streams, eps
+        self.weight = torch.empty(num_streams * hidden_size, dtype=dtype, device=device)
+        self.scale = self.weight  # 1 + weight after `finalize`
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return (("weight", Parameter(self.weight)),)
+
+    def finalize(self) -> None:
+        self.scale = 1 + widened(self.weight)
+
+    def __call__(self, streams: torch.Tensor, added: Injection | None = None) -> torch.Tensor:
+        """The normed streams. `added` is added to the streams first, in place."""
+        x, weights = (None, None) if added is None else added
+        return ops.join_streams(x, weights, streams, self.scale, self.eps, self.num_streams)
+
+
+class StreamGate(Module):
+    """Reads streams: their norm, gates of low rank, and the mean of the gated streams."""
+
+    def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, writes: bool, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """writes: what reads the mixed state adds to the streams, so that weights for the addition are made."""
+        width = num_streams * hidden_size
+        self.num_streams, self.writes = num_streams, writes
+        self.norm = StreamNorm(hidden_size, num_streams, eps, dtype=dtype, device=device)
+        inject = {"block_inject_weight": num_streams} if writes else {}
+        down = {"input_mix_weight_down": rank, **inject}
+        self.down = FusedLinear(width, down, bias=False, dtype=dtype, device=device)
+        self.up = Linear(rank, width, bias=False, dtype=dtype, device=device)
+        self.set_exact(False)
+
+    def set_exact(self, exact: bool) -> None:
+        self._gates, self._mix = ops.stream_gates.variant(exact), ops.mix_streams.variant(exact)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("hc_norm", self.norm), ("", self.down), ("input_mix_weight_up", self.up)
+
+    def readers(self) -> Sequence[LinearFormat]:
+        return (self.down.format,)
+
+    def __call__(self, added: Injection | None, streams: torch.Tensor,
+                 context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds to the streams in place. Returns (the mixed state [tokens, hidden], the weights of the addition that
+        follows [tokens, num_streams])."""
+        normed = self.norm(streams, added)
+        low, weights = self._gates(self.down(normed, context), self.num_streams, self.writes)
+        return self._mix(self.up(low, context), normed, self.num_streams), weights
+
+
+class StreamLayer(DecoderLayer):
+    """A token mixer and a feed-forward, each behind a gate of its own. Before both, `early` may add to the streams."""
+
+    def __init__(self, mixer_gate: StreamGate, mixer: TokenMixer, mlp_gate: StreamGate, mlp: FeedForward, *,
+                 mixer_name: str, early: StreamAdder | None = None) -> None:
+        self.mixer_gate, self.mixer, self.mlp_gate, self.mlp = mixer_gate, mixer, mlp_gate, mlp
+        self.mixer_name, self.early = mixer_name, early
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        early = [] if self.early is None else [("ple", self.early)]
+        return [*early, ("attn_hyper_connection", self.mixer_gate), (self.mixer_name, self.mixer),
+                ("mlp_hyper_connection", self.mlp_gate), ("mlp", self.mlp)]
+
+    def __call__(self, delta: Injection | None, streams: torch.Tensor, angles: Angles, context: StepContext,
+                 *inputs: torch.Tensor) -> tuple[Injection | None, torch.Tensor]:
+        x, weights = self._begin(delta, streams, context, inputs)
+        mixed = Injection(self.mixer(x, angles, context), weights)
+        x, weights = self.mlp_gate(mixed, streams, context)
+        return Injection(self.mlp(x, context), weights), streams
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Injection | None, torch.Tensor]:
+        """The layer with its feed-forward computed for `rows` alone."""
+        delta, streams, angles, context, *inputs = args
+        x, weights = self._begin(delta, streams, context, inputs)
+        mixed = Injection(self.mixer.for_rows(x, angles, context, rows), weights[rows.token_rows])
+        streams, own = streams[rows.token_rows], context.of_rows(rows)
+        x, weights = self.mlp_gate(mixed, streams, own)
+        return Injection(self.mlp(x, own), weights), streams
+
+    def _begin(self, delta: Injection | None, streams: torch.Tensor, context: StepContext,
+               inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.early is not None:
+            if delta is not None:
+                streams.copy_(delta.added_to(streams))
+            (ids,) = inputs
+            streams.add_(self.early(streams, ids, context))
+            delta = None
+        return self.mixer_gate(delta, streams, context)
+
+
+class StreamAdder(Module):
+    """A part of a layer that adds to every stream by itself."""
+
+    def __call__(self, streams: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """streams [tokens, num_streams x hidden], inputs of the token rows."""
+        raise NotImplementedError
+
+
+class StreamEnd(StreamGate):
+    """The gate behind the last layer, in place of a final norm."""
+
+    def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(hidden_size, num_streams, rank, eps, writes=False, dtype=dtype, device=device)
+
+    def end(self, delta: Injection | None, streams: torch.Tensor,
+            context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the final state, the streams)."""
+        return self(delta, streams, context)[0], streams

@@ -1,0 +1,1 @@
+"""Attention to the stretches of a context that an indexer chooses."""

@@ -1,0 +1,155 @@
+"""IndexedMixer: layers with keys and values in pages that attend to the stretches of a context that an indexer chooses.
+
+Batches whose contexts are all short enough to be chosen whole are served by the attention backend, like other layers
+with keys and values; longer ones by operations of their own (`kernels/stretches.py`). In exact mode all batches are, so
+that the order of additions does not depend on the longest context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.cache.groups import Group
+from outrider.cache.kinds import IndexedSpec
+from outrider.core import Limits
+from outrider.kernels import ops
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent_inputs import RopeRows
+from outrider.kernels.stretches import Stretches, every_stretch
+from outrider.mixers.base import EVERY_LENGTH, Mixer
+from outrider.mixers.batch import BatchView
+from outrider.mixers.latent.base import plan_group
+from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
+from outrider.mixers.pool import DevicePool
+
+
+@dataclass(frozen=True)
+class StretchChoice:
+    """The indexer of a layer."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # stretches that it chooses
+    stretches: Stretches
+
+    @property
+    def whole_len(self) -> int:
+        """Tokens of the longest context of which everything is chosen."""
+        return (self.top_k + 1) * self.stretches.size - 1
+
+
+@dataclass(frozen=True)
+class IndexedLayer(AttentionLayer):
+    """The arithmetic of one layer that attends to chosen stretches."""
+
+    choice: StretchChoice = field(kw_only=True)
+
+    def cache_spec(self, itemsize: int) -> IndexedSpec:  # type: ignore[override]
+        return IndexedSpec(self.num_kv_heads, self.head_dim, itemsize, self.choice.head_dim)
+
+
+class StretchInputs(NamedTuple):
+    """An indexer's inputs of one step."""
+
+    q: torch.Tensor  # [tokens, index heads, index dim] normed and rotated
+    key: torch.Tensor  # [tokens, index dim] as projected
+    gain: torch.Tensor  # [index dim] scale of the norm of a stretch's key
+    eps: float
+    table: torch.Tensor  # [positions, cos | sin] the rope of stretches' keys
+
+
+@dataclass(frozen=True)
+class IndexedPlan:
+    """What the layers of one group share in one step."""
+
+    slots: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens] in their requests
+    offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
+    contexts: TokenContexts
+    num_positions: int  # no context is longer
+    attention: Any  # the backend's plan; None if some context is too long to be attended whole
+
+
+@dataclass(frozen=True, slots=True)
+class BoundIndexedLayer:
+    """One layer in one step, as a model calls it."""
+
+    layer: IndexedLayer
+    backend: Backend
+    cache: KeyValueCache
+    index_keys: torch.Tensor  # [pages, page tokens, index dim]
+    plan: IndexedPlan
+    exact: bool
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: StretchInputs) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], normed and rotated. Returns [tokens, heads * dim].
+        """
+        plan, layer, choice = self.plan, self.layer, self.layer.choice
+        ops.write_stretch_keys(index.key, index.gain, index.eps, RopeRows(plan.positions, index.table), plan.slots,
+                               plan.offsets, plan.contexts, self.index_keys, choice.stretches)
+        if plan.num_positions <= choice.whole_len and not self.exact:
+            return self.backend.run(layer, self.cache, q, k, v, plan.attention)
+        ops.write_keys_values(k, v, plan.slots, self.cache.k, self.cache.v)
+        attend = ops.stretch_attention.variant(self.exact)
+        return attend(q, self.cache.k, self.cache.v, plan.contexts, self._chosen(index.q), layer.scale,
+                      choice.stretches).flatten(1)
+
+    def _chosen(self, q: torch.Tensor) -> torch.Tensor:
+        """[tokens, top_k] the stretches that score highest, each by the sum over heads of relu(q . key)."""
+        choice = self.layer.choice
+        seen = choice.stretches.visible(self.plan.contexts)
+        if self.plan.num_positions <= choice.whole_len:
+            return every_stretch(seen, choice.top_k)
+        chosen = torch.empty(q.shape[0], choice.top_k, dtype=torch.int32, device=q.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights = torch.ones(q.shape[:2], dtype=wide, device=q.device)
+        choose = ops.choose_positions.variant(self.exact)
+        choose(q, weights, choice.stretches.keys(self.index_keys), seen, chosen)
+        return chosen
+
+
+class IndexedMixer(Mixer):
+    """A model's layers that attend to chosen stretches, with their parts of the pool."""
+
+    def __init__(self, layers: Sequence[IndexedLayer], pool: DevicePool, backend: Backend) -> None:
+        self._backend, self._exact = backend, False
+        backend.attach(len(pool.data), pool.data.device)
+        self._layers = []
+        for layer in layers:
+            group, parts = pool.layout.groups_of(layer.index)[0], pool.layer(layer.index)
+            if group.page_tokens % layer.choice.stretches.size:
+                raise ValueError(f"layer {layer.index}: a stretch of {layer.choice.stretches.size} tokens, which the "
+                                 f"indexer chooses at once, must divide a page of {group.page_tokens} tokens")
+            cache = KeyValueCache(parts["k"], parts["v"])
+            backend.check_cache(cache)
+            self._layers.append((layer, cache, parts["index_key"], group))
+        self._groups = {group.index: group for *_, group in self._layers}
+        self.whole_len = min((layer.choice.whole_len for layer in layers), default=EVERY_LENGTH)
+
+    @staticmethod
+    def is_capturable(spec: IndexedSpec) -> bool:
+        """Whether kernels serve the layers. The torch twins would work on the greatest length there may be."""
+        return spec.itemsize <= torch.float32.itemsize
+
+    def set_exact(self, exact: bool) -> None:
+        self._exact = exact
+
+    def bind(self, view: BatchView) -> Mapping[int, BoundIndexedLayer]:
+        plans = {index: self._plan(view, group) for index, group in self._groups.items()}
+        return {layer.index: BoundIndexedLayer(layer, self._backend, cache, index_keys, plans[group.index], self._exact)
+                for layer, cache, index_keys, group in self._layers}  # fmt: skip
+
+    def _plan(self, view: BatchView, group: Group) -> IndexedPlan:
+        made = plan_group(view, group)
+        needs_whole = view.max_length.tokens <= max(layer.choice.whole_len for layer, _, _, own in self._layers
+                                                    if own.index == group.index)
+        rows = torch.arange(view.num_tokens, device=view.positions.device)
+        return IndexedPlan(made.slots, view.positions, rows - view.query_starts[view.request_of], made.contexts,
+                           made.num_positions, self._backend.plan(view, group) if needs_whole else None)
+
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
+        self._backend.prepare_capture(device, limits)

@@ -1,0 +1,59 @@
+"""The kernels of residual streams and of attention to chosen stretches, at the sizes of Qwen4-Exp, compile for an H200
+that is not there: the interpreter takes what the compiler may refuse. This file runs as a program, in which Triton does
+not interpret."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the triton package")
+
+from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+
+HIDDEN, STREAMS, RANK, HEADS, KV, DIM, INDEX_DIM, PAGE, TOKENS = 2048, 4, 320, 16, 2, 256, 128, 16, 8
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
+def test_the_compiler_takes_every_kernel() -> None:
+    assert set(found_without_interpreter(__file__)) == {"_join_kernel", "_gates_kernel", "_mix_kernel", "_write_kernel",
+                                                        "_attention_kernel", "_merge_kernel"}  # fmt: skip
+
+
+def compile_kernels() -> list[str]:
+    from outrider.kernels.latent import TokenContexts
+    from outrider.kernels.latent_inputs import RopeRows
+    from outrider.kernels.stretches import Stretches
+    from outrider.kernels.triton.streams import join_streams, mix_streams, stream_gates
+    from outrider.kernels.triton.stretches import stretch_attention, write_stretch_keys
+
+    ints, width = torch.zeros(TOKENS, dtype=torch.int64), STREAMS * HIDDEN
+    contexts = TokenContexts(torch.zeros(2, 512, dtype=torch.int32), ints, ints, ints)
+    with compiling() as found:
+        for dtype in (torch.bfloat16, torch.float32):
+            def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.zeros(*shape, dtype=dtype)
+
+            streams, gain = made(TOKENS, width), torch.zeros(width)
+            for given in ((None, None), (made(TOKENS, HIDDEN), made(TOKENS, STREAMS))):
+                normed = join_streams(*given, streams, gain, 1e-6, STREAMS, pdl=False)
+            for count in (STREAMS, 0):
+                stream_gates(made(TOKENS, RANK + count), STREAMS, count > 0, pdl=False)
+            mix_streams(streams, normed, STREAMS, pdl=False)
+            index_keys, keys = made(4, PAGE, INDEX_DIM), made(4, PAGE, KV, DIM)
+            rope = RopeRows(ints, torch.zeros(64, 64))
+            for stretches in (Stretches(4, 0), Stretches(16, 1)):
+                write_stretch_keys(made(TOKENS, INDEX_DIM), torch.zeros(INDEX_DIM), 1e-6, rope, ints, ints, contexts,
+                                   index_keys, stretches, pdl=False)
+                for splits in (1, 4):
+                    chosen = torch.zeros(TOKENS, 512, dtype=torch.int32)
+                    stretch_attention(made(TOKENS, HEADS, DIM), keys, keys, contexts, chosen, 0.1, stretches,
+                                      num_splits=splits, pdl=False)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_kernels()))
