@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from outrider.kernels import ops
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
     CutSize,
-    Delta,
     Embedding,
     GatedMLP,
     LayeredModule,
@@ -84,6 +83,7 @@ class Model(LayeredModule, ABC):
     lm_head: Linear
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
     cache_scales: Mapping[int, ScaleNumbers] = MappingProxyType({})  # of a cache in fp8, by layer index
+    reads_history: bool = False  # layers read the ids before a token's own: contexts must have a history
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
     reads_device: bool = False  # whether its forward waits for values of tensors, so that no step can be captured
 
@@ -201,7 +201,8 @@ class Decoder(Model):
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         residual, own = self.embed_tokens(tokens, context), context  # `own`: of the rows that `residual` has
         own_inputs = self.layer_inputs(tokens, residual, context)
-        delta: Delta = None
+        residual = self.begin(residual)
+        delta: Any = None
         seen: dict[int, torch.Tensor] = {}
         cut = None if rows is None else self._cut(rows, taps)
         stops = {*taps, self.num_layers if cut is None else cut, self.num_layers}
@@ -209,7 +210,7 @@ class Decoder(Model):
         while index < self.num_layers:
             layer = self.layers[index]
             if index in taps:
-                seen[index] = copy_stream(delta, residual)
+                seen[index] = self.tap(delta, residual)
             args = (delta, residual, angles[layer.rotary], own, *own_inputs[index])
             if index != cut:
                 end = index + 1 if own_inputs[index] else min(stop for stop in stops if stop > index)
@@ -221,10 +222,25 @@ class Decoder(Model):
                 angles, own = [every.of_rows(rows.token_rows) for every in angles], context.of_rows(rows)
                 own_inputs = [tuple(each[rows.token_rows] for each in inputs) for inputs in own_inputs]
             index += done
-        final, before_norm = self.norm.add_norm(delta, residual)
-        seen[self.num_layers] = before_norm
+        final, before_norm = self.end(delta, residual, own)
+        if self.num_layers in taps:
+            seen[self.num_layers] = self.tap(None, before_norm)
         states = (final, before_norm, tuple(seen[tap] for tap in taps), context)
         return Hidden(*states) if rows is None else WantedHidden(*states, rows.token_rows)
+
+    # The residual stream outside of layers. Models with several streams override all three.
+
+    def begin(self, embedded: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        return embedded
+
+    def tap(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] what drafters read of the residual stream: a copy, since layers change it in place."""
+        return copy_stream(delta, residual)
+
+    def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the final state, the residual stream before the final norm)."""
+        return self.norm.add_norm(delta, residual)
 
     def _cut(self, rows: WantedRows, taps: tuple[int, ...]) -> int:
         """The first layer whose results are needed for the wanted rows only: the last one that writes a cache, unless a

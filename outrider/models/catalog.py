@@ -64,6 +64,7 @@ FAMILIES = (
     Family("Qwen3-Next", _causal("Qwen3Next"), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
     Family("Qwen3.5, and the dense models of Qwen3.6 and Qwen3.8", _with_images("Qwen3_5", "Qwen3_5Moe"),
            ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B")),
+    Family("Qwen4-Exp", _with_images("Qwen4Exp"), ("Qwen/Qwen3.8-Flash-Next",)),
     Family("gpt-oss", _causal("GptOss"), ("openai/gpt-oss-20b", "openai/gpt-oss-120b")),
     Family("Gemma 2", _causal("Gemma2"), ("google/gemma-2-9b-it",)),
     Family("Gemma 3", _with_images("Gemma3"), ("google/gemma-3-1b-it", "google/gemma-3-27b-it")),

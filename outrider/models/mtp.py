@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from outrider.kernels import ops
-from outrider.layers import DecoderLayer, Delta, Linear, Module, RMSNorm, StepContext
+from outrider.layers import DecoderLayer, Linear, Module, RMSNorm, StepContext, StreamEnd
 from outrider.mixers import AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
 from outrider.models.bailing_hybrid import BailingHybrid
 from outrider.models.base import Decoder, Hidden, Model
@@ -27,6 +27,7 @@ from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
 from outrider.models.qwen3_next import Qwen3Next
+from outrider.models.qwen4_exp import Qwen4Exp
 
 SHARED_CHOICE = "index_share_for_mtp_iteration"
 # (index of the first attention layer) -> the decoder layers, and their attention layers.
@@ -60,6 +61,7 @@ class MTPDescription:
     zeroes_first_embedding: bool = False  # DeepSeek: the embedding at position 0 is 0
     last_writer: int = 0  # index of the last layer that attends: layers behind it need no other tokens
     num_predicted: int | None = 1  # drafts per step that the module was trained for; None if any number
+    head_class: type[MTPHead] | None = None  # None: `MTPHead` itself
     following: tuple[MTPDescription, ...] = ()  # modules for later drafts, each of which consumes the one before it
 
 
@@ -104,17 +106,25 @@ class MTPHead(SlotHead):
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self.projection(self._joined(tokens, hidden, context), context)
+        residual = self.enter(tokens, hidden, context)
         angles, own = self.rotary.at(context.rope_positions), context  # `own`: of the rows that `residual` has
-        delta: Delta = None
+        delta: Any = None
         for index, layer in enumerate(self.layers):
             if rows is not None and index == self.last_writer:
                 delta, residual = layer.for_rows(rows, delta, residual, angles, context)
                 own = context.of_rows(rows)
             else:  # behind the last writer nothing depends on positions
                 delta, residual = layer(delta, residual, angles, own)
-        output, before_norm = self.norm.add_norm(delta, residual)
+        output, before_norm = self.end(delta, residual, own)
         return output, output if self.description.hidden == "final" else before_norm
+
+    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        return self.projection(self._joined(tokens, hidden, context), context)
+
+    def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the input of `logits`, the residual stream before the final norm)."""
+        return self.norm.add_norm(delta, residual)
 
     def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, 2 x hidden] the norms of embedding and hidden state."""
@@ -124,6 +134,48 @@ class MTPHead(SlotHead):
         return ops.join_embedding(ids, table, hidden, scale=scale, gains=gains,
                                   eps=description.eps, hidden_first=not description.embedding_first,
                                   positions=context.positions if description.zeroes_first_embedding else None)[0]
+
+
+class StreamMTPHead(MTPHead):
+    """A module that goes on with the target's residual streams: norms and products of embedding and of each stream,
+    whose sums are the streams before its layer; a gate in place of the final norm."""
+
+    norm: StreamEnd  # type: ignore[assignment]
+
+    def __init__(self, description: MTPDescription, target: Qwen4Exp, *, first_layer: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        size, num_streams = target.hidden_size, target.num_streams
+        SlotHead.__init__(self, target, num_streams * size, dtype=dtype, device=device)
+        self.description, self.made_for, self.num_streams = description, description.num_predicted, num_streams
+        self.embedding_norm, self.hidden_norm = (
+            RMSNorm(width, description.eps, dtype=dtype, device=device, offset=True)
+            for width in (size, num_streams * size))
+        self.embedding_product, self.hidden_product = (Linear(size, size, bias=False, dtype=dtype, device=device)
+                                                       for _ in range(2))  # fmt: skip
+        self.norm = target.make_norm()
+        self.layers, attention_layers = description.layers(first_layer)
+        self.attention_layers = list(attention_layers)
+        self.rotary = SlotRotary(target.rotaries[0])
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        names = self.description.names
+        return [
+            (names.embedding_norm, self.embedding_norm),
+            (names.hidden_norm, self.hidden_norm),
+            (f"{names.projection}_embedding", self.embedding_product),
+            (f"{names.projection}_hidden", self.hidden_product),
+            (f"{names.layers}.0", self.layers[0]),
+            (names.norm, self.norm),
+        ]
+
+    def enter(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        embedded = self.embedding_product(self.embedding_norm(self.embedding(tokens, context)), context)
+        size = embedded.shape[1]
+        streams = self.hidden_product(self.hidden_norm(hidden).view(-1, size), context).view(-1, self.num_streams, size)
+        return (streams + embedded[:, None]).flatten(1)
+
+    def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.norm.end(delta, residual, context)
 
 
 _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
@@ -139,7 +191,8 @@ def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, de
     first = describe_mtp(target)
     made: list[MTPHead] = []
     for description in (first, *first.following):
-        made.append(MTPHead(description, target, first_layer=first_layer, dtype=dtype, device=device))
+        make = description.head_class or MTPHead
+        made.append(make(description, target, first_layer=first_layer, dtype=dtype, device=device))
         first_layer += len(made[-1].attention_layers)
     return made
 
@@ -267,10 +320,27 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
     return MTPDescription(layers, target.sizes.eps, names)
 
 
+def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
+    """One more layer that attends to chosen stretches, over the target's streams. Every pass chooses anew, although
+    checkpoints may say that further passes keep the choice of the first: it sees the same and the newest tokens."""
+    target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
+    for key in (PREDICTED, "mtp_num_hidden_layers"):
+        target.config.must_equal(key, 1, default=1)
+
+    def layers(index: int) -> tuple[list[DecoderLayer], list[AttentionLayer | LatentLayer]]:
+        layer, attention = target.predicting_layer(index)
+        return [layer], [attention]
+
+    names = MTPNames(norm="mtp.hyper_connection_mixer")
+    return MTPDescription(layers, target.sizes.eps, names, norm_offset=True, hidden="before_norm", num_predicted=None,
+                          head_class=StreamMTPHead)
+
+
 register_mtp(Llama, _describe_llama)
 register_mtp(Glm4Moe, _describe_glm)
 register_mtp(DeepseekV2, _describe_nothing)
 register_mtp(BailingHybrid, _describe_bailing)
 register_mtp(DeepseekV3, _describe_deepseek)
 register_mtp(Qwen3Next, _describe_qwen)
+register_mtp(Qwen4Exp, _describe_qwen4)
 register_mtp(NemotronH, _describe_nemotron_h)

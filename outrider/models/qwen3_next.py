@@ -9,7 +9,6 @@ import torch
 
 from outrider.formats import HeadLayout
 from outrider.kernels import ops
-from outrider.kernels.moe import RouteRule
 from outrider.layers import (
     Angles,
     DecoderLayer,
@@ -92,22 +91,9 @@ class Qwen3Next(HybridDecoder):
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), mlp, LayerNames(mixer=name))
 
     def _feed_forward(self, index: int, has_experts: bool) -> FeedForward:
-        config, hidden_size, dtype, device = self.config, self.sizes.hidden_size, self.dtype, self.device
         if not has_experts:
-            return self.make_mlp(config.required("intermediate_size", int))
-        rule = self._rule()
-        width = config.required("moe_intermediate_size", int)
-        shared = config.required("shared_expert_intermediate_size", int)
-        return MoE(
-            Router(index, hidden_size, rule, dtype=dtype, device=device),
-            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=dtype, device=device),
-            shared=self.make_mlp(shared),
-            shared_name="shared_expert",
-            shared_gate=Linear(hidden_size, 1, bias=False, dtype=dtype, device=device),
-        )
-
-    def _rule(self) -> RouteRule:
-        return read_rule(self.config.with_values({"norm_topk_prob": self.config.get("norm_topk_prob", bool, True)}))
+            return self.make_mlp(self.config.required("intermediate_size", int))
+        return make_experts(self, index)
 
     def _attention(self, index: int) -> GatedAttention:
         bias = self.config.get("attention_bias", bool, False)
@@ -117,6 +103,21 @@ class Qwen3Next(HybridDecoder):
     def _delta(self, index: int) -> GatedDelta:
         return GatedDelta(index, self.sizes.hidden_size, read_shape(self.config), self.sizes.eps,
                           is_interleaved=self.is_interleaved, dtype=self.dtype, device=self.device)
+
+
+def make_experts(model: HybridDecoder, index: int) -> MoE:
+    """Experts beside a shared expert with a gate of its own, in layer `index`."""
+    config, hidden_size, dtype, device = model.config, model.hidden_size, model.dtype, model.device
+    rule = read_rule(config.with_values({"norm_topk_prob": config.get("norm_topk_prob", bool, True)}))
+    width = config.required("moe_intermediate_size", int)
+    shared = config.required("shared_expert_intermediate_size", int)
+    return MoE(
+        Router(index, hidden_size, rule, dtype=dtype, device=device),
+        Experts(rule.num_experts, hidden_size, width, activation=model.activation, dtype=dtype, device=device),
+        shared=model.make_mlp(shared),
+        shared_name="shared_expert",
+        shared_gate=Linear(hidden_size, 1, bias=False, dtype=dtype, device=device),
+    )
 
 
 def read_kinds(config: ConfigReader) -> list[str]:

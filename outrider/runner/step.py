@@ -20,7 +20,7 @@ from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
-from outrider.layers import LoadedAdapters, RowAdapters, StepContext
+from outrider.layers import LoadedAdapters, RowAdapters, StepContext, TokenHistory
 from outrider.mixers import BatchView, CachedLayers, WantedRows
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
@@ -169,6 +169,10 @@ class DeviceStep:
         assert self.adapters is not None, "a request names an adapter, and none is loaded"
         return self.adapters.of_step(view.rows, view.request_of)
 
+    def _history_of(self, view: BatchView) -> TokenHistory:
+        index = torch.arange(view.num_tokens, device=view.token_ids.device)
+        return TokenHistory(self.state.tokens, view.rows[view.request_of], index - view.query_starts[view.request_of])
+
     def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
         """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
         shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
@@ -244,7 +248,8 @@ class DeviceStep:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
-                              adapters=self._adapters_of(view) if plan.additions.has_adapters else None)
+                              adapters=self._adapters_of(view) if plan.additions.has_adapters else None,
+                              history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:

@@ -67,7 +67,9 @@ class Reference:
 
     def dense(self, model: Model, tokens: list[int]) -> Hidden:
         taps = tuple(range(model.num_layers + 1))
-        return model.forward(torch.tensor(tokens), StepContext(DenseAttend(model), torch.arange(len(tokens))), taps)
+        attend = DenseAttend(model)
+        context = StepContext(attend, torch.arange(len(tokens)), history=attend.history(torch.tensor(tokens)))
+        return model.forward(torch.tensor(tokens), context, taps)
 
     # Heads
 

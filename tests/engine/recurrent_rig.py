@@ -314,7 +314,8 @@ class Reference:
     def states(self, tokens: Sequence[int], count: int) -> dict[int, RecurrentState]:
         while len(self._states) <= count:
             last = len(self._states) - 1
-            self._model.forward(torch.tensor([tokens[last]]), StepContext(self._attend, torch.tensor([last])))
+            self._model.forward(torch.tensor([tokens[last]]), StepContext(
+                self._attend, torch.tensor([last]), history=self._attend.history(torch.tensor([tokens[last]]))))
             self._states.append(dict(self._attend.states))
         return self._states[count]
 

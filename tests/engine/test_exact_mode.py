@@ -91,6 +91,14 @@ FAMILIES["kimi_linear"] = _SIZES | {
     "qk_rope_head_dim": 6, "qk_nope_head_dim": 7, "v_head_dim": 9, "mlp_layer_types": ["dense", "sparse", "sparse"],
     "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 13,
 }  # fmt: skip
+FAMILIES["qwen4_exp"] = _SIZES | _EXPERTS | {
+    "architectures": ["Qwen4ExpForCausalLM"], "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_key_head_dim": 9, "linear_value_head_dim": 7, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 11, "hc_count": 3, "hc_lowrank": 7,
+    "ple_layer_ids": [3], "ple_embed_dim": 18, "heads_per_ngram": 3, "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 5, "indexer_kv_heads": 1,
+    "indexer_head_dim": 18, "indexer_budget": 32, "indexer_compress_ratio": 8, "eos_token_id": 2,
+}  # fmt: skip
 SHARED = prompt_of(0, 32, VOCAB)
 LOUD = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.2, seed=13, max_tokens=LENGTH,
                       logprobs=VOCAB, ignore_eos=True)  # fmt: skip
@@ -180,6 +188,7 @@ MATES, CHUNKS, PREEMPTED, SCRIPTED, HITS = CELLS
 SOME_CELLS = {  # latent attention is slow on a CPU
     "deepseek_v3": [SCRIPTED], "deepseek_v32": [CHUNKS, HITS], "glm_moe_dsa": [PREEMPTED, MTP],
     "qwen3_next": [*CELLS, MTP], "kimi_linear": [CHUNKS, SCRIPTED, HITS],
+    "qwen4_exp": [SCRIPTED],
 }  # fmt: skip
 CASES = [(family, cell) for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]
 

@@ -14,7 +14,8 @@ import torch
 
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.layers import NothingAttends, StepContext
+from outrider.layers import NothingAttends, StepContext, TokenHistory
+from outrider.mixers.indexed.base import IndexedLayer, StretchInputs
 from outrider.mixers.latent.base import BoundLatentLayer, ChosenPositions, GroupPlan, LatentLayer, LatentNorms
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
@@ -294,6 +295,49 @@ KDA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+_STREAMS: dict[str, Any] = _DELTA_MOE | {
+    "hc_count": 4,
+    "hc_lowrank": 12,
+    "ple_layer_ids": [1, 3],
+    "ple_embed_dim": 32,
+    "ple_conv_kernel_size": 3,
+    "heads_per_ngram": 4,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "split_ngram_parts": 4,
+    # With fewer heads many scores are exactly 0, and which of them transformers chooses is not said.
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 12,
+    "indexer_compress_ratio": 4,
+}
+# Families with several residual streams. Their oracle came with KDA_SINCE too.
+STREAM_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen4_exp": ("Qwen4Exp", _STREAMS),
+    "qwen4_exp_sigmoid": (
+        "Qwen4Exp",
+        _STREAMS
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
+            "ple_layer_ids": [2],
+            "hc_count": 2,
+            "ngram_size": 4,
+            "heads_per_ngram": 2,
+            "ple_embed_dim": 24,
+            "ple_conv_kernel_size": 4,
+            "split_ngram_parts": 3,
+            "indexer_head_dim": 32,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 8,
+            "output_gate_type": "sigmoid",
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -323,8 +367,8 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
-ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | CLASSICS
-_TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | CLASSICS
+_TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
 
 
 def hf_config(family: str, **changes: Any) -> Any:
@@ -357,7 +401,7 @@ def mean_of(name: str, architecture: str) -> float:
         return -2.0  # a short memory is often almost empty, and the norm after it magnifies rounding
     if "norm" not in name:
         return 0.0
-    if architecture in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+    if architecture in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp"):
         return 1.0 if ".linear_attn." in name else 0.0  # the others scale by 1 + weight
     if architecture not in ("Gemma2", "Gemma3") or ".self_attn." in name:
         return 1.0
@@ -382,12 +426,46 @@ class DenseAttend:
         self.values: dict[int, torch.Tensor] = {}
         self.mixers = getattr(model, "recurrent_layers", {})  # a draft head declares none
         self.states: dict[int, RecurrentState] = {}
+        self.index_keys: dict[int, torch.Tensor] = {}  # [tokens, index dim] by layer
+        self.text = torch.zeros(1, 0, dtype=torch.int64)
+
+    def history(self, tokens: torch.Tensor) -> TokenHistory:
+        """The history of the tokens that are given next."""
+        self.text = torch.cat((self.text, tokens[None]), dim=1)
+        return TokenHistory(self.text, torch.zeros(len(tokens), dtype=torch.int64), torch.zeros(len(tokens)))
 
     def mixer(self, layer: int) -> Any:
         if layer in self.mixers:
             return partial(self.recurrent, layer)
         spec = self.layers[layer]
+        if isinstance(spec, IndexedLayer):
+            return partial(self.indexed, spec)
         return DenseLatentLayer(self, spec) if isinstance(spec, LatentLayer) else DenseLayer(self, layer)
+
+    def indexed(self, layer: IndexedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                index: StretchInputs) -> torch.Tensor:
+        """Every query by itself: the best stretches by a plain sort, and the tokens after the last whole one. The
+        tokens of a draft head begin at position 1, and so do its stretches."""
+        given = ((self.keys, k), (self.values, v), (self.index_keys, index.key))
+        for kept, new in given:
+            kept[layer.index] = torch.cat((kept[layer.index], new)) if layer.index in kept else new
+        choice, group = layer.choice, layer.num_heads // layer.num_kv_heads
+        size, anchor, raw = choice.stretches.size, choice.stretches.anchor, self.index_keys[layer.index]
+        out = torch.zeros_like(q)
+        for row in range(len(q)):
+            length = len(raw) - len(q) + row + 1
+            whole = length // size
+            means = raw[: whole * size].view(whole, size, raw.shape[1]).mean(dim=1)
+            normed = means / (means.square().mean(-1, keepdim=True) + index.eps).sqrt() * index.gain
+            rope = RopeRows(anchor + size * torch.arange(whole), index.table)
+            turned = rope.turn(normed[:, None].to(q.dtype), in_pairs=False)[:, 0]
+            scores = (index.q[row] @ turned.T).relu().sum(dim=0)
+            best = sorted(range(whole), key=lambda at: (-float(scores[at]), at))[: choice.top_k]
+            seen = [at * size + i for at in sorted(best) for i in range(size)] + list(range(whole * size, length))
+            for head in range(layer.num_heads):
+                keys, values = (kept[layer.index][seen, head // group] for kept in (self.keys, self.values))
+                out[row, head] = (keys @ q[row, head] * layer.scale).softmax(0) @ values
+        return out.flatten(1)
 
     def recurrent(self, layer: int, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...]) -> torch.Tensor:
         mixer = self.mixers[layer]
@@ -478,7 +556,8 @@ def all_logits(model: Model, tokens: torch.Tensor, chunks: tuple[int, ...] = ())
     attend, start, rows = DenseAttend(model), 0, []
     for size in (*chunks, len(tokens) - sum(chunks)):
         positions = torch.arange(start, start + size)
-        hidden = model.forward(tokens[start : start + size], StepContext(attend, positions))
+        own = tokens[start : start + size]
+        hidden = model.forward(own, StepContext(attend, positions, history=attend.history(own)))
         rows.append(model.logits(hidden.final, LOGIT_ROWS))
         start += size
     return torch.cat(rows)
@@ -488,8 +567,8 @@ def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     """The most likely continuation, token by token, ties to the lowest id."""
     attend, known, computed = DenseAttend(model), list(prompt), 0
     for _ in range(count):
-        hidden = model.forward(torch.tensor(known[computed:]),
-                               StepContext(attend, torch.arange(computed, len(known)))).final
+        new, positions = torch.tensor(known[computed:]), torch.arange(computed, len(known))
+        hidden = model.forward(new, StepContext(attend, positions, history=attend.history(new))).final
         computed = len(known)
         known.append(int(model.logits(hidden[-1:], LOGIT_ROWS).argmax()))
     return known[len(prompt) :]

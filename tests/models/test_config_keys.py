@@ -61,7 +61,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 # Values that models of a family have, where transformers' defaults describe none that can run.
-NEEDED = {"Glm4MoeForCausalLM": {"head_dim": 128}, "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}}
+_INDEX = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+          "indexer_compress_ratio": 4}  # fmt: skip
+NEEDED = {"Glm4MoeForCausalLM": {"head_dim": 128}, "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+          "Qwen4ExpForCausalLM": _INDEX, "Qwen4ExpForConditionalGeneration": {"text_config": _INDEX}}
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -84,7 +87,9 @@ def config_class(architecture: str) -> Any:
 @pytest.mark.parametrize("architecture", _ARCHITECTURES)
 def test_all_keys_of_a_family_in_transformers_are_known(architecture: str) -> None:
     config = json.loads(json.dumps(config_class(architecture)().to_dict(), default=str))
-    build(config | NEEDED.get(architecture, {}) | {"architectures": [architecture]})
+    for key, value in NEEDED.get(architecture, {}).items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    build(config | {"architectures": [architecture]})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -242,7 +242,9 @@ def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
 def drafts_of(head: MTPHead, target: Model, known: Sequence[int], k: int, chunks: tuple[int, ...]) -> Any:
     """Positions in chunks, then drafts one by one over what is cached."""
     history = torch.tensor(known[:-1])
-    hidden = head.consume(target.forward(history, StepContext(DenseAttend(target), torch.arange(len(history)))))
+    before = DenseAttend(target)
+    context = StepContext(before, torch.arange(len(history)), history=before.history(history))
+    hidden = head.consume(target.forward(history, context))
     attend: Any = DenseAttend(head)  # type: ignore[arg-type]
     tokens, positions, start = torch.tensor(known[1:]), torch.arange(1, len(known)), 0
     for size in (*chunks, len(tokens) - sum(chunks)):

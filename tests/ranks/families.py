@@ -23,6 +23,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen3_5": {"linear_num_key_heads": 4},
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen4_exp": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen4_exp_sigmoid": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "kimi_linear": {"mlp_layer_types": ["dense", *["sparse"] * 4]},
     "kimi_linear_groups": {"linear_num_heads": 4, "first_k_dense_replace": 1},
     "bailing_hybrid": {"linear_head_dim": 16},
@@ -75,7 +77,8 @@ class Text:
         self.length += len(tokens)
         if self._paged is None:
             assert self._dense is not None
-            return self.model.forward(torch.tensor(tokens), StepContext(self._dense, positions), taps)
+            context = StepContext(self._dense, positions, history=self._dense.history(torch.tensor(tokens)))
+            return self.model.forward(torch.tensor(tokens), context, taps)
         bound = self._paged.cached.bind(self._paged.view([Piece(0, tokens)]))
         self._paged.lengths[0] += len(tokens)
         return self.model.forward(torch.tensor(tokens), StepContext(bound, positions), taps)

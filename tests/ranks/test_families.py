@@ -17,7 +17,15 @@ from outrider.models.classifier import Classifier
 from outrider.models.rank_sizes import check_heads
 from outrider.models.registry import build_model
 from tests.models.classics import CLASSICS
-from tests.models.oracle import HYBRID_FAMILIES, KDA_FAMILIES, LATENT_FAMILIES, LOGIT_ROWS, MOE_FAMILIES, tokens_of
+from tests.models.oracle import (
+    HYBRID_FAMILIES,
+    KDA_FAMILIES,
+    LATENT_FAMILIES,
+    LOGIT_ROWS,
+    MOE_FAMILIES,
+    STREAM_FAMILIES,
+    tokens_of,
+)
 from tests.ranks.families import Text, config_of, fill, make_model, run_family, states_of, weight_bytes
 from tests.ranks.pool import RankPool
 
@@ -29,14 +37,16 @@ QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2
          ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
          ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
          ("minimax_m2", 2), ("ernie_moe", 4), ("kimi_linear", 4), ("bailing_hybrid", 2),
-         ("gpt_oss", 4)}  # fmt: skip
+         ("gpt_oss", 4), ("qwen4_exp", 4)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
-         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *CLASSICS)
+         for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *STREAM_FAMILIES,
+                        *CLASSICS)
          for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
-    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer")
+    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer"
+    r"|hyper_connection|ple\.(key_proj|value_proj|conv1d)")
 
 # Norms with a scale for every feature of every head: each rank has those of its heads.
 CUT_NORMS = re.compile(r"^(olmo|cohere|minimax).*\.[qk]_norm\.")
@@ -56,7 +66,7 @@ def test_ranks_compute_what_one_does(ranks: RankPool, family: str, count: int) -
         assert held == {name: share(family, name, rank, count, num_bytes)
                         for name, num_bytes in weight_bytes(whole).items()}  # fmt: skip
         for claim, own in zip(whole.cache_layers(), caches, strict=True):
-            assert own == cache_share(claim.spec, count)
+            assert own == cache_share(family, claim.spec, count)
 
 
 def share(family: str, name: str, rank: int, count: int, num_bytes: int) -> int:
@@ -91,13 +101,15 @@ def mamba_sizes(config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(config[key] for key in keys)
 
 
-def cache_share(spec: Any, count: int) -> Any:
-    """A rank's claim on the cache. Latents and index keys are copies; so are groups of recurrent layers, and kv heads,
-    that are fewer than ranks."""
+def cache_share(family: str, spec: Any, count: int) -> Any:
+    """A rank's claim on the cache. Latents and index keys are copies; so are the inputs of convolutions of n-gram
+    embeddings, and groups of recurrent layers and kv heads that are fewer than ranks."""
     match spec:
         case LatentSpec():
             return spec
         case RecurrentSpec(state_shape=(0,)):  # a convolution alone
+            if family in STREAM_FAMILIES:
+                return spec
             return replace(spec, conv_dim=spec.conv_dim // count, out_dim=spec.out_dim // count)
         case RecurrentSpec():
             heads, *state = spec.state_shape
@@ -181,7 +193,8 @@ def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes:
         check_ranks(outline, count)
 
 
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES])
+@pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES,
+                                    *STREAM_FAMILIES])
 def test_heads_are_refused_without_torch_only_where_the_model_refuses_them(family: str) -> None:
     """Before ranks start, the config alone is looked at. Its refusal names numbers of ranks that the model takes."""
     config = config_of(family)
