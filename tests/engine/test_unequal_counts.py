@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from outrider.core import decode_sizes
+from outrider.core.costs import StepCosts
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.models.base import Model
 from outrider.runner.graphs import keys
-from outrider.sched.drafts import DraftCounts, DraftPlan, clamp_drafts
+from outrider.sched.drafts import DraftCounts, DraftPlan, SizedDrafts, clamp_drafts
 from outrider.sched.request import Request
 from tests.drafters.hybrid_rig import mtp_of, script_with_errors
 from tests.drafters.latent_rig import FAMILIES as LATENT
@@ -93,3 +94,23 @@ def test_tokens_are_those_without_drafts(family: str, drafter: str, stands_in: b
     assert len(unequal) > 5
     accepted = {part.num_accepted for result in rig.results for part in result.requests if part.num_drafted}
     assert accepted >= ({0, 1} if drafter == "mtp" else set(range(K + 1)))
+
+
+def test_requests_whose_drafts_hold_get_the_rows_of_those_whose_drafts_fail() -> None:
+    """The scheduler's own choice, where token rows are dear: the drafts of every second request are always right, those
+    of the others never are. Steps have fewer token rows than any number for all would need."""
+    model, asks = model_of("llama"), [Ask(prompt_of(i, 4 + i % 3, 24), greedy(45)) for i in range(12)]
+    settings = SETTINGS | {"max_num_seqs": 12, "max_num_batched_tokens": 96}
+    with Rig(model, **settings) as rig:
+        wanted = tokens_of(rig.run(asks))
+    right = {tuple(ask.prompt): run if i % 2 else [(token + 1) % 24 for token in run]
+             for i, (ask, (run,)) in enumerate(zip(asks, wanted, strict=True))}
+    with Rig(model, drafter=ScriptedDrafter(K, lambda prompt, index: right[prompt]), **settings) as rig:
+        rig.scheduler._drafts = SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.8), is_padded=True))
+        captured = AsCaptured(rig)
+        assert tokens_of(rig.run(asks)) == wanted
+    unequal = [batch for batch in rig.batches if len(set(batch.num_drafts)) > 1 and batch.num_requests == 12]
+    good, bad = (sum(n for batch in unequal for owner, n in zip(batch.request_ids, batch.num_drafts, strict=True)
+                     if owner % 2 == own) for own in (1, 0))
+    assert len(unequal) > 5 and good > 5 * bad
+    assert any(key.tokens < key.requests * (1 + K) and key.num_wanted == K and key.has_drafts for key in captured.met)
