@@ -13,7 +13,6 @@ from tests.gpu.rig import TIE, GpuRig, asks, assert_same_tokens, loaded, referen
 from tests.gpu.test_engines import DRAFTERS, HYBRIDS, folder_of
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("family", "drafter"), [
     pytest.param(family, drafter, marks=pytest.mark.together(family))
     for family, drafter in (("llama", "itself"), ("nemotron_h", "mtp"), ("qwen3_next", "mtp"), ("deepseek_v32", "mtp"))
