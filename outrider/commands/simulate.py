@@ -28,6 +28,7 @@ from outrider.simulation.trace import (
     parse_lengths,
 )
 
+MOST_RANKS = 72  # GPUs that one NVLink domain connects
 LEAST = 1e-9  # a smaller rate or chance counts as 0
 SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisation", "mean_page_use",
          "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")  # fmt: skip
@@ -64,6 +65,8 @@ def _table(args: argparse.Namespace) -> CostTable:
     table = CostTable.read(Path(args.costs))
     if args.acceptance is not None:
         table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1)))
+    if args.ranks > MOST_RANKS:
+        raise UsageError(f"--ranks: {args.ranks} is more than one machine links ({MOST_RANKS})")
     table = replace(table, host=replace(table.host, start=table.host.start + args.front_ms * 1e-3))
     return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
 

@@ -179,8 +179,11 @@ class CostTable:
             raise ValueError("info: num_pages must be at least 2 and lookahead at least 0")
         if [own.num_drafts for own in self.decoding] != list(range(limits.max_drafts + 1)):
             raise ValueError(f"decoding must have an entry for each number of drafts, 0 to {limits.max_drafts}")
-        if not self.prompts:
-            raise ValueError("prompts must have an entry")
+        groups = self.info.layout.groups
+        if not groups or any(group.page_tokens < 1 for group in groups):
+            raise ValueError("layout must have groups, with page_tokens of at least 1")
+        if not self.prompts or not {own.num_drafts for own in self.prompts} <= {0, limits.max_drafts}:
+            raise ValueError(f"prompts must have an entry, with num_drafts of 0 or {limits.max_drafts}")
         for decoded in self.decoding:
             _check_points(f"decoding with {decoded.num_drafts} drafts: requests", decoded.requests, decoded.seconds)
         order = [(own.num_drafts, own.requests) for own in self.prompts]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from outrider.core.fields import INT64, Count, NotEmpty, Range, TokenId, check_value
 from outrider.simulation.device import prefix_tokens, tokens_of
 
 
@@ -45,6 +46,14 @@ class TracedRequest:
 
 MAX_ARRIVAL = 1e9  # seconds: beyond, the times of steps are lost in a float's rounding
 BEGINNING = 256  # tokens of a named prompt that count as its beginning
+
+
+FIELDS: dict[str, Any] = {
+    "arrival": Annotated[float, Range(0, MAX_ARRIVAL)], "prompt_tokens": Count, "output_tokens": Count,
+    "prompt_token_ids": Annotated[list[TokenId], NotEmpty], "prefix": str | int,
+    "prefix_tokens": Annotated[int, Range(0, INT64)],
+}  # fmt: skip
+NEEDED = ("It needs prompt_tokens or prompt_token_ids, and output_tokens; arrival, prefix, prefix_tokens are optional")
 
 
 class Load(Protocol):
@@ -176,7 +185,7 @@ class RecordedLoad:
     def __init__(self, path: Path) -> None:
         self._names: dict[str, int] = {}
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")  # a text in JSON may hold other ends of lines
+            lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text in JSON may hold other ends of lines
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         asks = [self._ask(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -197,17 +206,20 @@ class RecordedLoad:
     def _ask(self, place: str, line: str) -> TracedRequest:
         try:
             given: Any = json.loads(line)
-            ids = given.get("prompt_token_ids")
-            length = int(given["prompt_tokens"]) if ids is None else len(ids)
-            shared = int(given.get("prefix_tokens", 0)) if ids is None else 0
-            prefix = self._names.setdefault(str(given.get("prefix")), len(self._names))
-            ask = TracedRequest(float(given.get("arrival", 0.0)), length, int(given["output_tokens"]), prefix, shared,
-                      None if ids is None else tuple(map(int, ids)))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{place} is no request ({error!r}): it needs prompt_tokens or prompt_token_ids, "
-                             "output_tokens, and perhaps arrival, prefix and prefix_tokens") from None
-        if not (0 <= ask.arrival <= MAX_ARRIVAL and ask.output_len > 0 and ask.prompt_len
-                and 0 <= ask.prefix_len <= ask.prompt_len):
-            raise ValueError(f"{place}: arrival must be 0 to {MAX_ARRIVAL:g}, prompts and outputs must have tokens, "
-                             "and a prefix at most those of its prompt")
-        return ask
+            if not isinstance(given, dict):
+                raise ValueError("it is no JSON object")
+            for name, declared in FIELDS.items():
+                if given.get(name) is not None:
+                    check_value(name, declared, given[name])
+            ids, prefix = given.get("prompt_token_ids"), given.get("prefix")
+            length = given["prompt_tokens"] if ids is None else len(ids)
+            shared = (given.get("prefix_tokens") or 0) if ids is None else 0
+            if shared > length or (shared and prefix is None):
+                raise ValueError("prefix_tokens are at most those of the prompt, and need the name of their prefix")
+            number = self._names.setdefault(str(prefix), len(self._names))
+            return TracedRequest(float(given.get("arrival") or 0.0), length, given["output_tokens"], number, shared,
+                                 None if ids is None else tuple(ids))
+        except KeyError as error:
+            raise ValueError(f"{place} is no request: {error.args[0]} is missing. {NEEDED}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place} is no request: {error}. {NEEDED}") from None

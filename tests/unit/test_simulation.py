@@ -185,7 +185,13 @@ def test_names_in_a_trace_may_hold_line_separators_that_json_allows(tmp_path: Pa
 @pytest.mark.parametrize("line", ['{"prompt_tokens": 5}', "[]", '{"prompt_tokens": 5, "output_tokens": 0}',
                                   '{"prompt_tokens": 5, "output_tokens": 2, "prefix_tokens": 9}',
                                   '{"prompt_tokens": 5, "output_tokens": 2, "arrival": Infinity}',
-                                  '{"prompt_tokens": Infinity, "output_tokens": 2}', "[" * 100_000])
+                                  '{"prompt_tokens": Infinity, "output_tokens": 2}', "[" * 100_000,
+                                  '{"prompt_tokens": 5.9, "output_tokens": 2}',
+                                  '{"prompt_tokens": 5, "output_tokens": true}',
+                                  '{"prompt_token_ids": "123", "output_tokens": 2}',
+                                  '{"prompt_token_ids": [1, 99999999999999999999], "output_tokens": 2}',
+                                  '{"prompt_token_ids": [], "output_tokens": 2}',
+                                  '{"prompt_tokens": 5, "output_tokens": 2, "prefix_tokens": 3}'])
 def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"prompt_tokens": 5, "output_tokens": 2}\n' + line)
@@ -257,6 +263,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (("host", "request"), float("nan"), "HostCosts: request must be"),
     (("model", "bandwidth"), 0, "ModelFacts: bandwidth must be"),
     (("model",), None, "CostTable: model must be a ModelFacts"),
+    (("prompts", 0, "num_drafts"), 5, "num_drafts of 0 or"),
+    (("info", "layout", "groups"), [], "layout must have groups"),
+    (("info", "layout", "groups", 0, "page_tokens"), 0, "page_tokens of at least 1"),
     (("acceptance",), [1.5], "CostTable: acceptance must be"),
     (("decoding",), [], "entry for each number of drafts"),
     (("decoding", 0, "requests"), [8, 1, 64], "decoding with 0 drafts: requests must rise"),
