@@ -165,12 +165,14 @@ def _in_parts(
     elsewhere."""
     for name, tensor in tensors:
         slot = slots.get(name)
-        if isinstance(tensor, torch.Tensor) and slot is not None and slot.quantize is not None:
-            check_numbers(name, tensor, slot.numbers_shape)
-            check_finite(name, tensor)
-            tensor = slot.quantize(upload(tensor, slot.target.device))
-        elif not isinstance(tensor, torch.Tensor) and slot is not None and slot.recode is not None:
-            tensor = slot.recode(tensor, slot.target.device)
+        if slot is not None and slot.quantize is not None:
+            numbers = tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize()
+            check_numbers(name, numbers, slot.numbers_shape)
+            check_finite(name, numbers)
+            tensor = slot.quantize(upload(numbers, slot.target.device))
+            del numbers
+        elif slot is not None and slot.recode is not None and not isinstance(tensor, torch.Tensor):
+            tensor = slot.recode(tensor, slot.target.device) if slot.recode.kind == tensor.kind else tensor.dequantize()
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
         elif parts := _kept_parts(name, tensor, slots):
@@ -231,7 +233,7 @@ def blank_model(model: Model) -> None:
 
 
 def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
-    _check_shape(name, tensor, slot.shape)
+    check_shape(name, tensor, slot.shape)
     if slot.kind is None:
         check_numbers(name, tensor, slot.shape)
     elif tensor.dtype != slot.target.dtype:
@@ -244,12 +246,13 @@ def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
 
 def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that does not hold floats of this shape."""
-    _check_shape(name, tensor, shape)
+    check_shape(name, tensor, shape)
     if not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
 
 
-def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape."""
     if tuple(tensor.shape) != shape:
         raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
 

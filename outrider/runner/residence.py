@@ -20,6 +20,7 @@ from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.quantization import quantization_section
 from outrider.runner.commands import (
     KV_CACHE,
     PARTS,
@@ -114,7 +115,8 @@ class Residence:
         self._synchronize()
         self._restore(WEIGHTS)  # slots are views
         try:
-            update = WeightUpdate(self._parts.model, self._modules(), given)
+            stored = {} if self._source is None else quantization_section(self._source.config)
+            update = WeightUpdate(self._parts.model, self._modules(), given, stored)
             names = update.check(is_whole=self._are_incomplete)
         except BaseException:
             self._free_again(WEIGHTS)

@@ -2,32 +2,39 @@
 
 The tensors are looked at twice: once to find what does not fit, before anything is changed, and once to copy them.
 Prediction modules (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have
-files of their own.
+files of their own. Weights in codes are replaced by a folder with the same `quantization_config` as the model's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from outrider.formats import WeightSlot
 from outrider.layers import LayeredModule
 from outrider.models.base import Model
-from outrider.models.loader import check_finite, check_numbers, one_by_one, some_names
+from outrider.models.loader import Stored, check_finite, check_numbers, check_shape, one_by_one, some_names
 from outrider.models.mtp import MTPHead
 from outrider.models.sources.base import WeightError
+from outrider.models.sources.folder import read_config
+from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
 from outrider.runner.commands import NamedArray, UpdateWeights
 
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 
 class WeightUpdate:
-    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights) -> None:
-        """modules: those of the drafters."""
+    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
+                 stored: Mapping[str, Any]) -> None:
+        """modules: those of the drafters. stored: the `quantization_config` of the model's files, empty for none."""
         self._model, self._given = model, given
+        section = _quantization_beside(given)
+        self._quantization: Quantization | None = read_quantization(section) if section else None
+        self._has_form_of_model = bool(section) and section == stored
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
         self._slots: dict[str, WeightSlot] = dict(model.weights())
         for head in self._heads:
@@ -70,18 +77,21 @@ class WeightUpdate:
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
 
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self) -> Iterator[tuple[str, Stored]]:
         if self._given.path is None:
             return ((array.name, _tensor(array)) for array in self._given.arrays)
         from outrider.models.sources.safetensors_files import safetensors_tensors
 
-        return safetensors_tensors(Path(self._given.path))
+        return safetensors_tensors(Path(self._given.path), self._quantization)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         slot = self._slots[name]
         if slot.kind is not None and slot.quantize is None:
-            raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file ({slot.kind}): "
-                              "start the engine with keep_quantized=False")
+            if not self._has_form_of_model or tensor.dtype != slot.target.dtype:
+                raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file "
+                                  f"({slot.kind}): start the engine with keep_quantized=False, or give a folder with "
+                                  f"the same {KEY} as the model's")
+            return check_shape(name, tensor, slot.shape)
         if slot.quantize is not None:
             return  # `one_by_one` has checked the numbers and made codes of them
         check_numbers(name, tensor, slot.shape)
@@ -90,6 +100,13 @@ class WeightUpdate:
 
     def _ignores(self, name: str) -> bool:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
+
+
+def _quantization_beside(given: UpdateWeights) -> Mapping[str, Any]:
+    """The `quantization_config` of a folder that is given; empty without one."""
+    folder = None if given.path is None else Path(given.path)
+    has_config = folder is not None and (folder / "config.json").is_file()
+    return quantization_section(read_config(folder)) if folder is not None and has_config else {}
 
 
 def _tensor(array: NamedArray) -> torch.Tensor:

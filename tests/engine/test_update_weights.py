@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from outrider.runner.storages import find_storages
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of, with_other_weights
 from tests.engine.test_sleep import let_memory_move
-from tests.models import gemma4
+from tests.models import gemma4, quantized_files
 from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
 from tests.unit.test_sources import write_gguf
@@ -31,6 +32,7 @@ from tests.unit.test_sources import write_gguf
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3,
                             "num_pages": 64}  # fmt: skip
 PROMPTS = [prompt_of(3, 20), prompt_of(4, 8) * 4]
+CODED, CODED_MOE = (config | {"vocab_size": 256} for config in (quantized_files.CONFIG, quantized_files.MOE))
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -288,6 +290,44 @@ def test_weights_that_are_coded_at_load_are_coded_again(quantization: str, tmp_p
         llm.update_weights(folder)
         llm.wake_up()
         assert generated(llm) == ours
+
+
+@pytest.mark.parametrize(("form", "keep_quantized"), [("NVFP4", True), ("GPTQ", False),
+                                                      pytest.param("GPTQ", True, marks=pytest.mark.long)])
+def test_a_folder_of_the_same_form_replaces_weights_in_codes(form: str, keep_quantized: bool, tmp_path: Path) -> None:
+    written = quantized_files.FORMS[form]
+    quantized_files.save_form(tmp_path / "ours", written, CODED_MOE)
+    rolled = replace(written, write=lambda weight: written.write(weight.roll(1, 0)))
+    quantized_files.save_form(tmp_path / "theirs", rolled, CODED_MOE)
+    settings = SETTINGS | {"keep_quantized": keep_quantized}
+    with LLM(str(tmp_path / "theirs"), **settings) as llm:
+        theirs = generated(llm)
+    with LLM(str(tmp_path / "ours"), **settings) as llm:
+        ours = generated(llm)
+        assert ours != theirs
+        llm.update_weights(tmp_path / "theirs")
+        assert generated(llm) == theirs
+        llm.sleep(level=2)
+        llm.update_weights(tmp_path / "ours")
+        llm.wake_up()
+        assert generated(llm) == ours
+
+
+def test_a_folder_of_another_form_is_refused_or_becomes_the_codes_of_the_engine(tmp_path: Path) -> None:
+    numbers = quantized_files.save_form(tmp_path / "fp8", quantized_files.FORMS["FP8_DYNAMIC"], CODED)
+    quantized_files.save_form(tmp_path / "int4", quantized_files.FORMS["W4A16"], CODED)
+    quantized_files.save_folder(tmp_path / "numbers", numbers, CODED)
+    with LLM(str(tmp_path / "int4"), **SETTINGS) as llm:
+        ours = generated(llm)
+        with pytest.raises(WeightError, match="stays in the bits of its file .int4.*same quantization_config"):
+            llm.update_weights(tmp_path / "fp8")
+        assert generated(llm) == ours
+    settings = SETTINGS | {"quantization": "int4"}
+    with LLM(str(tmp_path / "numbers"), **settings) as llm:
+        coded = generated(llm)
+        llm.update_weights({name: tensor / 2 for name, tensor in numbers.items()})
+        llm.update_weights(tmp_path / "fp8")
+        assert generated(llm) == coded
 
 
 def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
