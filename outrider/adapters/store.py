@@ -15,12 +15,16 @@ from outrider.adapters.host_adapter import HostAdapter, read_adapter
 from outrider.adapters.rows import StepAdapters
 from outrider.adapters.targets import Targets
 from outrider.core import Limits
-from outrider.core.step import AdapterPlacement
+from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.kernels import ops
 from outrider.kernels.adapters import NO_SLOT
 from outrider.kernels.buffers import to_device
 from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model
+
+OPERATIONS: tuple[ops.Operation[..., None], ...] = (
+    ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
+)  # fmt: skip
 
 
 class AdapterStore(LoadedAdapters):
@@ -85,13 +89,16 @@ class AdapterStore(LoadedAdapters):
         self.arena.reset()
 
     @property
-    def is_capturable(self) -> bool:  # type: ignore[override]
-        """Whether kernels add all that the adapters on the device add. They do so for linear layers; other modules
-        read the device."""
-        return self.arena.has_only_linears and ops.add_adapters.serves(self.arena.tables.numbers)
+    def reach(self) -> AdapterReach:
+        return self.arena.reach
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether kernels add what adapters add: other operations read the device."""
+        return all(operation.serves(self.arena.tables.numbers) for operation in OPERATIONS)
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:
-        return StepAdapters(self.arena, self.arena.slot_of_row[rows][request_of])
+        return StepAdapters(self.arena, self.arena.slot_of_row[rows][request_of], self.reach)
 
 
 def with_adapters(limits: Limits, model: Model, max_loras: int, max_rank: int, memory_bytes: int | None) -> Limits:

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
+from outrider.core.step import AdapterReach
 from outrider.formats import join_names
 from outrider.formats.declared import Segment, VocabularyCut
 from outrider.kernels.adapters import ALIGNMENT, TargetRange
@@ -39,6 +40,7 @@ class Target(ABC):
     index: int  # its row in the arena's tables
     name: str  # of the module, without the names around the decoder
     is_planned: bool = True  # the arena is planned with room for it in every adapter
+    reach: ClassVar[AdapterReach]  # the kind of products that it is one of
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
@@ -57,9 +59,9 @@ class Target(ABC):
         return module
 
     @property
+    @abstractmethod
     def bounds(self) -> tuple[int, int]:
-        """The output features of a linear layer that the target is."""
-        return 0, 0
+        """The output features of this rank's module, or of each of its experts, that the target is."""
 
     def room(self, rank: int) -> int:
         return sum(map(aligned, self.sizes(rank)))
@@ -105,6 +107,7 @@ class LinearTarget(Target):
 
     linear: Linear
     segment: Segment
+    reach = AdapterReach.LINEARS
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -129,9 +132,15 @@ class LinearTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpansionTarget(Target):
-    """The projection from the latent space to keys and values, which is used from both sides."""
+    """The projection from the latent space to keys and values, which is used from both sides: `a` [rank, latent] and
+    `b` [rank, heads x (key | value)]."""
 
     expansion: LatentExpansion
+    reach = AdapterReach.LATENTS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.expansion.declared.num_outputs
 
     def sizes(self, rank: int) -> tuple[int, int]:
         declared = self.expansion.declared
@@ -143,16 +152,21 @@ class ExpansionTarget(Target):
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         (pair,), (segment,) = pairs, self.expansion.declared.segments
-        return HeldFactors(pair.a, _held_rows(pair.b, segment), pair.b.shape[1], pair.scale)
+        return HeldFactors(pair.a, _held_rows(pair.b, segment).t(), pair.b.shape[1], pair.scale)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingTarget(Target):
-    """A table of tokens. Its first factor [vocabulary, rank] is looked up like the table itself; with several ranks
-    each holds all of it."""
+    """A table of tokens: `a` [vocabulary, rank], which is looked up like the table itself, and `b` [rank, hidden]. With
+    several ranks each holds all of it."""
 
     embedding: Embedding
     is_planned: bool = False
+    reach = AdapterReach.EMBEDDINGS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.embedding.declared.num_inputs
 
     @property
     def vocab_size(self) -> int:
@@ -173,13 +187,18 @@ class EmbeddingTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsTarget(Target):
-    """One of the two projections of all experts: factors [experts, rank, inputs] and [experts, outputs, rank]. Files
-    hold them expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two. With several
-    ranks each holds a part of the inner features."""
+    """One of the two projections of all experts: `a` [experts, rank, inputs] and `b` [experts, rank, outputs]. Files
+    hold factors expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two. With
+    several ranks each holds a part of the inner features."""
 
     experts: Experts
     is_down: bool
     is_planned: bool = False
+    reach = AdapterReach.EXPERTS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.held_outputs
 
     @property
     def num_inputs(self) -> int:
@@ -287,7 +306,7 @@ class ExpertsTarget(Target):
             joint_a = joint_a[:, :, held]
         else:
             joint_b = joint_b.unflatten(1, (1 + self.is_gated, -1))[:, :, held].flatten(1, 2)
-        return HeldFactors(joint_a, joint_b, rank, 1.0)
+        return HeldFactors(joint_a, joint_b.transpose(1, 2), rank, 1.0)
 
 
 def plain_name(module: str) -> str:

@@ -84,6 +84,16 @@ class PageChanges:
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
 
 
+class AdapterReach(enum.Flag):
+    """The kinds of products that adapters change. Steps are captured for the kinds that they may change."""
+
+    NOTHING = 0
+    LINEARS = enum.auto()
+    EMBEDDINGS = enum.auto()
+    EXPERTS = enum.auto()
+    LATENTS = enum.auto()  # the expansion of latent attention
+
+
 class AdapterPlacement(NamedTuple):
     """An adapter that the device copies from the host's memory before a step."""
 

@@ -14,7 +14,7 @@ from typing import Never, Protocol
 
 import torch
 
-from outrider.core.step import AdapterPlacement
+from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
@@ -70,6 +70,10 @@ class RowAdapters(ABC):
     def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
         """The adapters of some of the token rows."""
 
+    def within(self, reach: AdapterReach) -> RowAdapters:
+        """These adapters in a step that computes no more than the changes of this reach."""
+        return self
+
     @abstractmethod
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
@@ -102,7 +106,15 @@ class RowAdapters(ABC):
 class LoadedAdapters(ABC):
     """The adapters that an engine has loaded. It keeps on the device which row has which."""
 
-    is_capturable = False  # whether a captured step may have the adapters that are on the device now
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a captured step may have adapters."""
+        return False
+
+    @property
+    def reach(self) -> AdapterReach:
+        """What the adapters that are on the device now change."""
+        return AdapterReach.LINEARS
 
     @abstractmethod
     def admit(self, numbers: Mapping[int, int | None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core import Admission, SamplingParams, ScheduledBatch
+from outrider.core.step import AdapterReach
 from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
@@ -25,7 +26,7 @@ class RowAdditions(NamedTuple):
 
     stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
     drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
-    has_adapters: bool = False  # some requests name an adapter
+    adapters: AdapterReach = AdapterReach.NOTHING  # what the adapters may change that requests name
 
 
 IDS_ALONE = RowAdditions()
@@ -75,9 +76,10 @@ class StepPlan:
 
 class StepPlanner:
     def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
-                 has_sampler_kernels: Callable[[], bool]) -> None:
+                 has_sampler_kernels: Callable[[], bool],
+                 reach_of_adapters: Callable[[], AdapterReach] = lambda: AdapterReach.NOTHING) -> None:
         self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
-        self._has_sampler_kernels = has_sampler_kernels
+        self._has_sampler_kernels, self._reach_of_adapters = has_sampler_kernels, reach_of_adapters
         # What the last step asked of the sampler, which most steps ask again.
         self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
         self._needs, self._extras = StepNeeds(), StepExtras()
@@ -113,8 +115,9 @@ class StepPlanner:
 
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
         params, device = self._state.params, self._state.device
-        embeds, has_adapters = params.take_embeds(scheduled), params.have_adapters(scheduled.rows)
+        embeds = params.take_embeds(scheduled)
+        reach = self._reach_of_adapters() if params.have_adapters(scheduled.rows) else AdapterReach.NOTHING
         if not embeds:
-            return RowAdditions(has_adapters=True) if has_adapters else IDS_ALONE
+            return RowAdditions(adapters=reach) if reach else IDS_ALONE
         own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
-        return RowAdditions(own, ahead, has_adapters)
+        return RowAdditions(own, ahead, reach)

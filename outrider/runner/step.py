@@ -14,6 +14,7 @@ import torch
 
 from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.core.checked_request import NO_REQUEST
+from outrider.core.step import AdapterReach
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
@@ -107,7 +108,7 @@ class DeviceStep:
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
         self.planner = StepPlanner(state, recurrent, model.vocab_size,
-                                   partial(_has_sampler_kernels, model.dtype, state.device))
+                                   partial(_has_sampler_kernels, model.dtype, state.device), self.reach_of_adapters)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -116,9 +117,14 @@ class DeviceStep:
         """Whether kernels sample, with any parameters, by what rows hold."""
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
-    def captures_adapters(self) -> bool:
-        """Whether a captured step may have the adapters that are on the device now."""
-        return self.adapters is not None and self.adapters.is_capturable
+    def reach_of_adapters(self) -> AdapterReach:
+        """What the adapters that are on the device now change."""
+        return AdapterReach.NOTHING if self.adapters is None else self.adapters.reach
+
+    def reach_of_captures(self) -> AdapterReach:
+        """What adapters may change in a captured step: nothing, or all that those on the device now change."""
+        is_served = self.adapters is not None and self.adapters.is_capturable
+        return self.reach_of_adapters() if is_served else AdapterReach.NOTHING
 
     @property
     def fills_drafts(self) -> bool:
@@ -165,9 +171,11 @@ class DeviceStep:
     def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
         return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")
 
-    def _adapters_of(self, view: BatchView) -> RowAdapters:
+    def _adapters_of(self, view: BatchView, reach: AdapterReach) -> RowAdapters | None:
+        if not reach:
+            return None
         assert self.adapters is not None, "a request names an adapter, and none is loaded"
-        return self.adapters.of_step(view.rows, view.request_of)
+        return self.adapters.of_step(view.rows, view.request_of).within(reach)
 
     def _history_of(self, view: BatchView) -> TokenHistory:
         index = torch.arange(view.num_tokens, device=view.token_ids.device)
@@ -248,7 +256,7 @@ class DeviceStep:
         """rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
-                              adapters=self._adapters_of(view) if plan.additions.has_adapters else None,
+                              adapters=self._adapters_of(view, plan.additions.adapters),
                               history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.taps, rows)
 

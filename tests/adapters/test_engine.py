@@ -18,6 +18,7 @@ from outrider.adapters import LoRARequest
 from outrider.adapters.store import AdapterStore
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.core.step import AdapterReach
 from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
@@ -98,14 +99,15 @@ def test_captured_steps_read_their_adapters_on_the_device(folders: list[Path]) -
     with served(speculative_config=DRAFTS) as (rig, llm):
         captured = AsCaptured(rig, takes_adapters=True)
         assert generated(llm, [PROMPT] * 3, own) == wanted
-        assert captured.met and all(key.has_adapters for key in captured.met) and not captured.reasons
+        assert captured.met and all(key.adapters for key in captured.met) and not captured.reasons
         captured.met.clear()
         assert generated(llm, [PROMPT] * 3, own[::-1]) == wanted[::-1]
         assert generated(llm, [PROMPT], [None]) == [wanted[1]]
-        assert any(not key.has_adapters for key in captured.met)
-        with_adapters, without = (next(key for key in captured.met if key.has_adapters is has) for has in (True, False))
-        assert not with_adapters.covers(replace(with_adapters, has_adapters=False))
-        assert captured.keys.wider(without, [replace(without, has_adapters=True)]) is None
+        assert any(not key.adapters for key in captured.met)
+        with_adapters = next(key for key in captured.met if key.adapters)
+        without = next(key for key in captured.met if not key.adapters)
+        assert not with_adapters.covers(replace(with_adapters, adapters=AdapterReach.NOTHING))
+        assert captured.keys.wider(without, [replace(without, adapters=AdapterReach.LINEARS)]) is None
 
 
 def test_adapters_of_a_worker_in_its_own_process(folders: list[Path], tmp_path: Path) -> None:

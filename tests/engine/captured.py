@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
+from outrider.core.step import AdapterReach
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import PackedBatch, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
@@ -26,7 +27,8 @@ class AsCaptured:
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len,
                               takes_shared=rig.step.pool.layout.has_full_attention,
-                              takes_adapters=lambda: takes_adapters)
+                              reach_of_adapters=rig.step.reach_of_captures if takes_adapters
+                              else lambda: AdapterReach.NOTHING)
         self._at_start = list(self.keys.at_start()) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import moe, native, ops, scaled
-from outrider.kernels.adapters import ALIGNMENT, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ALIGNMENT, AdapterTables, ExpertTargets, HeadColumns, RowSlots, TargetRange
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
@@ -75,6 +75,48 @@ def add_adapters(rows: torch.Tensor) -> torch.Tensor:
                            torch.full((2, 1), 0.5, device=DEVICE), torch.tensor([[0, 66]], device=DEVICE), max_rank=20)
     slots = RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows])
     ops.add_adapters(random(ROWS, WIDTH)[rows], out, 0, slots, tables, TargetRange(0, (66,)))
+    return out
+
+
+def adapters_of(rows: torch.Tensor, sizes: list[tuple[int, int]],
+                bounds: list[int]) -> tuple[RowSlots, AdapterTables]:
+    """Token rows of two adapters or none, and their tables. sizes: of both factors of each target, by rank."""
+    ranks, places, size = (5, 20), list[list[list[int]]](), 0
+    for rank in ranks:
+        places.append([])
+        for a, b in sizes:
+            first, second = (-(-rank * count // ALIGNMENT) * ALIGNMENT for count in (a, b))
+            places[-1].append([size, size + first, rank])
+            size += first + second
+    tables = AdapterTables(random(size, seed=1, scale=0.2), torch.tensor(places, device=DEVICE),
+                           torch.full((2, len(sizes)), 0.5, device=DEVICE),
+                           torch.tensor([[0, bound] for bound in bounds], device=DEVICE), max_rank=20)
+    return RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows]), tables
+
+
+def add_adapter_embeddings(rows: torch.Tensor) -> torch.Tensor:
+    out, tokens = random(ROWS, WIDTH, seed=3)[rows], (torch.arange(ROWS, device=DEVICE) % 40)[rows]
+    ops.add_adapter_embeddings(out, tokens, 3.0, *adapters_of(rows, [(40, WIDTH)], [WIDTH]), 0)
+    return out
+
+
+def add_head_adapters(rows: torch.Tensor, into_latents: bool) -> torch.Tensor:
+    """Three heads with 9 keys and 11 values."""
+    named = adapters_of(rows, [(LATENT, 3 * 20)], [3 * 20])
+    columns = HeadColumns(20, 0, 9) if into_latents else HeadColumns(20, 9, 11)
+    sizes = (9, LATENT) if into_latents else (LATENT, 11)
+    x, out = (random(ROWS, 3, size, seed=seed)[rows] for seed, size in enumerate(sizes))
+    ops.add_head_adapters(x, out, *named, 0, columns, into_latents)
+    return out
+
+
+def mix_adapted_experts(rows: torch.Tensor) -> torch.Tensor:
+    count, width = 7, 10
+    named = adapters_of(rows, [(count * WIDTH, count * 2 * width), (count * width, count * WIDTH)], [2 * width, WIDTH])
+    out, added = (random(ROWS, WIDTH, seed=seed)[rows] for seed in (3, 4))
+    routed = moe.route(random(ROWS, count, dtype=torch.float32)[rows], RULE)
+    parts = random(count, 2 * width, WIDTH, seed=5, scale=0.2), random(count, WIDTH, width, seed=6, scale=0.2)
+    ops.mix_adapted_experts(out, random(ROWS, WIDTH)[rows], *routed, *parts, "silu", added, *named, ExpertTargets(0, 1))
     return out
 
 
@@ -260,6 +302,9 @@ def gate_values(rows: torch.Tensor) -> torch.Tensor:
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
     "add_adapters": [add_adapters],
+    "add_adapter_embeddings": [add_adapter_embeddings],
+    "add_head_adapters": [lambda rows: add_head_adapters(rows, True), lambda rows: add_head_adapters(rows, False)],
+    "mix_adapted_experts": [mix_adapted_experts],
     "add_rms_norm": [add_rms_norm],
     "norm_add_norm": [norm_add_norm],
     "exact_gated_norm": [gated_norm, lambda rows: gated_norm(rows, False)],

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.adapters import ALIGNMENT, NO_SLOT, AdapterTables, RowSlots, TargetRange  # noqa: E402
+from outrider.kernels import (
+    moe,  # noqa: E402
+    ops,  # noqa: E402
+)
+from outrider.kernels.adapters import (  # noqa: E402
+    ALIGNMENT,
+    NO_SLOT,
+    AdapterTables,
+    ExpertTargets,
+    HeadColumns,
+    RowSlots,
+    TargetRange,
+)
 
 RANKS = ((16, 5, 16), (8, 0, 40), (0, 0, 0))  # of each slot and target
 ENDS = (40, 72, 100)  # the targets' output features
@@ -80,6 +93,81 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(device: torch.device, kind: s
         assert added(device, kind, [0] * 5 + [NO_SLOT] * 20)[0].equal(few[0]), "a program of several rows"
 
 
+SLOTS = [0, NO_SLOT, 1, 0, 2, 1, NO_SLOT, 1, *([1, 0] * 6)]
+OTHER_RANKS = ((16, 5), (20, 0), (0, 0))  # of three slots and two targets
+
+
+def other_tables(device: torch.device, sizes: list[tuple[int, int]], bounds: list[int]) -> AdapterTables:
+    """Tables of one or two targets. sizes: numbers of both factors of a target, for each rank."""
+    generator, size = torch.Generator().manual_seed(4), 0
+    places = torch.zeros(len(OTHER_RANKS), len(sizes), 3, dtype=torch.int64)
+    for slot, ranks in enumerate(OTHER_RANKS):
+        for target, ((a, b), rank) in enumerate(zip(sizes, ranks, strict=False)):
+            first, second = (-(-rank * count // ALIGNMENT) * ALIGNMENT for count in (a, b))
+            places[slot, target] = torch.tensor([size, size + first, rank])
+            size += first + second
+    tensors = (torch.randn(size, generator=generator) / 4, places, torch.rand(3, len(sizes), generator=generator),
+               torch.tensor([[0, bound] for bound in bounds]))
+    return AdapterTables(*(tensor.to(device) for tensor in tensors), max_rank=20)
+
+
+def drawn(device: torch.device, *shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def compare(device: torch.device, kind: str, operation: ops.Operation[..., None], out: torch.Tensor,
+            call: Callable[[torch.Tensor, RowSlots], None]) -> None:
+    """A kernel writes what the reference writes, and nothing into rows without an adapter, which begin as NaN."""
+    slots, found = torch.tensor(SLOTS, device=device), []
+    out[slots == NO_SLOT] = torch.nan
+    for each in ("reference", kind):
+        found.append(out.clone())
+        with ops.using(each, operation):
+            call(found[-1], RowSlots.from_slots(slots))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert found[1][slots == NO_SLOT].isnan().all() and found[1][slots == 2].equal(out[slots == 2])
+    assert not found[1][slots == 0].equal(out[slots == 0]) and not found[1][slots == 1].equal(out[slots == 1])
+
+
+def device_of(kind: str, device: torch.device) -> torch.device:
+    return torch.device("cpu") if kind == "host" else device
+
+
+@pytest.mark.parametrize("kind", ["triton", "host"])
+def test_embeddings_are_changed_as_torch_changes_them(device: torch.device, kind: str) -> None:
+    device = device_of(kind, device)
+    tables, tokens = other_tables(device, [(30, 40)], [40]), torch.arange(len(SLOTS), device=device) * 7 % 30
+    compare(device, kind, ops.add_adapter_embeddings, drawn(device, len(SLOTS), 40),
+            lambda out, rows: ops.add_adapter_embeddings(out, tokens, 3.0, rows, tables, 0))
+
+
+@pytest.mark.parametrize("into_latents", [True, False])
+@pytest.mark.parametrize("kind", ["triton", "host"])
+def test_heads_are_changed_as_torch_changes_them(device: torch.device, kind: str, into_latents: bool) -> None:
+    """Two heads of 24 keys and 16 values, 136 latent numbers, read from and written into wider rows."""
+    device = device_of(kind, device)
+    tables = other_tables(device, [(136, 80)], [80])
+    columns = HeadColumns(40, 0, 24) if into_latents else HeadColumns(40, 24, 16)
+    num_in, num_out = (24, 136) if into_latents else (136, 16)
+    x = drawn(device, len(SLOTS), 2, num_in + 8)[..., :num_in]
+    compare(device, kind, ops.add_head_adapters, drawn(device, len(SLOTS), 2, num_out + 8, seed=6)[..., :num_out],
+            lambda out, rows: ops.add_head_adapters(x, out, rows, tables, 0, columns, into_latents))
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("triton", "silu"), ("triton", "relu2"), ("host", "silu")])
+def test_experts_are_changed_as_torch_changes_them(device: torch.device, kind: str, activation: str) -> None:
+    """Three experts, of which each token row has two; the second adapter changes the first projection alone."""
+    device = device_of(kind, device)
+    rows, inner = (2, 1)[activation == "relu2"] * 24, 24
+    tables = other_tables(device, [(3 * 40, 3 * rows), (3 * inner, 3 * 40)], [rows, 40])
+    x, added, logits = (drawn(device, len(SLOTS), size, seed=size) for size in (40, 40, 3))
+    routed = moe.route(logits, moe.RouteRule(3, 2))
+    parts = drawn(device, 3, rows, 40) / 4, drawn(device, 3, 40, inner) / 4
+    compare(device, kind, ops.mix_adapted_experts, drawn(device, len(SLOTS), 40, seed=7),
+            lambda out, named: ops.mix_adapted_experts(out, x, *routed, *parts, activation, added, named, tables,
+                                                       ExpertTargets(0, 1)))
+
+
 def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
     from outrider.kernels.triton.adapters import add_adapters
 
@@ -95,11 +183,13 @@ def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
 def test_the_compiler_takes_both_kernels() -> None:
     from tests.kernels.compiled import found_without_interpreter
 
-    assert set(found_without_interpreter(__file__)) == {"_shrink_kernel", "_expand_kernel"}
+    assert set(found_without_interpreter(__file__)) >= {"_shrink_kernel", "_expand_kernel", "_head_kernel"}
 
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.triton.adapters import add_adapters
+    from outrider.kernels.triton.expert_adapters import mix_adapted_experts
+    from outrider.kernels.triton.head_adapters import add_head_adapters
     from tests.kernels.compiled import compiling
 
     with compiling() as found:
@@ -109,6 +199,17 @@ def compile_kernels() -> list[str]:
             out = torch.zeros(tokens, ENDS[-1], dtype=torch.bfloat16)
             rows = RowSlots.from_slots(torch.zeros(tokens, dtype=torch.int64))
             add_adapters(x, out, 0, rows, tables, TARGETS, pdl=pdl)
+        heads = [torch.zeros(8, 16, size, dtype=torch.bfloat16) for size in (128, 512)]
+        named = RowSlots.from_slots(torch.zeros(8, dtype=torch.int64))
+        one, two = (replace(other_tables(torch.device("cpu"), [(1, 1)] * count, [1] * count),
+                            numbers=torch.zeros(64, dtype=torch.bfloat16)) for count in (1, 2))
+        add_head_adapters(*heads, named, one, 0, HeadColumns(256, 0, 128), True, pdl=True)
+        add_head_adapters(*heads[::-1], named, one, 0, HeadColumns(256, 128, 128), False, pdl=True)
+        hidden = torch.zeros(8, 2048, dtype=torch.bfloat16)
+        parts = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
+        routed = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 2)
+        mix_adapted_experts(hidden, hidden.clone(), *routed, *parts, "silu", None, named, two, ExpertTargets(0, 1),
+                            pdl=True)
     return found
 
 

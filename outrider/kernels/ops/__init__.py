@@ -62,7 +62,10 @@ __all__ = [
     "Kernel",
     "Operation",
     "NotExact",
+    "add_adapter_embeddings",
     "add_adapters",
+    "add_head_adapters",
+    "mix_adapted_experts",
     "arrange_codes",
     "has_native",
     "has_triton",
@@ -341,6 +344,24 @@ add_adapters = Operation(
     adapters.add_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
     triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+add_adapter_embeddings = Operation(
+    adapters.add_adapter_embeddings,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapter_embeddings"),
+    triton_kernel("outrider.kernels.triton.adapters:add_adapter_embeddings", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+add_head_adapters = Operation(
+    adapters.add_head_adapters,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_head_adapters"),
+    triton_kernel("outrider.kernels.triton.head_adapters:add_head_adapters", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+mix_adapted_experts = Operation(
+    adapters.mix_adapted_experts,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:mix_adapted_experts"),
+    triton_kernel("outrider.kernels.triton.expert_adapters:mix_adapted_experts", UP_TO_FLOAT32),
     exact=ROW_BY_ROW,
 )
 

@@ -33,7 +33,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
-_TILE = 16  # token rows, and ranks, that tensor cores take at least
+TILE = 16  # token rows, and ranks, that tensor cores take at least
 # Programs that share the slots of a tile, up to so many token rows of a step, and the most programs that a launch gets
 # by that: programs without a slot take time, too.
 _SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
@@ -46,7 +46,7 @@ _MAX_STEP = 16  # numbers that one load takes at most
 
 
 @triton.jit
-def _without_largest(slot, COUNT: tl.constexpr):
+def without_largest(slot, COUNT: tl.constexpr):
     """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
     for _ in tl.static_range(COUNT):
         slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
@@ -54,36 +54,38 @@ def _without_largest(slot, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _own_slots(sorted_slots, place_of_row, M, SHARE: tl.constexpr):
+def own_slots(sorted_slots, place_of_row, M, SHARE: tl.constexpr):
     """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
     slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
     for _ in range(tl.program_id(0) % SHARE):
-        slot = _without_largest(slot, 1)
+        slot = without_largest(slot, 1)
     return slot
 
 
 @kernel(do_not_specialize=["M"])
 def _shrink_kernel(
     x, numbers, places, sorted_slots, order, inner, x_stride, M, first_target, num_targets, inner_width,
-    K: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
-    PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, token rows in their order, targets, ranks] float32: the sums over SPLIT input features each."""
+    """inner [splits, token rows in their order, targets, ranks] float32: the sums over SPLIT input features each. A
+    slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     place_of_row = tl.program_id(0) // SHARE * TILE + lane
     target, begin = tl.program_id(1), tl.program_id(2) * SPLIT
     column = begin + tl.arange(0, BLOCK_K)
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
-    x_at = x + token[:, None] * x_stride + column[None, :]
+    slot = own_slots(sorted_slots, place_of_row, M, SHARE)
+    x_at = x + (token // PER_ROW)[:, None] * x_stride + column[None, :]
     row = tl.program_id(2).to(tl.int64) * M + place_of_row
     inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * inner_width + lane[None, :]
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
-        place = places + (current * num_targets + first_target + target) * PLACES
-        factor, rank = numbers + tl.multiple_of(tl.load(place), ALIGNMENT), tl.load(place + 2)
+        place = places + (current // EXPERTS * num_targets + first_target + target) * PLACES
+        rank = tl.load(place + 2)
+        factor = numbers + tl.multiple_of(tl.load(place) + current % EXPERTS * rank * K, ALIGNMENT)
         for block in range(0, rank, TILE):
             in_rank = block + lane < rank
             a_at = factor + (block + lane)[:, None] * K + column[None, :]
@@ -97,7 +99,7 @@ def _shrink_kernel(
                     is_there = column + start + BLOCK_K < K
                     a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
             tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
-        slot = _without_largest(slot, SHARE)
+        slot = without_largest(slot, SHARE)
         current = tl.max(slot, axis=0)
     wait_for_inputs(PDL)
 
@@ -105,8 +107,9 @@ def _shrink_kernel(
 @kernel(do_not_specialize=["M", "first"])
 def _expand_kernel(
     inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, first, width, first_target,
-    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """first, width: the output features that `out` has. count: targets that `inner` has. gain: a factor of all that is
     added. STEP: all targets begin and end at multiples of it, and so does `first`."""
@@ -116,7 +119,7 @@ def _expand_kernel(
     place_of_target = tl.program_id(2)
     target = first_target + place_of_target
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = _own_slots(sorted_slots, place_of_row, M, SHARE)
+    slot = own_slots(sorted_slots, place_of_row, M, SHARE)
     low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
     num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
@@ -129,9 +132,11 @@ def _expand_kernel(
     current = tl.max(slot, axis=0)
     while current >= 0:
         is_own = slot == current
-        place = places + (current * num_targets + target) * PLACES
-        factor, rank = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT), tl.load(place + 2)
-        scale = tl.load(scales + current * num_targets + target) * gain
+        slot_and_target = current // EXPERTS * num_targets + target
+        place = places + slot_and_target * PLACES
+        rank = tl.load(place + 2)
+        factor = numbers + tl.multiple_of(tl.load(place + 1) + current % EXPERTS * rank * num_features, ALIGNMENT)
+        scale = tl.load(scales + slot_and_target) * gain
         b_at = factor + lane[:, None] * num_features + feature[None, :]
         b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
         wait_for_inputs(PDL)
@@ -149,7 +154,7 @@ def _expand_kernel(
                 b_at += TILE * num_features
                 b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
             tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        slot = _without_largest(slot, SHARE)
+        slot = without_largest(slot, SHARE)
         current = tl.max(slot, axis=0)
     wait_for_inputs(PDL)
 
@@ -158,45 +163,82 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
-    name, device = "add_adapters", x.device
-    require_tensor(name, "x", x, (None, None), device, FLOATS)
-    num_tokens, num_inputs = x.shape
-    require_tensor(name, "out", out, (num_tokens, None), device, FLOATS)
-    _require_tables(name, rows, tables, num_tokens, x)
+    name = "add_adapters"
+    require_tensor(name, "x", x, (None, None), x.device, FLOATS)
+    require_tensor(name, "out", out, (len(x), None), x.device, FLOATS)
+    require_tables(name, rows, tables, len(x), x)
     require(targets.first + len(targets.ends) <= len(tables.bounds), name, "targets", "are beyond the tables")
     asked = targets.within(first, first + out.shape[1])
-    if not num_tokens or not asked:
-        return
+    if len(x) and asked:
+        _expand(_shrink(x, rows, tables, asked, 1, 1, pdl), out, first, rows, tables, targets, asked, 1.0, 1, pdl)
+
+
+def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: AdapterTables,
+                           target: int, *, pdl: bool | None = None) -> None:
+    """See `kernels.adapters.add_adapter_embeddings`."""
+    pdl = uses_pdl(out.device) if pdl is None else pdl
+    name = "add_adapter_embeddings"
+    require_tensor(name, "out", out, (None, None), out.device, FLOATS)
+    require_tensor(name, "tokens", tokens, (len(out),), out.device, (torch.int64,))
+    require_tables(name, rows, tables, len(out), out)
+    if len(out):
+        begin, _, rank = tables.places[rows.sorted_slots.clamp(min=0), target].unbind(1)
+        lane = torch.arange(_whole(tables.max_rank), device=out.device)
+        looked_up = begin[:, None] + tokens[rows.order, None] * rank[:, None] + lane
+        inner = tables.numbers[looked_up.clamp(max=len(tables.numbers) - 1)].float()[None, :, None]
+        targets = TargetRange(target, (out.shape[1],))
+        _expand(inner, out, 0, rows, tables, targets, range(target, target + 1), gain, 1, pdl)
+
+
+def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: AdapterTables, target: int,
+                 num_experts: int, pdl: bool) -> None:
+    """Add to out [pairs, features], the products of pairs of token row and expert, what adapters add. pairs: the slot
+    of each pair, which is that of its adapter times `num_experts` plus its expert. x: [pairs, inputs], or [tokens,
+    inputs], of which each has as many pairs."""
+    name = "add_to_pairs"
+    require_tensor(name, "out", out, (None, None), x.device, FLOATS)
+    require(len(x) > 0 and len(out) % len(x) == 0, name, "x", f"has {len(x)} rows for {len(out)} pairs")
+    require_tables(name, pairs, tables, len(out), x)
+    asked, targets = range(target, target + 1), TargetRange(target, (out.shape[1],))
+    inner = _shrink(x, pairs, tables, asked, num_experts, len(out) // len(x), pdl)
+    _expand(inner, out, 0, pairs, tables, targets, asked, 1.0, num_experts, pdl)
+
+
+def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range, num_experts: int, per_row: int,
+            pdl: bool) -> torch.Tensor:
+    """The products with the first factors: [splits, rows in their order, asked targets, ranks] float32."""
+    num_rows, num_inputs = len(rows.slots), x.shape[1]
     # Ranges of input features depend on their number alone, or bits would depend on the batch.
-    block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(_TILE, next_power_of_two(num_inputs)))
+    block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(TILE, next_power_of_two(num_inputs)))
     split = min(_MAX_SPLIT, cdiv(cdiv(num_inputs, _MIN_SPLITS), block) * block)
     splits = cdiv(num_inputs, split)
-    width = cdiv(tables.max_rank, _TILE) * _TILE
-    inner = torch.empty(splits, num_tokens, len(asked), width, dtype=torch.float32, device=device)
-    share = _share(num_tokens, tables, len(asked) * splits)
-    _shrink_kernel[(cdiv(num_tokens, _TILE) * share, len(asked), splits)](
-        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_tokens, asked.start,
-        len(tables.bounds), width, K=num_inputs, SPLIT=split, SHARE=share, TILE=_TILE, BLOCK_K=block,
-        PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, PDL=pdl, num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
-    _expand(inner, out, first, rows, tables, targets, asked, 1.0, pdl)
+    width = _whole(tables.max_rank)
+    inner = torch.empty(splits, num_rows, len(asked), width, dtype=torch.float32, device=x.device)
+    share = share_of(num_rows, len(asked) * splits, len(tables.scales) * num_experts)
+    _shrink_kernel[(cdiv(num_rows, TILE) * share, len(asked), splits)](
+        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_rows, asked.start,
+        len(tables.bounds), width, K=num_inputs, SPLIT=split, SHARE=share, EXPERTS=num_experts, PER_ROW=per_row,
+        TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl,
+        num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
+    return inner
 
 
 def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
-            targets: TargetRange, asked: range, gain: float, pdl: bool) -> None:
-    """Add the products of `inner` [splits, token rows in their order, asked targets, ranks] with the second factors."""
-    splits, num_tokens, _, inner_width = inner.shape
+            targets: TargetRange, asked: range, gain: float, num_experts: int, pdl: bool) -> None:
+    """Add the products of `inner` [splits, rows in their order, asked targets, ranks] with the second factors."""
+    splits, num_rows, _, inner_width = inner.shape
     begins = (0, *targets.ends[:-1])
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
-    block = min(_BLOCK_N, max(_TILE, next_power_of_two(widest)))
+    block = min(_BLOCK_N, max(TILE, next_power_of_two(widest)))
     blocks = cdiv(widest, block)
-    share = _share(num_tokens, tables, len(asked) * blocks)
+    share = share_of(num_rows, len(asked) * blocks, len(tables.scales) * num_experts)
     limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
-    _expand_kernel[(cdiv(num_tokens, _TILE) * share, blocks, len(asked))](
+    _expand_kernel[(cdiv(num_rows, TILE) * share, blocks, len(asked))](
         inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.sorted_slots, rows.order, out,
-        out.stride(0), num_tokens, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked), gain,
-        SPLITS=splits, SHARE=share, TILE=_TILE, BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT,
-        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=4, num_stages=1,
-        **limit, **pdl_options(pdl))  # fmt: skip
+        out.stride(0), num_rows, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked), gain,
+        SPLITS=splits, SHARE=share, EXPERTS=num_experts, TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
+        ALIGNMENT=alignment_of(num_experts, widest), STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl,
+        num_warps=4, num_stages=1, **limit, **pdl_options(pdl))  # fmt: skip
 
 
 def _step(*places: int) -> int:
@@ -205,19 +247,29 @@ def _step(*places: int) -> int:
     return min(_MAX_STEP, common & -common)
 
 
-def _share(num_tokens: int, tables: AdapterTables, programs: int) -> int:
+def _whole(rank: int) -> int:
+    """A rank in whole tiles."""
+    return cdiv(rank, TILE) * TILE
+
+
+def alignment_of(num_experts: int, num_features: int) -> int:
+    """Numbers at whose multiples factors begin: experts lie one behind the other."""
+    return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
+
+
+def share_of(num_rows: int, programs: int, num_slots: int) -> int:
     """Programs that share the slots of a tile, where each tile has so many programs already. Bits do not depend on
     it."""
-    share = next((share for most, share in _SHARES if num_tokens <= most), 1)
-    share = min(share, next_power_of_two(len(tables.scales)))
-    while share > 1 and cdiv(num_tokens, _TILE) * programs * share > _MAX_SHARED:
+    share = next((share for most, share in _SHARES if num_rows <= most), 1)
+    share = min(share, next_power_of_two(num_slots))
+    while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:
         share //= 2
     return share
 
 
-def _require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_tokens: int, x: torch.Tensor) -> None:
+def require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, x: torch.Tensor) -> None:
     for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
-        require_tensor(name, argument, tensor, (num_tokens,), x.device, (torch.int64,))
+        require_tensor(name, argument, tensor, (num_rows,), x.device, (torch.int64,))
     require_tensor(name, "numbers", tables.numbers, (None,), x.device, (x.dtype,))
     num_slots, num_targets = tables.scales.shape
     require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), x.device, (torch.int64,), 3)

@@ -317,6 +317,14 @@ def _product(
     return out
 
 
+def product_of_pairs(
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
+    pdl: bool,
+) -> torch.Tensor:
+    """[pairs, n], the products of row p // pairs_per_row of x with the weight of pair p's expert."""
+    return _product(x, weight, ids, pairs, pairs_per_row, n, None, None, pdl)
+
+
 def multiply_pairs(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int,
     out: torch.Tensor, activation: str | None, config: TileConfig, pdl: bool, first_expert: int = 0,

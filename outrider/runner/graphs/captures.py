@@ -55,7 +55,7 @@ class StepGraphs:
                               takes_checkpoints=step.recurrent.takes_checkpoints,
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len,
                               takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention,
-                              is_sharing_ready=self._is_sharing_ready, takes_adapters=step.captures_adapters)
+                              is_sharing_ready=self._is_sharing_ready, reach_of_adapters=step.reach_of_captures)
         self._compiles_sharing = True  # perhaps
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.loaded: set[GraphKey] = set()  # keys whose kernels have been launched

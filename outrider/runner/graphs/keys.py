@@ -18,6 +18,7 @@ from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.decode_sizes import FEW, size_for
+from outrider.core.step import AdapterReach
 from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
@@ -47,12 +48,12 @@ class GraphKey:
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
     longest: int = EVERY_LENGTH  # tokens of the longest context that it serves
-    has_adapters: bool = False  # requests may have adapters; steps without any are never padded to such a graph
+    adapters: AdapterReach = AdapterReach.NOTHING  # what adapters may change; no other steps are padded to the graph
     shares_pages: bool = False  # attention reads pages that several requests hold once for several of them
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
-        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.has_adapters)
+        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.adapters)
                        for key in (self, other))
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
                 and self.tokens >= other.tokens and self.has_drafts >= other.has_drafts
@@ -63,13 +64,14 @@ class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
                  takes_parameters: bool = False, takes_shared: bool = False, takes_checkpoints: bool = False,
                  whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True,
-                 takes_adapters: Callable[[], bool] = lambda: False) -> None:
+                 reach_of_adapters: Callable[[], AdapterReach] = lambda: AdapterReach.NOTHING) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
         requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether requests write
-        states of recurrent layers to pages. takes_adapters: whether the adapters on the device can be captured.
-        whole_len: the most tokens of contexts behind which steps do less; decode
-        steps have graphs of their own there."""
+        states of recurrent layers to pages. reach_of_adapters: what adapters on the device change, or nothing where
+        steps with adapters cannot be captured.
+        whole_len: the most tokens of contexts behind which steps do less; decode steps have graphs of their own
+        there."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -79,7 +81,7 @@ class GraphKeys:
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared
         self._is_sharing_ready = is_sharing_ready
-        self._takes_adapters = takes_adapters
+        self._reach_of_adapters = reach_of_adapters
         self.takes_checkpoints = takes_checkpoints
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
@@ -92,8 +94,8 @@ class GraphKeys:
             return Uncaptured.FOLDS
         if batch.spans:
             return Uncaptured.SPANS
-        has_adapters = state.params.have_adapters(batch.rows)
-        if has_adapters and not self._takes_adapters():
+        adapters = AdapterReach.NOTHING
+        if state.params.have_adapters(batch.rows) and not (adapters := self._reach_of_adapters()):
             return Uncaptured.ADAPTERS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
@@ -105,10 +107,10 @@ class GraphKeys:
         if isinstance(sampler, Uncaptured):
             return sampler
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, bool(rows), sampler, has_adapters)
+            return self._with_prompts(batch, bool(rows), sampler, adapters)
         drafts = max(batch.num_drafts)
         shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
-        shares = shares and not has_adapters and self._is_sharing_ready()
+        shares = shares and not adapters and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted
@@ -120,7 +122,7 @@ class GraphKeys:
             drafts = drafts if is_unequal else num_wanted
         tokens = size_for(requests, batch.num_tokens, drafts) if is_unequal else requests * (1 + drafts)
         return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.form, sampler=sampler,
-                        shares_pages=shares, has_adapters=has_adapters,
+                        shares_pages=shares, adapters=adapters,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
@@ -139,7 +141,7 @@ class GraphKeys:
         return SamplerForm.FULL
 
     def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
-                      sampler: SamplerForm, has_adapters: bool) -> GraphKey | Uncaptured:
+                      sampler: SamplerForm, adapters: AdapterReach) -> GraphKey | Uncaptured:
         if not self._takes_prompts:
             return Uncaptured.PROMPTS
         if batch.num_tokens > self.limits.max_batched_tokens:
@@ -148,7 +150,7 @@ class GraphKeys:
             next_size(self.sizes.prompt_requests, batch.num_requests),
             next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.num_wanted else 0,
             any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
-            has_adapters=has_adapters,
+            adapters=adapters,
         )  # fmt: skip
 
     @staticmethod
@@ -164,7 +166,7 @@ class GraphKeys:
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
             needs = StepNeeds.everything(self._max_logprobs)
-        additions = RowAdditions(has_adapters=True) if key.has_adapters else IDS_ALONE
+        additions = RowAdditions(adapters=key.adapters) if key.adapters else IDS_ALONE
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints, additions=additions)
 
     def decoding(self) -> Iterator[GraphKey]:
@@ -235,12 +237,12 @@ class GraphKeys:
     def with_adapters(self) -> Iterator[GraphKey]:
         """Some steps whose requests have adapters, of each kind: those are captured when they are met."""
         sizes = self.sizes.at_start
-        if self._takes_adapters():
+        if reach := self._reach_of_adapters():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
-                yield replace(key, has_adapters=True)
+                yield replace(key, adapters=reach)
             largest = self.largest_with_prompts()
             if largest is not None:
-                yield replace(largest, has_adapters=True)
+                yield replace(largest, adapters=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""
