@@ -66,6 +66,8 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
 
     def take(module: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor) -> None:
         check_cancelled()
+        if (tuple(a.shape), tuple(b.shape)) != (pair.a_shape, pair.b_shape):
+            raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
         for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
             if not tensor.is_floating_point() or not _is_finite(tensor, dtype):
                 raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype}), or no numbers")

@@ -21,6 +21,10 @@ from outrider.core.fields import shown
 from outrider.core.lora_request import CONFIG, TENSORS
 
 MAX_CONFIG_BYTES = 1 << 20
+# Keys of patterns are regular expressions. Matching one takes time by the names' length to the power of its repeats, and
+# exponential time where a group is repeated.
+MAX_PATTERNS, MAX_PATTERN_LENGTH, MAX_REPEATS = 4096, 400, 3
+REPEAT, REPEATED_GROUP = re.compile(r"(?<!\()[*+?{]"), re.compile(r"\)[*+{]")
 PREFIX = "base_model.model."
 BASE_WEIGHT = ".base_layer.weight"
 # Ends of tensor names: the factor (0: A, 1: B), and whether it is an embedding's. A name may hold the adapter's own.
@@ -178,11 +182,17 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
     given = config.get(key) or {}
     if not isinstance(given, dict):
         raise AdapterError(f"{path / CONFIG}: {key} must be an object, got {shown(given)}")
+    if len(given) > MAX_PATTERNS:
+        raise AdapterError(f"{path / CONFIG}: {key} has {len(given)} names, and {MAX_PATTERNS} are read")
     for name, value in given.items():
         _number(path, f"{key}: {name}", value)
+        is_costly = len(name) > MAX_PATTERN_LENGTH or len(REPEAT.findall(name)) > MAX_REPEATS
+        if is_costly or REPEATED_GROUP.search(name) is not None:
+            raise AdapterError(f"{path / CONFIG}: {key}: {shown(name)} repeats too much, and could take very long to "
+                               f"match: repeat no group, and nothing else more than {MAX_REPEATS} times")
         try:
             re.compile(name)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise AdapterError(f"{path / CONFIG}: {key}: {shown(name)} is no regular expression ({error})") from error
     return given
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.fields import shown
-from outrider.core.lora_request import CONFIG, LoRARequest
+from outrider.core.lora_request import CONFIG, TENSORS, LoRARequest
 
 NAMED = 'write name=folder, or a JSON object as {"name": "sql", "path": "adapters/sql"}'
 
@@ -55,18 +55,21 @@ def _read_json(text: str) -> NamedAdapter:
     except ValueError as error:
         raise ValueError(f"lora_modules: {shown(text)} is no JSON ({error}): {NAMED}") from None
     keys = {"name", "path", "base_model_name"}
-    if not {"name", "path"} <= given.keys() <= keys or not all(isinstance(value, str) for value in given.values()):
+    is_right = {"name", "path"} <= given.keys() <= keys
+    if not is_right or not all(isinstance(value, str) and value.strip() for value in given.values()):
         raise ValueError(f"lora_modules: {shown(text)} must have name and path, and may have base_model_name: {NAMED}")
     return NamedAdapter(given["name"], given["path"], given.get("base_model_name"))
 
 
 def path_below(root: str, path: str) -> str:
-    """A client's path, resolved. Refused if it does not lie below the root folder."""
+    """A client's path, resolved. Refused if it does not lie below the root folder, or if the files of the adapter are
+    links that lead out of it."""
     base = Path(root).resolve()
     try:
         found = (base / path).resolve()
+        files = [(found / name).resolve() for name in (CONFIG, TENSORS)]
     except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
         raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root") from None
-    if found == base or not found.is_relative_to(base) or not found.is_dir():
+    if found == base or not all(each.is_relative_to(base) for each in (found, *files)) or not found.is_dir():
         raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root")
     return str(found)

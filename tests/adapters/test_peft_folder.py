@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from outrider.adapters.host_adapter import HostAdapter, read_adapter
 from outrider.adapters.peft_folder import AdapterError, PeftFolder
 from outrider.adapters.targets import ExpertsTarget, Targets
+from outrider.models.registry import build_model
 from tests.engine.harness import CONFIGS, random_model
 
 MODEL = random_model(CONFIGS["llama"], torch.float64, 7)
@@ -48,6 +50,7 @@ def test_an_adapter_takes_the_room_of_its_own_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config, scale", [
     ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 16}}, 4.0), ({"alpha_pattern": {"k_proj": 16}}, 2.0),
     ({"r": 2, "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 4}}, 2.0), ({"lora_alpha": 4}, 1.0),
+    ({"alpha_pattern": {r".*\.(?:self_attn|mlp)\.q_pro.?": 16}}, 4.0),
 ])  # fmt: skip
 def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
     (entry,) = read(write(tmp_path, **config)).entries
@@ -67,6 +70,9 @@ def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any]
     ({"r": 2}, "has rank 4, and adapter_config.json says 2"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be a number greater than 0"),
     ({"rank_pattern": {"(": 2}}, "is no regular expression"),
+    ({"rank_pattern": {"(l*)*x": 2}}, r"'\(l\*\)\*x' repeats too much"),
+    ({"alpha_pattern": {"l?" * 30 + "l" * 30: 2}}, "repeats too much"),
+    ({"alpha_pattern": {str(index): 1 for index in range(5000)}}, "alpha_pattern has 5000 names, and 4096 are read"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be_served_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any],
                                                              words: str) -> None:
@@ -98,6 +104,34 @@ def test_a_rank_or_a_size_beyond_the_engines_is_refused_before_a_tensor_is_read(
         read(path, max_rank=16)
     with pytest.raises(AdapterError, match="takes 32768 bytes and the engine has room for 800: raise max_loras"):
         read(path, max_size=100)
+
+
+@pytest.mark.long
+@pytest.mark.skipif("OUTRIDER_TEST_ADAPTER" not in os.environ, reason="a folder with an adapter of Qwen2.5-7B")
+def test_a_published_adapter_of_qwen2_5_7b_is_read() -> None:
+    """Rank 16 on the seven linear layers of all 28 layers: from the wheel llm-security-reviewer 0.1.1 on PyPI, whose
+    folder reviewer/adapters OUTRIDER_TEST_ADAPTER names. The model has no memory: sizes and names are read alone."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    }  # fmt: skip
+    targets = Targets.from_model(build_model(config, dtype=torch.bfloat16, device="meta"))
+    folder = os.environ["OUTRIDER_TEST_ADAPTER"]
+    adapter = read_adapter("own", folder, targets, max_rank=16, max_size=1 << 28, dtype=torch.bfloat16)
+    assert (len(adapter.entries), adapter.rank, {entry.scale for entry in adapter.entries}) == (28 * 7, 16, {2.0})
+    assert adapter.size == 40_370_176 < targets.planned_room(16)
+    assert {targets.all[entry.target].name.rpartition(".")[2] for entry in adapter.entries} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path)
+    header = PeftFolder.open(path)
+    save_file(pair(Q_PROJ, 8), path / "adapter_model.safetensors")
+    monkeypatch.setattr(PeftFolder, "open", lambda folder: header)
+    with pytest.raises(AdapterError, match="was changed while it was read"):
+        read(path)
 
 
 def test_a_damaged_folder_is_refused_by_its_file(tmp_path: Path) -> None:
@@ -146,7 +180,7 @@ def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:
         target = targets.all[entry.target]
         assert isinstance(target, ExpertsTarget) and not target.is_down
         first = adapter.numbers[entry.a : entry.a + 4 * entry.rank * 32].view(4, entry.rank, 32)
-        second = adapter.numbers[entry.b : entry.b + 4 * 48 * entry.rank].view(4, 48, entry.rank)
-        changes.append(entry.scale * second @ first)
+        second = adapter.numbers[entry.b : entry.b + 4 * 48 * entry.rank].view(4, entry.rank, 48)
+        changes.append(entry.scale * second.transpose(1, 2) @ first)
     assert torch.allclose(changes[0], 8 / 3 * b @ a)
     assert torch.equal(changes[0], changes[1]) and torch.allclose(changes[0], changes[2])

@@ -113,7 +113,8 @@ def test_modules_are_named_by_pairs_or_objects(root: Path) -> None:
     assert read_modules(given) == {"a": NamedAdapter("a", str(root / "sql")),
                                    "b": NamedAdapter("b", str(root / "law"), "base")}
     for wrong, words in (("a", "write name=folder"), ("{", "is no JSON"), ('{"name": "a"}', "must have name and path"),
-                         (f"a={root}", "is no adapter"), ("=x", "write name=folder")):
+                         (f"a={root}", "is no adapter"), ("=x", "write name=folder"),
+                         ('{"name": "", "path": "x"}', "must have name and path")):
         with pytest.raises(ValueError, match=words):
             read_modules([wrong])
     with pytest.raises(ValueError, match="'a' is there twice"):
@@ -124,3 +125,16 @@ def test_links_are_resolved_before_they_are_compared(root: Path) -> None:
     assert path_below(str(root), "sql") == path_below(str(root), "./law/../sql") == str((root / "sql").resolve())
     with pytest.raises(ValueError, match="no folder below"):
         path_below(str(root), "link")
+
+
+def test_files_that_are_links_out_of_the_root_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    own = tmp_path / "root" / "own"
+    own.mkdir(parents=True)
+    (own / "adapter_model.safetensors").touch()
+    (own / "adapter_config.json").symlink_to(own / "adapter_model.safetensors")
+    assert path_below(str(tmp_path / "root"), "own") == str(own.resolve()), "links inside the root are followed"
+    (own / "adapter_config.json").unlink()
+    (own / "adapter_config.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ValueError, match="no folder below"):
+        path_below(str(tmp_path / "root"), "own")
