@@ -130,7 +130,7 @@ class HeadColumns(NamedTuple):
 
     per_head: int  # output features of a head
     first: int
-    count: int
+    width: int  # how many they are
 
 
 def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: AdapterTables, target: int, columns: HeadColumns,
@@ -148,7 +148,7 @@ def add_heads_by(product: Product, x: Tensor, out: Tensor, rows: RowSlots, table
         if (found := tables.factors(slot, target, num_latents)) is None:
             continue
         a, b, scale = found
-        own = b.view(len(b), -1, columns.per_head)[:, :, columns.first : columns.first + columns.count]
+        own = b.view(len(b), -1, columns.per_head)[:, :, columns.first : columns.first + columns.width]
         for head in range(x.shape[1]):
             pair = (own[:, head], a) if into_latents else (a, own[:, head])
             delta = _delta(product, x[token_rows, head], *pair)

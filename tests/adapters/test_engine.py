@@ -23,10 +23,11 @@ from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model
-from tests.adapters.folders import merged, write_adapter
+from tests.adapters.folders import merged, write_adapter, write_adapter_of_all
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import CONFIGS, SETTINGS, Rig, greedy, prompt_of, random_model, save_folder
 from tests.engine.recurrent_rig import HYBRIDS
+from tests.ranks.families import make_model
 
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "auto": False, "prompt_lookup_min": 1}
@@ -108,6 +109,55 @@ def test_captured_steps_read_their_adapters_on_the_device(folders: list[Path]) -
         without = next(key for key in captured.met if not key.adapters)
         assert not with_adapters.covers(replace(with_adapters, adapters=AdapterReach.NOTHING))
         assert captured.keys.wider(without, [replace(without, adapters=AdapterReach.LINEARS)]) is None
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_captured_steps_take_adapters_of_every_product(family: str, tmp_path: Path) -> None:
+    """Adapters of experts, embeddings and latent attention have graphs of their own, beside those of linear layers."""
+    model = make_model(family, None)
+    linear = write_adapter(tmp_path / "linear", model, 1, names=("o_proj",))
+    whole = write_adapter_of_all(tmp_path / "whole", model, 2)
+    texts = []
+    for is_captured in (False, True):
+        with Rig(model, **ADAPTERS | {"lora_memory_bytes": 16 << 20}) as rig:
+            captured, llm = AsCaptured(rig, takes_adapters=True) if is_captured else None, LLM.around(rig.engine)
+            texts.append(generated(llm, [PROMPT], [linear]) + generated(llm, [PROMPT] * 3, [whole, None, linear]))
+            if captured is not None:
+                assert not captured.reasons and {key.adapters for key in captured.met} == {
+                    AdapterReach.LINEARS, rig.step.reach_of_captures()}
+                assert AdapterReach.EXPERTS | AdapterReach.EMBEDDINGS in rig.step.reach_of_captures()
+    assert texts[0] == texts[1] and len(set(map(tuple, texts[0]))) == 3
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_outlive_sleep_and_new_weights(folders: list[Path], tmp_path: Path, level: int) -> None:
+    """Their memory stays while weights and pages go. With other weights, no page of before is found."""
+    config = CONFIGS["llama"] | {"tie_word_embeddings": False}
+    paths = [save_folder(tmp_path / str(seed), config, seed=seed) for seed in (7, 8)]
+    other = random_model(config, torch.float64, 8)
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_logprobs"}
+    engine_config = EngineConfig(str(paths[0]), skip_tokenizer_init=True, dtype="float64", **settings | ADAPTERS)
+    asked = [request_for(folder) for folder in (folders[0], None)]
+    with LLM.around(start_engine(engine_config, in_process=True)) as llm:
+        def texts() -> list[list[int]]:
+            outputs = llm.generate([PROMPT] * 2, greedy(8), lora_request=asked, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        before = texts()
+        llm.sleep(level)
+        llm.wake_up()
+        assert texts() == before
+        llm.update_weights(paths[1])
+        after = texts()
+        llm.sleep(level)
+        with pytest.raises(ValueError, match="is no adapter"):  # loads are refused while the engine sleeps, too
+            llm.generate([PROMPT], greedy(4), lora_request=request_for(tmp_path), use_tqdm=False)
+        llm.update_weights(paths[1])
+        llm.wake_up()
+        assert texts() == after
+    with Rig(merged(other, folders[0])) as rig:
+        (alone,) = LLM.around(rig.engine).generate([PROMPT], greedy(8), use_tqdm=False)
+    assert before[0] != after[0] == alone.outputs[0].token_ids
 
 
 def test_adapters_of_a_worker_in_its_own_process(folders: list[Path], tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
     require_tables(name, rows, tables, num_tokens, x)
     require(target < len(tables.bounds), name, "target", "is beyond the tables")
     inner = num_inputs if into_latents else out.shape[2]
-    require(columns.count == inner, name, "columns", f"are {columns.count} of a head, whose rows have {inner}")
+    require(columns.width == inner, name, "columns", f"are {columns.width} of a head, whose rows have {inner}")
     if not num_tokens:
         return
     num_outputs = out.shape[2]
