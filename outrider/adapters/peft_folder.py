@@ -21,7 +21,7 @@ from outrider.core.fields import shown
 from outrider.core.lora_request import CONFIG, TENSORS
 
 MAX_CONFIG_BYTES = 1 << 20
-# Keys of patterns are regular expressions. Matching one takes time by the names' length to the power of its repeats, and
+# Keys of patterns are regular expressions. Matching one takes time by a name's length to the power of its repeats, and
 # exponential time where a group is repeated.
 MAX_PATTERNS, MAX_PATTERN_LENGTH, MAX_REPEATS = 4096, 400, 3
 REPEAT, REPEATED_GROUP = re.compile(r"(?<!\()[*+?{]"), re.compile(r"\)[*+{]")
