@@ -17,9 +17,9 @@ PAGE = """# Models
 Made by `outrider models --markdown`; a test holds it against the tables that the engine goes by.
 
 Every family runs on a CPU (float32, float64) and on CUDA (bf16), with chunked prefill, prefix caching, preemption,
-tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3, block and your own. The column
-"own drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as numbers or in
-these forms: {methods}. GGUF files are read of the families that have a name in that column.
+tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3, block and your own. The
+column "own drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as
+numbers or in these forms: {methods}. GGUF files are read of the families that have a name in that column.
 
 Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
 refused by name.

@@ -63,7 +63,7 @@ def output_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         return F.linear(x, weight)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), weight)
+        return F.linear(x.to(weight.dtype), weight)
 
 
 def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabulary: DraftVocabulary,

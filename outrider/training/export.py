@@ -25,6 +25,16 @@ def write_drafter(folder: Path, config: dict[str, Any], weights: dict[str, torch
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
+def write_module(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], num_drafts: int,
+                 card: DrafterCard) -> None:
+    """The files of a tuned multi-token-prediction module: its tensors alone, beside the target's config."""
+    tensors = {name: weight.to("cpu", torch.bfloat16 if weight.is_floating_point() else None).contiguous()
+               for name, weight in weights.items()}
+    replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_text(folder / "README.md", card_text("mtp", num_drafts, card, folder.name))
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
 def card_text(method: str, num_drafts: int, card: DrafterCard, name: str) -> str:
     speculative = json.dumps({"method": method, "model": name, "num_speculative_tokens": num_drafts})
     lines = [

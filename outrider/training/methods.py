@@ -8,6 +8,7 @@ from __future__ import annotations
 METHODS: dict[str, str] = {
     "eagle3": "outrider.training.eagle3:Eagle3Trainee",
     "block": "outrider.training.block:BlockTrainee",
+    "mtp": "outrider.training.mtp:MTPTrainee",
 }
 
 

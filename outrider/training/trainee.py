@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +49,10 @@ class Trainee(ABC):
     @abstractmethod
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
         """Write the drafter in the form that serving engines load."""
+
+    def with_gradients(self) -> AbstractContextManager[object]:
+        """The context in which the loss and its gradients are computed."""
+        return nullcontext()
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         """Take over weights of a checkpoint."""

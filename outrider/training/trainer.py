@@ -91,10 +91,11 @@ class Trainer:
         self._optimizer.zero_gradients()
         for group in groups:
             taught = self._teacher.teach([self._texts.training[index] for index in group])
-            with self._arithmetic():
-                loss = text_loss(self._trainee, taught, self._is_known, self._pass_weights, num_texts)
-            if loss.requires_grad:  # else no place of these texts can be learned from
-                loss.backward()
+            with self._trainee.with_gradients():
+                with self._arithmetic():
+                    loss = text_loss(self._trainee, taught, self._is_known, self._pass_weights, num_texts)
+                if loss.requires_grad:  # else no place of these texts can be learned from
+                    loss.backward()
             total += float(loss.detach())
         norm = self._optimizer.apply(step)
         if not (torch.isfinite(torch.tensor([total, norm])).all()):

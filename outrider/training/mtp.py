@@ -1,0 +1,120 @@
+"""MTPTrainee: the multi-token-prediction module of a checkpoint, tuned on the target's own answers.
+
+The module runs its own arithmetic (`models.mtp`) on the reference of every operation, which has gradients. Published
+modules are trained for one draft; tuned on several unrolled passes, a module drafts further from its own output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from outrider.formats import WeightSlot
+from outrider.kernels import ops
+from outrider.layers import StepContext
+from outrider.mixers import AttentionLayer
+from outrider.models.base import Decoder, Model
+from outrider.models.head import load_head
+from outrider.models.mtp import MTPHead, build_mtp_modules
+from outrider.models.sources import resolve
+from outrider.training.eagle3 import output_logits
+from outrider.training.export import write_module
+from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import TaughtTexts
+from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.unrolled_attend import UnrolledAttend
+from outrider.training.vocabulary import DraftVocabulary
+
+
+class MTPTrainee(Trainee):
+    def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
+        self.num_passes = settings.passes
+        self._target = _checked(target, settings)
+        wide = torch.float64 if target.dtype == torch.float64 else torch.float32
+        (self.module,) = build_mtp_modules(target, first_layer=target.num_layers, dtype=wide, device=target.device)
+        self._attention = _attention_layers(self.module)
+        files = Path(self._target.config.source).parent
+        load_head(self.module, lambda: resolve(files), load_format="auto", seed=settings.seed)
+        # Several tensors of the file may be parts of one tensor here, which is trained as one.
+        self.weights = {}
+        held: set[int] = set()
+        for name, slot in self.module.weights().items():
+            whole = slot.target if slot.target._base is None else slot.target._base
+            if whole.is_floating_point() and id(whole) not in held:
+                held.add(id(whole))
+                self.weights[name] = whole.requires_grad_()
+        rows = target.lm_head.format.dense()
+        assert rows is not None, "checked above"
+        self._output = rows[vocabulary.ids.to(rows.device)].detach().to(wide).clone()
+
+    @classmethod
+    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        _checked(target, settings)
+        return (target.num_layers,)
+
+    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        width = taught.tokens.shape[1]
+        for own_rows, states in zip(rows, self.passes(taught), strict=False):  # texts may be too short for the last
+            yield output_logits(states[own_rows // width, own_rows % width - 1], self._output)
+
+    @contextmanager
+    def with_gradients(self) -> Iterator[None]:
+        """Operations run their references, and sums that are made in place leave what gradients need."""
+        with ops.using("reference"), torch.autograd.graph.allow_mutation_on_saved_tensors():
+            yield
+
+    def passes(self, taught: TaughtTexts) -> Iterator[torch.Tensor]:
+        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p."""
+        module, num_texts, length = self.module, *taught.tokens.shape
+        hidden = taught.taps[:, :-1, 0].to(self._output.dtype)
+        if module.description.hidden == "final":
+            hidden = self._target.norm(hidden.flatten(0, 1).to(self._target.dtype)).to(hidden.dtype).view(hidden.shape)
+        module.finalize()  # norms may scale by 1 + weight, which is made here
+        attend = UnrolledAttend(self._attention, num_texts)
+        for index in range(self.num_passes):
+            count = length - 1 - index
+            if count < 1:
+                return
+            slots = torch.arange(1 + index, length, device=hidden.device).repeat(num_texts)
+            tokens = taught.tokens[:, 1 + index :].flatten()
+            # A copy: the module may overwrite what it consumes.
+            output, feedback = module.forward(tokens, hidden[:, :count].flatten(0, 1).clone(),
+                                              StepContext(attend, slots))  # type: ignore[arg-type]
+            yield output.view(num_texts, count, -1)
+            hidden = feedback.view(num_texts, count, -1)
+
+    def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
+        """The module alone, by the names that it has in the target's files, beside the target's config."""
+        tensors = {name: _as_in_file(slot) for name, slot in self.module.weights().items()}
+        write_module(folder, dict(self._target.config.values), tensors, self.num_passes, card)
+
+
+def _checked(target: Model, settings: TrainingSettings) -> Decoder:
+    """The target, if it has one module that can be tuned. Raises ValueError otherwise."""
+    if not isinstance(target, Decoder) or target.lm_head.format.dense() is None:
+        raise ValueError("--method mtp needs a decoder whose output rows are stored as numbers: load the checkpoint "
+                         "that is not quantised, or train with --method eagle3")
+    modules = build_mtp_modules(target, first_layer=target.num_layers, dtype=target.dtype, device=torch.device("meta"))
+    if len(modules) != 1:
+        raise ValueError(f"--method mtp tunes one module, and the checkpoint has {len(modules)}: use --method eagle3")
+    _attention_layers(modules[0])
+    return target
+
+
+def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
+    found = [layer for layer in module.attention_layers if isinstance(layer, AttentionLayer)]
+    if len(found) != len(module.attention_layers):
+        raise ValueError("--method mtp cannot tune a module with latent attention: use --method eagle3 or block")
+    return found
+
+
+def _as_in_file(slot: WeightSlot) -> torch.Tensor:
+    """A slot's tensor in the order of the checkpoint's."""
+    tensor = slot.target.detach().reshape(slot.shape)
+    if slot.layout is None:
+        return tensor
+    order = slot.layout.sort(torch.arange(tensor.shape[0])[:, None])[:, 0].to(tensor.device)
+    return torch.empty_like(tensor).index_copy_(0, order, tensor)
