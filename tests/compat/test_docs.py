@@ -19,6 +19,7 @@ import pytest
 
 from outrider.cli import build_parser
 from outrider.commands.parser import check_flags
+from outrider.models import registry
 from tests.compat.doc_blocks import ROOT, Block, all_blocks
 
 BLOCKS = all_blocks()
@@ -139,6 +140,17 @@ def test_pieces_of_the_guide_run(names: dict[str, Any]) -> None:
     given["model"] = type("Model", (), {"state_dict": lambda self: {"model.norm.weight": torch.ones(32)}})()
     exec(weights.replace("path/to/checkpoint", names["model"]), given)
     assert names["llm"].generate("a", names["SamplingParams"](max_tokens=2))[0].finished
+
+
+def test_the_family_of_the_page_passes_the_test_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_ARCHITECTURES", dict(registry._ARCHITECTURES))
+    family, test = code_under("docs/extending.md", "A model family")
+    (tmp_path / "parallel_llama.py").write_text(family)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "parallel_llama", raising=False)
+    given: dict[str, Any] = {}
+    exec(test, given)
+    given["test_drafts_and_chunks_change_nothing"](tmp_path)
 
 
 SCRIPTS = sorted({command for block in BLOCKS for command in block.commands if "python bench/" in command})
