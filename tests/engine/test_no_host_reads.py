@@ -24,7 +24,8 @@ from outrider.runner.step import DeviceStep
 from tests.drafters.hybrid_rig import mtp_of
 from tests.drafters.latent_rig import latent_of
 from tests.drafters.scripted_drafter import ScriptedDrafter
-from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.test_exact_mode import FAMILIES as EXACT_FAMILIES
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "_unique",
          "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
@@ -156,11 +157,13 @@ def test_a_step_with_drafts_reads_nothing(monkeypatch: pytest.MonkeyPatch, mode:
         assert sum(part.num_accepted for result in rig.results for part in result.requests) > 0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v32_fp8", "deepseek_v32_modules"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v32_fp8", "deepseek_v32_modules",
+                                    "qwen4_exp"])
 def test_a_step_with_an_indexer_reads_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Choosing positions has shapes of its own, which must not come from the device, nor do several prediction modules
     read anything. Experts on the CPU may read."""
-    model = latent_of(family)
+    model = latent_of(family) if "qwen" not in family else random_model(
+        EXACT_FAMILIES[family] | {"vocab_size": 24, "indexer_budget": 16}, torch.float64, seed=4)
     drafter = mtp_of(model, 3) if family == "deepseek_v32_modules" else None
     for experts in find_modules([model, *([] if drafter is None else drafter.modules())], Experts):
         monkeypatch.setattr(experts.format, "mix", lambda x, *_: x)
