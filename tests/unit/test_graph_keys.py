@@ -213,6 +213,18 @@ def test_different_numbers_of_drafts_share_sizes_at_most_32_apart(num_requests: 
     assert max(gaps) <= 32 and len(sizes) <= 10
 
 
+@pytest.mark.parametrize("is_costly", [False, True])
+def test_graphs_that_are_captured_when_idle_stand_in_for_different_numbers_of_drafts(is_costly: bool) -> None:
+    """Start-up has a graph for requests that all have three drafts; half as many drafts need not run on that."""
+    made = graphs(is_costly=is_costly)
+    later = {*made.decoding(), *made.usual()}
+    assert len(later) == len([*made.decoding(), *made.usual()])
+    batch = replace(batch_of([3] * 32 + [0] * 32), num_wanted=3)
+    key, wider = served(made, batch), made.wider(served(made, batch), later)
+    assert key == GraphKey(64, 160, 3, True) and wider == GraphKey(64, 192, 3, True)
+    assert made.wider(key, list(made.decoding())) == GraphKey(64, 256, 3, True)
+
+
 @pytest.mark.parametrize("requests", [9, 16, 17, 32, 33, 40, 64, 250, 256])
 @pytest.mark.parametrize("max_drafts", [1, 3, 5])
 def test_the_scheduler_fills_sizes_that_are_captured(requests: int, max_drafts: int) -> None:

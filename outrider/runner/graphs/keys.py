@@ -260,8 +260,12 @@ class GraphKeys:
                         has_prompts=True)  # fmt: skip
 
     def usual(self) -> Iterator[GraphKey]:
-        """Decode steps to capture while the engine is idle, the least important first: sizes that wider graphs serve
-        until then, and sizes of start-up with long contexts, which no graph serves."""
+        """Decode steps to capture while the engine is idle, the least important first: sizes that requests with
+        different numbers of drafts share, sizes that wider graphs serve until then, and sizes of start-up with long
+        contexts, which no graph serves."""
+        most = self.limits.max_drafts
+        for requests, drafts in self.sizes.unequal_when_idle(most):
+            yield self.shortened(GraphKey(requests, requests * (1 + drafts), most, True, self.takes_checkpoints))
         lengths, num_drafts = {False, self._short < EVERY_LENGTH}, {0, self.limits.max_drafts}
         for is_long, requests, drafts in product(lengths, reversed(self.sizes.requests), num_drafts):
             if (requests in self.sizes.at_start) == is_long:

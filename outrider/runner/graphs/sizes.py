@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from outrider.core import Limits
 from outrider.core.decode_sizes import FEW
@@ -50,6 +51,12 @@ class GraphSizes:
             prompt_requests=_up_to(most, (4**i for i in range(10))),
             prompt_tokens=_up_to(most_tokens, tokens),
         )
+
+    def unequal_when_idle(self, max_drafts: int) -> list[tuple[int, int]]:
+        """(requests, mean number of drafts) of steps that are captured while the engine is idle, since requests with
+        different numbers of drafts may share their token rows. Each stands in for the sizes below it."""
+        sizes = [requests for requests in reversed(self.at_start) if requests > FEW]
+        return list(product(sizes, range(max_drafts - 1, 0, -1)))
 
 
 def _up_to(most: int, sizes: Iterable[int]) -> list[int]:

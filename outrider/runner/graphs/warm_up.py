@@ -134,7 +134,8 @@ def largest_step(limits: Limits) -> tuple[list[int], int]:
 def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
     """Captured steps share memory of their own, as much as the largest of them takes; each has its nodes besides.
     has_prompts: steps with prompts are captured too."""
-    count = len(GraphSizes.from_limits(limits).requests) * (2 if limits.max_drafts else 1)
+    sizes = GraphSizes.from_limits(limits)
+    count = len(sizes.requests) * (2 if limits.max_drafts else 1) + len(sizes.unequal_when_idle(limits.max_drafts))
     if has_prompts:
         return activations + (count + LATER_GRAPHS) * GRAPH_MIB * MIB
     logits = limits.extent(Axis.LOGIT_ROWS)
