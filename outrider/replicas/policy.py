@@ -8,7 +8,7 @@ routed itself; a replica whose cache has forgotten a prompt computes the prompt 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MAX_BLOCKS = 1 << 17  # beginnings of prompts that are remembered, over all replicas
 MOST_BEHIND = 4  # requests that a preferred replica may have more than the least loaded one ...
@@ -23,17 +23,21 @@ class PrefixRouter:
         self._max_blocks = max_blocks
         # The replicas that were given a block, by the block's hash; the block that was used last is the last one.
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._turns: dict[str, int] = {}  # number of the last prompt that a replica was given
+        self._num_given = 0
 
     def choose(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str:
         """The replica for a prompt. `loads`: running requests of every replica that could take it, at least one."""
         least = min(loads.values())
         chosen = self._preferred(blocks, loads)
         if chosen is None or loads[chosen] > least + max(MOST_BEHIND, BEHIND_SHARE * least):
-            chosen = min(loads, key=lambda name: (loads[name], name))
+            chosen = self._least_loaded(loads, loads)
         return chosen
 
     def remember(self, blocks: Sequence[int], replica: str) -> None:
         """Note that a replica was given a prompt."""
+        self._num_given += 1
+        self._turns[replica] = self._num_given
         for block in reversed(blocks):  # the end of a prompt is forgotten before its beginning
             holders = self._holders.get(block, ())
             self._holders[block] = holders if replica in holders else (*holders, replica)
@@ -43,6 +47,7 @@ class PrefixRouter:
 
     def forget(self, replica: str) -> None:
         """A replica is gone, or starts again with an empty cache."""
+        self._turns.pop(replica, None)
         for block, holders in list(self._holders.items()):
             if replica not in holders:
                 continue
@@ -64,5 +69,10 @@ class PrefixRouter:
         for block in reversed(blocks):
             holders = [name for name in self._holders.get(block, ()) if name in loads]
             if holders:
-                return min(holders, key=lambda name: (loads[name], name))
+                return self._least_loaded(holders, loads)
         return None
+
+    def _least_loaded(self, names: Iterable[str], loads: Mapping[str, int]) -> str:
+        """Of several with the same load the one that was given no prompt for longest: otherwise one replica's cache
+        would hold all prompts of a client that asks one after the other."""
+        return min(names, key=lambda name: (loads[name], self._turns.get(name, 0), name))

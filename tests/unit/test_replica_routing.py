@@ -40,6 +40,17 @@ def test_the_replica_that_holds_the_longest_beginning_is_preferred_until_it_is_l
     assert router.choose(blocks_of(longer), {"0": 9, "1": 9}) == "1", "only replicas that could take it"
 
 
+def test_prompts_that_come_one_by_one_fill_the_caches_of_all_replicas() -> None:
+    router, idle, given = PrefixRouter(), {name: 0 for name in ("0", "1", "2")}, []
+    for i in range(9):
+        blocks = blocks_of(f"{i} is new " * 30)
+        given.append(router.choose(blocks, idle))
+        router.remember(blocks, given[-1])
+    assert given == ["0", "1", "2"] * 3
+    router.forget("2")
+    assert router.choose([], idle) == "2", "a replica that starts again is the next"
+
+
 def test_a_replica_that_starts_again_holds_nothing_and_memory_is_bounded() -> None:
     router = PrefixRouter(max_blocks=30)
     for i in range(20):
