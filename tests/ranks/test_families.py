@@ -194,7 +194,7 @@ def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes:
 
 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES,
-                                    *STREAM_FAMILIES])
+                                    *STREAM_FAMILIES, *CLASSICS])
 def test_heads_are_refused_without_torch_only_where_the_model_refuses_them(family: str) -> None:
     """Before ranks start, the config alone is looked at. Its refusal names numbers of ranks that the model takes."""
     config = config_of(family)
