@@ -43,6 +43,12 @@ class StepAdapters(RowAdapters):
         if targets is not None:
             ops.add_adapters(x, out, first, self._row_slots, self._arena.tables, targets)
 
+    def add_activated(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        targets = self._arena.targets.ranges.get(id(linear))
+        if targets is None or activation not in moe.GATED:
+            return super().add_activated(out, linear, x, activation)
+        return ops.add_adapters_gated(x, out, activation, self._row_slots, self._arena.tables, targets)
+
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
         (target,) = self._arena.targets.of_module[id(embedding)]
         assert isinstance(target, EmbeddingTarget)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from outrider.kernels.buffers import to_device
 from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model
 
-OPERATIONS: tuple[ops.Operation[..., None], ...] = (
+OPERATIONS: tuple[ops.Operation[..., Any], ...] = (
     ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
 )  # fmt: skip
 

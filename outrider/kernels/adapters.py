@@ -107,6 +107,14 @@ def add_by(product: Product, x: Tensor, out: Tensor, first: int, rows: RowSlots,
             out[token_rows, low - first : high - first] += (delta * scale).to(out.dtype)
 
 
+def add_adapters_gated(x: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+                       targets: TargetRange) -> Tensor:
+    """The gated activation of out [tokens, 2 x width], the output features of a linear layer for x [tokens, inputs], to
+    which is added what the adapter in each token row's slot adds: [tokens, width]. `out` may be written."""
+    add_adapters(x, out, 0, rows, tables, targets)
+    return moe.activate(out, activation)
+
+
 def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSlots, tables: AdapterTables,
                            target: int) -> None:
     """Add to out [tokens, hidden], the embeddings of these ids, `gain` times what the adapter in each token row's slot

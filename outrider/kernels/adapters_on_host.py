@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from functools import partial
 
-from outrider.kernels.adapters import add_by, add_embeddings_by, add_heads_by, mix_experts_by
+from torch import Tensor
+
+from outrider.kernels import ops
+from outrider.kernels.adapters import (
+    AdapterTables,
+    RowSlots,
+    TargetRange,
+    add_by,
+    add_embeddings_by,
+    add_heads_by,
+    mix_experts_by,
+)
 from outrider.kernels.ops import exact
 
 add_adapters = partial(add_by, exact.linear)
+
+
+def add_adapters_gated(x: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+                       targets: TargetRange) -> Tensor:
+    """See `kernels.adapters.add_adapters_gated`."""
+    add_adapters(x, out, 0, rows, tables, targets)
+    return ops.gated(out, activation)
+
+
 add_adapter_embeddings = partial(add_embeddings_by, exact.linear)
 add_head_adapters = partial(add_heads_by, exact.linear)
 mix_adapted_experts = partial(mix_experts_by, exact.linear)

@@ -15,6 +15,7 @@ from typing import Never, Protocol
 import torch
 
 from outrider.core.step import AdapterPlacement, AdapterReach
+from outrider.formats import activate
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
@@ -78,6 +79,11 @@ class RowAdapters(ABC):
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
         the adapter of each token row adds."""
+
+    def add_activated(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """As `add_to` for all output features, and then the activation of `out`. See `LinearFormat.activated`."""
+        self.add_to(out, linear, x, 0)
+        return activate(out, activation)
 
     def change(self, module: object) -> bool:
         """Whether an adapter of this step may change an embedding, experts or a latent expansion. Where it is False,

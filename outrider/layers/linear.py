@@ -81,7 +81,9 @@ class Linear(FormatModule[LinearFormat]):
         """The activation of the product, see `LinearFormat.activated`."""
         if context.adapters is None:
             return self.format.activated(x, activation)
-        return activate(self(x, context), activation)
+        if isinstance(self.declared.cut, InputCut):
+            return activate(self(x, context), activation)
+        return context.adapters.add_activated(self.format.product(x), self, x, activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""

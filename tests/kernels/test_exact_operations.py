@@ -94,6 +94,13 @@ def adapters_of(rows: torch.Tensor, sizes: list[tuple[int, int]],
     return RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows]), tables
 
 
+def add_adapters_gated(rows: torch.Tensor) -> torch.Tensor:
+    named = adapters_of(rows, [(WIDTH, 33), (WIDTH, 33)], [33, 66])
+    named[1].bounds[1, 0] = 33
+    return ops.add_adapters_gated(random(ROWS, WIDTH)[rows], random(ROWS, 66, seed=3)[rows], "silu", *named,
+                                  TargetRange(0, (33, 66)))
+
+
 def add_adapter_embeddings(rows: torch.Tensor) -> torch.Tensor:
     out, tokens = random(ROWS, WIDTH, seed=3)[rows], (torch.arange(ROWS, device=DEVICE) % 40)[rows]
     ops.add_adapter_embeddings(out, tokens, 3.0, *adapters_of(rows, [(40, WIDTH)], [WIDTH]), 0)
@@ -302,6 +309,7 @@ def gate_values(rows: torch.Tensor) -> torch.Tensor:
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
     "add_adapters": [add_adapters],
+    "add_adapters_gated": [add_adapters_gated],
     "add_adapter_embeddings": [add_adapter_embeddings],
     "add_head_adapters": [lambda rows: add_head_adapters(rows, True), lambda rows: add_head_adapters(rows, False)],
     "mix_adapted_experts": [mix_adapted_experts],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,26 @@ def device_of(kind: str, device: torch.device) -> torch.device:
     return torch.device("cpu") if kind == "host" else device
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("kind", ["triton", "host"])
+def test_activations_of_changed_products(device: torch.device, kind: str, activation: str) -> None:
+    """Rows without an adapter have the bits of the activation alone."""
+    device = device_of(kind, device)
+    tables = other_tables(device, [(96, 40), (96, 40)], [40, 80])
+    tables.bounds[1, 0] = 40
+    slots = torch.tensor(SLOTS, device=device)
+    x, before, found = drawn(device, len(SLOTS), 96), drawn(device, len(SLOTS), 80, seed=6), []
+    for each in ("reference", kind):
+        with ops.using(each, ops.add_adapters_gated):
+            found.append(ops.add_adapters_gated(x, before.clone(), activation, RowSlots.from_slots(slots), tables,
+                                                TargetRange(0, (40, 80))))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    with ops.using(kind, ops.silu_mul, ops.gelu_tanh_mul) if kind == "triton" else nullcontext():
+        alone = ops.gated(before, activation)
+    is_plain = (slots == NO_SLOT) | (slots == 2)
+    assert found[1][is_plain].equal(alone[is_plain]) and not (found[1] == alone)[~is_plain].any(1).all()
+
+
 @pytest.mark.parametrize("kind", ["triton", "host"])
 def test_embeddings_are_changed_as_torch_changes_them(device: torch.device, kind: str) -> None:
     device = device_of(kind, device)
@@ -183,11 +204,12 @@ def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
 def test_the_compiler_takes_both_kernels() -> None:
     from tests.kernels.compiled import found_without_interpreter
 
-    assert set(found_without_interpreter(__file__)) >= {"_shrink_kernel", "_expand_kernel", "_head_kernel"}
+    assert set(found_without_interpreter(__file__)) >= {
+        "_shrink_kernel", "_expand_kernel", "_expand_gated_kernel", "_head_kernel"}
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.triton.adapters import add_adapters
+    from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated
     from outrider.kernels.triton.expert_adapters import mix_adapted_experts
     from outrider.kernels.triton.head_adapters import add_head_adapters
     from tests.kernels.compiled import compiling
@@ -199,6 +221,10 @@ def compile_kernels() -> list[str]:
             out = torch.zeros(tokens, ENDS[-1], dtype=torch.bfloat16)
             rows = RowSlots.from_slots(torch.zeros(tokens, dtype=torch.int64))
             add_adapters(x, out, 0, rows, tables, TARGETS, pdl=pdl)
+            ends = TargetRange(0, (128, 256))
+            places, scales = (table[:, :2].contiguous() for table in (tables.places, tables.scales))
+            gated = replace(tables, bounds=torch.tensor([[0, 128], [128, 256]]), places=places, scales=scales)
+            add_adapters_gated(x, torch.zeros(tokens, 256, dtype=torch.bfloat16), "silu", rows, gated, ends, pdl=pdl)
         heads = [torch.zeros(8, 16, size, dtype=torch.bfloat16) for size in (128, 512)]
         named = RowSlots.from_slots(torch.zeros(8, dtype=torch.int64))
         one, two = (replace(other_tables(torch.device("cpu"), [(1, 1)] * count, [1] * count),

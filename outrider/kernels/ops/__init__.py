@@ -64,6 +64,7 @@ __all__ = [
     "NotExact",
     "add_adapter_embeddings",
     "add_adapters",
+    "add_adapters_gated",
     "add_head_adapters",
     "mix_adapted_experts",
     "arrange_codes",
@@ -344,6 +345,13 @@ add_adapters = Operation(
     adapters.add_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
     triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
+add_adapters_gated = Operation(
+    adapters.add_adapters_gated,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters_gated"),
+    triton_kernel("outrider.kernels.triton.adapters:add_adapters_gated", UP_TO_FLOAT32,
+                  "outrider.kernels.triton.adapters:takes_gated"),
     exact=ROW_BY_ROW,
 )
 add_adapter_embeddings = Operation(

@@ -22,6 +22,7 @@ from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, AdapterTables, RowS
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
+    gated,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -42,6 +43,7 @@ _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, no
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
 _BLOCK_N = 128
 _EXPAND_REGISTERS = 128  # of a thread: ptxas takes twice as many otherwise, and half as many programs run at once
+_GATED = ("silu", "gelu_pytorch_tanh")
 _MAX_STEP = 16  # numbers that one load takes at most
 
 
@@ -159,6 +161,65 @@ def _expand_kernel(
     wait_for_inputs(PDL)
 
 
+@kernel(do_not_specialize=["M"])
+def _expand_gated_kernel(
+    inner, numbers, places, scales, sorted_slots, order, product, out, product_stride, out_stride, M, width,
+    first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
+    PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
+    has. Every token row is written; STEP divides width."""
+    release_dependents(PDL)
+    lane = tl.arange(0, TILE)
+    place_of_row = tl.program_id(0) * TILE + lane
+    exists = place_of_row < M
+    token = tl.load(order + place_of_row, mask=exists, other=0)
+    slot = tl.load(sorted_slots + place_of_row, mask=exists, other=-1)
+    width = tl.multiple_of(width, STEP)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_there = tl.max_constancy(feature < width, [STEP])
+    # Sums for gate and up. Slots of a tile come one after the other, and each has rows of its own.
+    gate_added = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+    up_added = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+    current = tl.max(slot, axis=0)
+    while current >= 0:
+        is_own = slot == current
+        for target in tl.static_range(2):
+            slot_and_target = current * num_targets + first_target + target
+            place = places + slot_and_target * PLACES
+            rank = tl.load(place + 2)
+            b_at = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT) + lane[:, None] * width + feature[None, :]
+            b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
+            scale = tl.load(scales + slot_and_target)
+            wait_for_inputs(PDL)
+            inner_at = inner + (place_of_row.to(tl.int64)[:, None] * 2 + target) * inner_width + lane[None, :]
+            acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+            for block in range(0, rank, TILE):
+                total = tl.zeros([TILE, TILE], dtype=tl.float32)
+                for split in tl.static_range(SPLITS):
+                    part = inner_at + tl.cast(split, tl.int64) * M * 2 * inner_width + block
+                    total += tl.load(part, mask=is_own[:, None] & (block + lane < rank)[None, :], other=0.0)
+                acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
+                b_at += TILE * width
+                in_next = block + TILE + lane < rank
+                b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+            if target == 0:
+                gate_added = tl.where(is_own[:, None], scale * acc, gate_added)
+            else:
+                up_added = tl.where(is_own[:, None], scale * acc, up_added)
+        slot = without_largest(slot, 1)
+        current = tl.max(slot, axis=0)
+    wait_for_inputs(PDL)
+    inside = exists[:, None] & is_there[None, :]
+    product_at = product + token[:, None] * product_stride + feature[None, :]
+    # Rounded as if they had been stored.
+    gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32) + gate_added
+    up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32) + up_added
+    gate, up = (gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32))
+    result = gated(gate, up, GELU).to(out.dtype.element_ty)
+    tl.store(out + token[:, None] * out_stride + feature[None, :], result, mask=inside)
+
+
 def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapters`."""
@@ -171,6 +232,36 @@ def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots,
     asked = targets.within(first, first + out.shape[1])
     if len(x) and asked:
         _expand(_shrink(x, rows, tables, asked, 1, 1, pdl), out, first, rows, tables, targets, asked, 1.0, 1, pdl)
+
+
+def takes_gated(x: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+                targets: TargetRange) -> bool:
+    """Whether gate and up are two targets, one behind the other."""
+    return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
+
+
+def add_adapters_gated(x: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+                       targets: TargetRange, *, pdl: bool | None = None) -> torch.Tensor:
+    """See `kernels.adapters.add_adapters_gated`."""
+    pdl = uses_pdl(x.device) if pdl is None else pdl
+    name, width = "add_adapters_gated", targets.ends[0]
+    require_tensor(name, "x", x, (None, None), x.device, FLOATS)
+    require_tensor(name, "out", out, (len(x), 2 * width), x.device, (x.dtype,))
+    require_tables(name, rows, tables, len(x), x)
+    require(activation in _GATED, name, "activation", f"is {activation!r}")
+    require(targets.first + 2 <= len(tables.bounds), name, "targets", "are beyond the tables")
+    result = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    if not len(x):
+        return result
+    inner = _shrink(x, rows, tables, range(targets.first, targets.first + 2), 1, 1, pdl)
+    block = min(_BLOCK_N, max(TILE, next_power_of_two(width)))
+    limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
+    _expand_gated_kernel[(cdiv(len(x), TILE), cdiv(width, block))](
+        inner, tables.numbers, tables.places, tables.scales, rows.sorted_slots, rows.order, out, result, out.stride(0),
+        width, len(x), width, targets.first, len(tables.bounds), inner.shape[3], SPLITS=inner.shape[0], TILE=TILE,
+        BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl,
+        num_warps=4, num_stages=1, **limit, **pdl_options(pdl))  # fmt: skip
+    return result
 
 
 def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: AdapterTables,
