@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from outrider.models.catalog import Family, served
+from outrider.models.catalog import BRIDGED, Family, served
 from outrider.models.sources.quantization import methods
 
 PAGE = """# Models
@@ -27,6 +27,29 @@ refused by name.
 | family | architectures | own drafter | GGUF | on the hub |
 |---|---|---|---|---|
 {rows}
+
+## Through transformers
+
+Other decoders of text are computed by transformers' own code (`pip install 'outrider[transformers]'`), if it routes
+its attention through transformers' attention interface. `model_impl="auto"`, the default, takes a family of the table
+above where there is one and this bridge otherwise; `"transformers"` always takes the bridge, and `"outrider"` never.
+
+Attention, its cache, the embedding and the product that makes logits are the engine's. Linear layers, RMS norms, gated
+MLPs, experts and plain attention with a rope are replaced by layers of this package where their code computes the same,
+which is found out by running it on small random numbers. So prefix caching, chunked prefill, preemption, overlap, all
+sampling parameters, quantised files, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your own work as
+for a family. Steps are captured on CUDA unless the model's own code waits for values on the device; such steps are
+counted under that reason.
+
+Not served, and refused by name: models with a state of their own (Mamba, convolutions, linear attention), positions as
+a bias (ALiBi), masks of their own, several attentions in one layer, experts of an unknown form, encoder-decoders, ropes
+that depend on the longest text of a batch, code of a checkpoint (`auto_map`), several ranks, exact mode.
+
+These architectures are held against transformers by tests, as tiny random models; others that fit are served too.
+
+| architecture | on the hub |
+|---|---|
+{bridged}
 """
 
 
@@ -59,10 +82,14 @@ def lines() -> Iterator[str]:
     yield ""
     yield "All run on a CPU and on CUDA, with the drafters ngram, suffix, draft_model, eagle, eagle3 and block."
     yield f"Quantised files: {', '.join(methods())}, and GGUF where it is named."
+    yield ""
+    yield "Through transformers' own code (pip install 'outrider[transformers]'), others that fit among them:"
+    yield from (f"  {name}" for name in BRIDGED)
 
 
 def page() -> str:
-    return PAGE.format(methods=", ".join(methods()), rows="\n".join(map(_row, served())))
+    bridged = "\n".join(f"| `{name}` | {', '.join(f'`{each}`' for each in ids)} |" for name, ids in BRIDGED.items())
+    return PAGE.format(methods=", ".join(methods()), rows="\n".join(map(_row, served())), bridged=bridged)
 
 
 def _row(family: Family) -> str:

@@ -99,6 +99,51 @@ FAMILIES = (
 )  # fmt: skip
 
 
+# Architectures that the bridge serves and tests hold against transformers, with models of the hub.
+BRIDGED: dict[str, tuple[str, ...]] = {
+    "AfmoeForCausalLM": ("arcee-ai/Trinity-Mini",),
+    "ApertusForCausalLM": ("swiss-ai/Apertus-8B-Instruct-2509",),
+    "ArceeForCausalLM": ("arcee-ai/AFM-4.5B",),
+    "BitNetForCausalLM": (),
+    "Cohere2MoeForCausalLM": ("CohereLabs/command-a-plus-05-2026",),
+    "CwmForCausalLM": ("facebook/cwm",),
+    "Dots1ForCausalLM": ("rednote-hilab/dots.llm1.inst",),
+    "ExaoneMoeForCausalLM": ("LGAI-EXAONE/K-EXAONE-236B-A23B",),
+    "FlexOlmoForCausalLM": ("allenai/FlexOlmo-7x7B-1T",),
+    "GPT2LMHeadModel": ("openai-community/gpt2",),
+    "GPTBigCodeForCausalLM": ("bigcode/starcoder",),
+    "GPTNeoXForCausalLM": ("EleutherAI/pythia-1.4b",),
+    "GemmaForCausalLM": ("google/gemma-7b-it",),
+    "Glm4ForCausalLM": ("zai-org/GLM-4-9B-0414",),
+    "Glm4MoeLiteForCausalLM": ("zai-org/GLM-4.7-Flash",),
+    "GlmForCausalLM": ("zai-org/glm-4-9b-chat-hf",),
+    "GraniteMoeForCausalLM": ("ibm-granite/granite-3.1-3b-a800m-instruct",),
+    "GraniteSWAForCausalLM": ("ibm-granite/granite-swash-2b",),
+    "HYV3ForCausalLM": ("tencent/Hy3-preview",),
+    "HeliumForCausalLM": ("kyutai/helium-1-preview",),
+    "HyperCLOVAXForCausalLM": ("naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",),
+    "Jais2ForCausalLM": ("inceptionai/Jais-2-8B-Chat",),
+    "LagunaForCausalLM": ("poolside/laguna-XS.2",),
+    "MellumForCausalLM": ("JetBrains/Mellum2-12B-A2.5B-Base",),
+    "MiniCPM3ForCausalLM": (),
+    "Ministral3ForCausalLM": ("mistralai/Ministral-3-8B-Base-2512",),
+    "MinistralForCausalLM": (),
+    "NanoChatForCausalLM": ("karpathy/nanochat-d32",),
+    "NemotronForCausalLM": ("nvidia/Minitron-8B-Base",),
+    "OPTForCausalLM": ("facebook/opt-1.3b",),
+    "OlmoForCausalLM": ("allenai/OLMo-7B-0724-Instruct-hf",),
+    "OlmoeForCausalLM": ("allenai/OLMoE-1B-7B-0924-Instruct",),
+    "PersimmonForCausalLM": ("adept/persimmon-8b-chat",),
+    "PhiForCausalLM": ("microsoft/phi-2",),
+    "PhimoeForCausalLM": (),
+    "Qwen2MoeForCausalLM": ("Qwen/Qwen1.5-MoE-A2.7B-Chat",),
+    "SolarOpenForCausalLM": ("upstage/Solar-Open-100B",),
+    "Starcoder2ForCausalLM": ("bigcode/starcoder2-7b",),
+    "VaultGemmaForCausalLM": ("google/vaultgemma-1b",),
+    "YoutuForCausalLM": ("tencent/Youtu-LLM-2B",),
+}
+
+
 def served() -> Iterator[Family]:
     """The families of this list, and one more for each architecture that `register` added from outside."""
     yield from FAMILIES

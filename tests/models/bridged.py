@@ -71,8 +71,9 @@ FORCED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", _SLIDING | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}),
 }
 SCALED_BY_ONE_MORE = ("Gemma", "Gemma2", "VaultGemma", "Nemotron")  # norms scale by 1 + weight
-# Of weights, where 0.2 magnifies the rounding of transformers' norms, which are float32 in any dtype.
-SPREAD = {"GraniteMoe": 0.1, "GraniteSWA": 0.1}
+# Of weights, where 0.2 magnifies the rounding of transformers' norms, which are float32 in any dtype, or makes a plain
+# text.
+SPREAD = {"GraniteMoe": 0.1, "GraniteSWA": 0.1, "GPTNeoX": 0.3}
 
 
 def model_class_of(name: str) -> Any:

@@ -12,15 +12,22 @@ import pytest
 import torch
 
 from outrider.drafters.ngram import NgramDrafter
+from outrider.models import catalog, registry
+from outrider.models.base import Model
+from outrider.models.loader import load_weights
+from outrider.models.registry import build_model
+from outrider.models.sources import resolve
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
-from tests.models.bridged import BRIDGED, make_bridged
+from tests.models.bridged import BRIDGED, make_bridged, model_class_of
 from tests.models.oracle import (
+    all_logits,
     assert_chunked_equals_whole,
     assert_greedy_text_equals,
     assert_logits_equal,
     hf_model,
     load,
 )
+from tests.models.oracle import tokens_of as tokens_from
 from tests.models.test_classics import LENGTH, PROMPTS, SETTINGS, generate
 
 Folders = Callable[[str], Path]
@@ -67,3 +74,24 @@ def test_an_engine_says_what_transformers_does(bridged: Folders, name: str) -> N
         assert any(part.num_drafted for result in rig.results for part in result.requests)
     assert tokens_of(preempted) == tokens_of(again) == texts
     assert len({token for (text,) in texts for token in text}) > 4, "a constant text would hide mistakes"
+
+
+@torch.inference_mode()
+def test_softcaps_are_those_of_the_eager_code(tmp_path: Path) -> None:
+    """transformers' default attention leaves them out."""
+    folder, tokens = make_bridged("gemma2", tmp_path), tokens_from(seed=1, count=40)
+    bridged = load_bridged(folder)
+    expected = hf_model(folder, attn_implementation="eager")(tokens[None]).logits[0]
+    assert (all_logits(bridged, tokens) - expected).abs().max() < 1e-4
+
+
+def load_bridged(folder: Path) -> Model:
+    source = resolve(folder)
+    model = build_model(source.config, dtype=torch.float32, device="cpu", model_impl="transformers")
+    load_weights(model, source.read())
+    return model
+
+
+def test_the_catalog_lists_what_is_tested() -> None:
+    assert sorted({model_class_of(name).__name__ for name in BRIDGED}) == sorted(catalog.BRIDGED)
+    assert len(catalog.BRIDGED) >= 20 and not catalog.BRIDGED.keys() & registry.architectures().keys()

@@ -33,6 +33,8 @@ class StepAttention:
         """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim]; keys and values of different sizes are padded
         to the cache's. Returns [1, tokens, heads, value dim]."""
         num_tokens, value_dim = q.shape[2], v.shape[3]
+        if q.is_meta:
+            return q.new_empty(1, num_tokens, q.shape[1], value_dim)
         rows = [self._padded(part[0].transpose(0, 1)) for part in (q, k, v)]
         out = self.step.mixer(self.layer)(*rows).view(1, num_tokens, q.shape[1], self.head_dim)
         return out if value_dim == self.head_dim else out[..., :value_dim]

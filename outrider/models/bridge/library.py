@@ -19,6 +19,7 @@ EXTRA = "pip install outrider[transformers]"
 OLDER_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct",
                "rotary_emb_base", "hidden_activation", "layer_types", "sliding_window_pattern",
                "_sliding_window_pattern")  # fmt: skip
+LEFT_OUT = (KEY, "auto_map", "dtype", "torch_dtype")  # the engine reads formats and chooses the dtype
 STATES = "it keeps a state of its own beside keys and values, which pages cannot hold"
 SCALED_BY_LENGTH = ("longrope",)  # ropes whose frequencies depend on the longest text of a batch
 
@@ -69,7 +70,7 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> Any:
         raise reader.refusal("model_type", f"{model_class.__name__} has the type {config_class.model_type!r}")
     known = declared_keys(config_class)
     reader.passes_over(*known)
-    values = {key: value for key, value in reader.values.items() if key not in (KEY, "auto_map")}
+    values = {key: value for key, value in reader.values.items() if key not in LEFT_OUT}
     try:
         config = config_class.from_dict(values)
         derived = config_class.from_dict({key: value for key, value in values.items() if key in known})

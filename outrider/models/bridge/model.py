@@ -6,8 +6,9 @@ what remains is the code that calls them, and it never sees that its one long se
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ from outrider.models.bridge.buffers import allocate
 from outrider.models.bridge.library import find_class, make_config, positions_of
 from outrider.models.bridge.modules import BridgedHead
 from outrider.models.bridge.names import CheckpointNames
-from outrider.models.bridge.outline import Outline, outline_model
+from outrider.models.bridge.outline import NUM_TOKENS, HostReads, Outline, outline_model
 from outrider.models.bridge.refusal import Unservable, words_of
 from outrider.models.bridge.replace import Replacements
 from outrider.models.bridge.step import CurrentStep
+from outrider.models.bridge.streams import PassingModule, Streams
 from outrider.models.config import ConfigReader
-
-LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(2, dtype=torch.int64))  # of an outline's logits
 
 
 class BridgedModel(Model):
@@ -54,36 +54,40 @@ class BridgedModel(Model):
         if base is model:
             raise Unservable("its code does not part hidden states from logits")
         self._names = CheckpointNames(model)
-        self._step, self._streams = CurrentStep(), _Streams()
+        self._step, self._streams = CurrentStep(), Streams()
         replacements = Replacements(model, self._step, dtype=self.dtype, device=self.device)
         self._replace_ends(model, hf_config, replacements)
         replacements.replace_known(kept={self._output_name})
         outline = outline_model(model, base)
         self._replace_attention(model, outline, replacements)
         self.hidden_size, self.num_layers = outline.hidden_size, len(outline.calls)
-        self.reads_device = outline.reads_device
+        self._layers, self._layer_names = model.get_submodule(outline.layers), outline.layers
+        self._makes_tuples = outline.makes_tuples
+        self._streams.watch(self._layers)
         self._parts: list[tuple[str, Module]] = [*replacements.named_parts()]
-        sinks = {f"{call.name}.{call.sinks}" for call in outline.calls if call.sinks is not None}
         model._modules[self._output_name] = BridgedHead(self.lm_head, self._step)
-        own = allocate(model, sinks, dtype=self.dtype, device=self.device)
-        self._parts += [(name, Parameter(tensor)) for name, tensor in own.items()]
-        self._own_matrices = [name for name, tensor in own.items() if tensor.dim() > 1]
         self._bind_attention(model, outline)
-        self._streams.watch(model.get_submodule(outline.layers))
         self._base, self._head, self._states = base, model, _GivenStates()
         model._modules[model.base_model_prefix] = self._states
-        self._check_logits()
+        self._check_run()
+        model._modules[model.base_model_prefix] = base
+        self._allocate(model, outline)
+        model._modules[model.base_model_prefix] = self._states
 
-    def _check_logits(self) -> None:
-        """Refuse code that makes logits of more than hidden states."""
-        if self.device.type != "meta":
-            return
+    def _check_run(self) -> None:
+        """Run the model while it has no memory, with all modules replaced and called as a step calls them. Refuses code
+        that cannot be run so, and notes whether it waits for values of tensors."""
+        tokens = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
+        context = StepContext(NothingAttends(), tokens)
+        reads = HostReads()
         try:
-            logits = self.logits(torch.empty(2, self.hidden_size, dtype=self.dtype, device="meta"), LOGIT_ROWS)
-        except Exception as error:  # code of another package, called as the engine would call it
-            raise Unservable(f"its code makes no logits of given hidden states: {words_of(error)}") from error
-        if tuple(logits.shape) != (2, self.vocab_size):
-            raise Unservable(f"its code makes logits of shape {[*logits.shape]} for 2 tokens")
+            with torch.no_grad(), reads:
+                logits = self.logits(self.forward(tokens, context).final, context)
+        except Exception as error:  # code of another package, called as the engine calls it
+            raise Unservable(f"its code cannot be run in parts: {words_of(error)}") from error
+        if tuple(logits.shape) != (NUM_TOKENS, self.vocab_size):
+            raise Unservable(f"its code makes logits of shape {[*logits.shape]} for {NUM_TOKENS} tokens")
+        self.reads_device = reads.found
 
     def _replace_ends(self, model: Any, hf_config: Any, replacements: Replacements) -> None:
         """The embedding and the output projection."""
@@ -123,12 +127,17 @@ class BridgedModel(Model):
     def _bind_attention(self, model: nn.Module, outline: Outline) -> None:
         """Let every attention module that is left call the engine's attention of its layer."""
         for index, call in enumerate(outline.calls):
-            module, layer = model.get_submodule(call.name), self.attention_layers[index]
-            object.__setattr__(module, CALLED, StepAttention(index, layer.head_dim, self._step))
-            if call.sinks is not None:  # the checkpoint's tensor is the one that attention reads
-                own = module._parameters[call.sinks]
-                assert own is not None
-                self.attention_layers[index] = dataclasses.replace(layer, sinks=own.data)
+            attention = StepAttention(index, self.attention_layers[index].head_dim, self._step)
+            object.__setattr__(model.get_submodule(call.name), CALLED, attention)
+
+    def _allocate(self, model: nn.Module, outline: Outline) -> None:
+        """Give tensors that stay transformers' own their memory. Sinks are read by the engine's attention."""
+        calls = enumerate(outline.calls)
+        sinks = {f"{call.name}.{call.sinks}": index for index, call in calls if call.sinks is not None}
+        own = allocate(model, {*sinks}, dtype=self.dtype, device=self.device)
+        for name, index in sinks.items():
+            self.attention_layers[index] = replace(self.attention_layers[index], sinks=own[name])
+        self._parts += [(name, Parameter(tensor)) for name, tensor in own.items()]
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         output = self._embedding_name if self._is_tied else self._output_name
@@ -139,11 +148,11 @@ class BridgedModel(Model):
                          "model_impl='transformers': use one rank, or replicas")
 
     def set_exact(self, exact: bool) -> None:
-        """Products of this package have exact variants; those of transformers' own modules have none."""
-        if exact and self._own_matrices:
-            raise ValueError("exact=True is not supported for this model through the bridge to transformers: "
-                             f"{self._own_matrices[0]} is multiplied by transformers' own code, whose order of "
-                             "additions is not known; leave exact out")
+        """Refuse exact mode: torch computes the last elements of a tensor by other code than those before, so what
+        transformers' own code makes of a token row may depend on the row's place in the batch."""
+        if exact:
+            raise ValueError("exact=True is not supported with model_impl='transformers': ropes and activations of "
+                             "transformers' own code may have other bits in another batch; leave exact out")
 
     def slot_name(self, name: str) -> str:
         return self._names.slot_name(name)
@@ -151,6 +160,29 @@ class BridgedModel(Model):
     def ignores(self, name: str) -> bool:
         is_tied_output = self._is_tied and name == f"{self._output_name}.weight"
         return super().ignores(name) or is_tied_output or self._names.ignores(name)
+
+    @contextmanager
+    def one_layer_each(self) -> Iterator[None]:
+        """Within this context only the first of equal layers runs, and the last one: enough to compile the kernels of
+        all."""
+        layers = [*self._layers]
+        for index in self._repeated():
+            made = PassingModule(layers[index], index + 1, self._streams, makes_tuple=self._makes_tuples)
+            self._layers._modules[str(index)] = made
+        try:
+            yield
+        finally:
+            for index, layer in enumerate(layers):
+                self._layers._modules[str(index)] = layer
+
+    def _repeated(self) -> list[int]:
+        """Layers whose weights and attention are like those of an earlier layer, without the last one."""
+        shapes: list[list[Any]] = [[replace(layer, index=0)] for layer in self.attention_layers]
+        for name, slot in self.weights().items():
+            if name.startswith(f"{self._layer_names}."):
+                index, _, own = name.removeprefix(f"{self._layer_names}.").partition(".")
+                shapes[int(index)].append((own, slot.shape, slot.target.dtype, slot.kind))
+        return [index for index, kind in enumerate(shapes[:-1]) if kind in shapes[:index]]
 
     def forward(
         self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
@@ -191,44 +223,13 @@ def _make(model_class: type[Any], hf_config: Any, dtype: torch.dtype) -> Any:
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"  # the same within the positions of the config, and no more are served
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it would wait for the ids of every step
+            module.warn_if_padding_and_no_attention_mask = _pass
     return model.eval()
 
 
-class _Streams:
-    """The residual stream before and after layers, of the forward that runs: i is the stream after i layers."""
-
-    def __init__(self) -> None:
-        self._wanted: set[int] = set()
-        self._found: dict[int, torch.Tensor] = {}
-
-    def watch(self, layers: Any) -> None:
-        def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            self._keep(0, args[0] if args else options["hidden_states"])
-
-        layers[0].register_forward_pre_hook(before, with_kwargs=True)
-        for index, layer in enumerate(layers):
-            layer.register_forward_hook(self._after(index + 1))
-
-    def _after(self, number: int) -> Any:
-        def after(module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-            self._keep(number, made[0] if isinstance(made, tuple) else made)
-
-        return after
-
-    def _keep(self, number: int, stream: torch.Tensor) -> None:
-        if number in self._wanted:
-            self._found[number] = stream[0]
-
-    def kept(self, wanted: set[int]) -> _Streams:
-        self._wanted = wanted
-        return self
-
-    def __enter__(self) -> dict[int, torch.Tensor]:
-        self._found = {}
-        return self._found
-
-    def __exit__(self, *_: object) -> None:
-        self._found = {}
+def _pass(*_: Any, **__: Any) -> None:
+    """Nothing."""
 
 
 class _GivenStates(nn.Module):

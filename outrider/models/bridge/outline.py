@@ -58,12 +58,12 @@ class AttentionCall:
 class Outline:
     calls: list[AttentionCall] = field(default_factory=list)
     layers: str = ""  # the name of the list of decoder layers
+    makes_tuples: bool = False  # whether decoder layers return the residual stream in a tuple
     hidden_size: int = 0
     shared_inputs: list[list[str]] = field(default_factory=list)  # linear modules called with one tensor, in order
-    reads_device: bool = False  # the code waits for values of tensors, so that its steps cannot be captured
 
 
-class _HostReads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Notes that code asks for the value of a tensor, which on the meta device has none, and answers 0."""
 
     def __init__(self) -> None:
@@ -82,16 +82,17 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     outline, masks = Outline(), MaskDescriptions()
     inputs: list[tuple[str, torch.Tensor]] = []  # keeps the tensors alive, so that an identity has one owner
     ropes: dict[str, int] = {}
+    makes_tuple: dict[str, bool] = {}
     hooks = []
     for name, module in model.named_modules():
         object.__setattr__(module, CALLED, _Recorder(name, module, outline, masks, ropes))
         hooks.append(module.register_forward_pre_hook(_note_inputs(name, module, inputs, ropes), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_note_output(name, makes_tuple)))
     tokens, positions = (torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     attention_mask = torch.ones(1, NUM_TOKENS, dtype=torch.bool, device="meta")
     use_function(model, OUTLINE)
-    reads = _HostReads()
     try:
-        with describing(masks), torch.no_grad(), reads:
+        with describing(masks), torch.no_grad(), HostReads():
             made = base(input_ids=tokens, position_ids=positions, attention_mask=attention_mask, use_cache=False)
     except Unservable:
         raise
@@ -106,8 +107,9 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     states = made.last_hidden_state
     if tuple(states.shape[:2]) != (1, NUM_TOKENS):
         raise Unservable(f"its code makes hidden states of shape {[*states.shape]} from {NUM_TOKENS} tokens")
-    outline.hidden_size, outline.reads_device = states.shape[2], reads.found
+    outline.hidden_size = states.shape[2]
     outline.layers = _find_layers(model, outline.calls)
+    outline.makes_tuples = makes_tuple[f"{outline.layers}.0"]
     outline.shared_inputs = _shared(inputs)
     return outline
 
@@ -160,6 +162,13 @@ def _note_inputs(name: str, module: nn.Module, inputs: list[tuple[str, torch.Ten
         if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(part, torch.Tensor) for part in rope):
             if all(tuple(part.shape[:2]) == (1, NUM_TOKENS) and part.dim() == 3 for part in rope):
                 ropes[name] = rope[0].shape[-1]
+
+    return note
+
+
+def _note_output(name: str, makes_tuple: dict[str, bool]) -> Callable[..., None]:
+    def note(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        makes_tuple[name] = isinstance(made, tuple)
 
     return note
 
