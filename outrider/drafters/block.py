@@ -44,12 +44,13 @@ MOST_LOGITS = 1 << 26  # numbers of logits that are made at once
 
 class BlockDrafter(Drafter):
     name = "block"
-    reads_hidden = HiddenReads.NOTHING  # beside taps
 
     def __init__(self, head: BlockHead, max_drafts: int, min_confidence: float = 0.0) -> None:
         """min_confidence: a request gets no drafts from the first one on that the confidence head thinks is reached and
         accepted less probably than this."""
         self.head, self.max_drafts, self.taps = head, max_drafts, head.taps
+        # Beside taps it reads nothing; the last layer's stream, if it is a tap, is made of all token rows or of none.
+        self.reads_hidden = HiddenReads.ALL if head.target.num_layers in head.taps else HiddenReads.NOTHING
         self.attention_layers = tuple(head.attention_layers)
         self.lookahead = max_drafts + head.first_row
         self._min_confidence = min_confidence if head.confidence is not None else 0.0

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from outrider.config import SpeculativeConfig
 from outrider.core.params import SamplingParams
-from outrider.drafters.base import DraftBuild
+from outrider.drafters.base import DraftBuild, HiddenReads
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.files import method_of
 from outrider.drafters.registry import make_drafter as build_drafter
@@ -39,7 +39,8 @@ ASKS = [
     Ask(prompt_of(6, 18), greedy(9, speculative=4)),
 ]
 MakeDrafter = Callable[[str, str], Drafter]
-CELLS = grid([(form, family) for form in FORMS for family in ("llama", "gemma3")], strength=1)
+CELLS = grid([(form, family) for form in FORMS for family in ("llama", "gemma3")], strength=0,
+             also=[("dflash_sliding", "gemma3"), ("dflash_wide_windows", "llama"), ("dspark_speculators", "llama")])
 
 
 def target_of(family: str) -> Model:
@@ -269,6 +270,7 @@ def test_the_files_tell_that_they_draft_blocks(form: str, tmp_path: Path) -> Non
     made = load(drafter)
     assert made.head.taps == tuple(BlockReference(drafter, tiny_model("llama")).tap_ids)
     assert made.lookahead == 3 + made.head.first_row
+    assert (made.reads_hidden is HiddenReads.ALL) == (2 in made.taps), "the last stream has all rows only if asked"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -166,7 +166,7 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
 @pytest.mark.parametrize(("kind", "family", "listed", "form"), [
     ("ngram", "llama", False, StepForm.WHOLE), ("ngram", "llama", False, StepForm.SPLIT),
     long("eagle3", "llama", False, StepForm.SPLIT), long("ngram", "llama", True, StepForm.WHOLE),
-    ("eagle3", "gemma3", True, StepForm.WHOLE), ("dflash_sliding", "llama", False, StepForm.WHOLE),
+    ("eagle3", "gemma3", True, StepForm.WHOLE), long("dflash_sliding", "llama", False, StepForm.WHOLE),
     long("dspark", "gemma3", True, StepForm.WHOLE), long("ngram+eagle3", "llama", False, StepForm.WHOLE),
 ])  # fmt: skip
 def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, form: StepForm,
