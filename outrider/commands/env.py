@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from outrider import __version__
+from outrider.core.host_memory import available_bytes
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
             "llguidance", "transformers", "matplotlib")
@@ -46,8 +47,7 @@ def _machine() -> list[tuple[str, str]]:
     rows = [("platform", platform.platform()), ("cpu", f"{cpu_name()}, {os.cpu_count()} cores")]
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        rows.append(("memory", f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free"))
+        rows.append(("memory", f"{total / GIB:.1f} GiB, {available_bytes() / GIB:.1f} GiB free"))
     except (ValueError, OSError):
         rows.append(("memory", "unknown"))
     return rows

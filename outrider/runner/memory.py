@@ -6,7 +6,6 @@ Every number comes from the layout, the limits and the device's memory; nothing 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from outrider.cache.groups import MAX_PADDING, CacheLayout
 from outrider.cache.kinds import MODEL_CACHE, RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
+from outrider.core.host_memory import available_bytes
 from outrider.runner.interface import NoDeviceMemory
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.storages import collect_replaced
@@ -202,7 +202,6 @@ def _free_bytes(config: EngineConfig, device: torch.device, ranks: WorkerRanks) 
         free, total = torch.cuda.mem_get_info(device)
         left = (int(total * config.gpu_memory_utilization) - (total - free)) // ranks.num_sharing
     else:
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        left = min(CPU_CACHE_BYTES, int(available * CPU_CACHE_SHARE)) // ranks.num_sharing
+        left = min(CPU_CACHE_BYTES, int(available_bytes() * CPU_CACHE_SHARE)) // ranks.num_sharing
     ranks.link.gather(None)  # before another rank takes its part
     return left
