@@ -35,6 +35,9 @@ class DraftModelNetwork:
                 f"the draft model has a vocabulary of {model.vocab_size} tokens and the target of {target_vocab}: "
                 "use a draft model of the same family"
             )
+        if model.recurrent_layers:
+            raise ValueError(f"the draft model ({type(model).__name__}) has recurrent layers, whose states drafters do "
+                             "not keep: use a draft model that only attends, or another method")
         self._model, self._first = model, first_layer
         self.num_outputs = model.vocab_size
         self.attention_layers = [replace(layer, index=layer.index + first_layer) for layer in model.attention_layers]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import DraftBuild, Drafts, Step
+from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import StepContext
 from outrider.layers.ngram_embedding import NgramShape
@@ -22,6 +23,8 @@ from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
+from outrider.training.mtp import MTPTrainee
+from outrider.training.settings import TrainingSettings
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
 from tests.engine.harness import tokens_of as texts_of
 from tests.models.oracle import (
@@ -267,3 +270,11 @@ def test_drafts_and_text_of_an_engine(module_folder: Path) -> None:
     reference = NaiveModule(module_folder, target)
     for known, drafts in list(proposed.items())[::3]:
         assert drafts == reference.drafts(known, 3)[0]
+
+
+def test_what_cannot_draft_for_or_from_it_is_refused_by_name(module_folder: Path) -> None:
+    target = load(module_folder)
+    with pytest.raises(ValueError, match=r"draft model \(Qwen4Exp\) has recurrent layers"):
+        DraftModelNetwork(target, target.num_layers, target.vocab_size)
+    with pytest.raises(ValueError, match="--method mtp cannot tune a module with latent attention or an indexer"):
+        MTPTrainee.taps_for(target, TrainingSettings())
