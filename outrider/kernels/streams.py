@@ -1,13 +1,16 @@
 """Residual streams: several copies of the residual stream side by side in each token row, with learned gates that read
 them and write to them. The torch twins of the kernels.
 
-A token row has streams [num_streams x hidden]. A layer reads a gated mean of the normed streams and adds its result to
-each stream, scaled by a weight of that stream. Every function treats each token row alone.
+A token row has streams [num_streams x hidden]. There are two ways to read and write them. In Qwen4-Exp a layer reads a
+gated mean of the normed streams and adds its result to each stream, scaled by a weight of that stream (`join_streams`,
+`stream_gates`, `mix_streams`). In hyper-connections (GLM5-Next, HY-V4) it reads a weighted sum, and the streams mix
+among themselves where it writes (`read_streams`, `write_streams`). Every function treats each token row alone.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,3 +56,58 @@ def gate_values(keys: Tensor, queries: Tensor, values: Tensor, num_streams: int)
 def add_silu(values: Tensor, convolved: Tensor) -> Tensor:
     """values + silu(convolved), both [tokens, width]."""
     return values + F.silu(convolved)
+
+
+class StreamRule(NamedTuple):
+    """How the weights of hyper-connections are made of a product's results."""
+
+    num_streams: int
+    rms_eps: float
+    eps: float  # added to weights and to sums that divide
+    post_factor: float  # of the weights with which a half of a layer adds to each stream
+    post_eps: float = 0.0
+    num_rounds: int = 0  # of dividing mixing weights by the sums of columns and rows; 0: streams do not mix
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_streams * (2 + (self.num_streams if self.num_rounds else 0))
+
+
+def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
+                 rule: StreamRule) -> tuple[Tensor, Tensor, Tensor]:
+    """What a half of a layer reads of streams [tokens, n x hidden], and the weights by which it writes to them.
+
+    logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
+    yet, with a matrix. scale [2 or 3] and base [logits]: of each part. Returns (the weighted sum of the streams
+    [tokens, hidden], post [tokens, n], mixing weights [tokens, n x n], or no columns of them)."""
+    n, wide = rule.num_streams, streams.to(logits.dtype)
+    rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + rule.rms_eps)
+    factors = torch.cat([part.expand(size) for part, size in zip(scale, (n, n, n * n), strict=False)])
+    pre, post, mixing = (logits * rms * factors + base).split((n, n, rule.num_logits - 2 * n), dim=1)
+    pre = torch.sigmoid(pre) + rule.eps
+    read = sum(pre[:, i, None] * part for i, part in enumerate(wide.split(wide.shape[1] // n, dim=1)))
+    assert isinstance(read, Tensor)
+    post = rule.post_factor * torch.sigmoid(post) + rule.post_eps
+    if rule.num_rounds:
+        mixing = mixing.unflatten(1, (n, n)).softmax(dim=-1) + rule.eps
+        mixing = mixing / (mixing.sum(dim=1, keepdim=True) + rule.eps)
+        for _ in range(rule.num_rounds - 1):
+            mixing = mixing / (mixing.sum(dim=2, keepdim=True) + rule.eps)
+            mixing = mixing / (mixing.sum(dim=1, keepdim=True) + rule.eps)
+        mixing = mixing.flatten(1)
+    return read.to(streams.dtype), post, mixing
+
+
+def write_streams(streams: Tensor, x: Tensor, post: Tensor, mixing: Tensor) -> None:
+    """Sets stream j of streams [tokens, n x hidden], in place, to post[j] * x plus the sum over i of mixing[i, j] times
+    stream i, or plus itself where there are no mixing weights: x [tokens, hidden], post [tokens, n], mixing
+    [tokens, n x n or 0]."""
+    n, size = post.shape[1], x.shape[1]
+    parts = streams.to(post.dtype).split(size, dim=1)
+    made = []
+    for j in range(n):
+        total = x.to(post.dtype) * post[:, j, None]
+        for i in range(n) if mixing.shape[1] else (j,):
+            total = total + (parts[i] * mixing[:, i * n + j, None] if mixing.shape[1] else parts[i])
+        made.append(total)
+    streams.copy_(torch.cat(made, dim=1))

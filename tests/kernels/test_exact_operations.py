@@ -26,6 +26,7 @@ from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.ops import Exactness, NotExact, Operation
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.kernels.streams import StreamRule
 from outrider.kernels.stretches import Stretches
 
 ON_CARD = torch.cuda.is_available()
@@ -306,6 +307,16 @@ def gate_values(rows: torch.Tensor) -> torch.Tensor:
     return ops.add_silu.variant(exact=True)(made, wide[0])
 
 
+def hyper_streams(rows: torch.Tensor, num_rounds: int = 5) -> torch.Tensor:
+    rule = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=num_rounds)
+    streams, wide = random(ROWS, 4 * WIDTH, seed=1)[rows], {"dtype": torch.float32}
+    logits, base = random(ROWS, rule.num_logits, **wide)[rows], random(rule.num_logits, seed=2, **wide)
+    scale = random(3 if num_rounds else 2, seed=3, **wide)
+    read, *weights = ops.read_streams.variant(exact=True)(streams, logits, scale, base, rule)
+    ops.write_streams(streams, random(ROWS, WIDTH, seed=4)[rows], *weights)
+    return torch.cat((read, *weights, streams), dim=1)
+
+
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
     "add_adapters": [add_adapters],
@@ -354,6 +365,8 @@ SHOWN: dict[str, list[Call]] = {
     "exact_mix_streams": [mix_streams],
     "exact_gate_values": [gate_values],
     "exact_add_silu": [gate_values],
+    "exact_read_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0)],
+    "write_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0)],
     "choose_scaled": [drawn(ops.operations()["choose_scaled"], ON_CARD)],
     "draw_tokens": [drawn(ops.operations()["draw_tokens"], True)],
 }

@@ -1,4 +1,4 @@
-"""The kernels of residual streams and of attention to chosen stretches, at the sizes of Qwen4-Exp, compile for an H200
+"""The kernels of residual streams and of attention to chosen stretches, at sizes of Qwen4-Exp, compile for an H200
 that is not there: the interpreter takes what the compiler may refuse. This file runs as a program, in which Triton does
 not interpret."""
 
@@ -19,14 +19,17 @@ HIDDEN, STREAMS, RANK, HEADS, KV, DIM, INDEX_DIM, PAGE, TOKENS = 2048, 4, 320, 1
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_every_kernel() -> None:
-    assert set(found_without_interpreter(__file__)) == {"_join_kernel", "_gates_kernel", "_mix_kernel", "_write_kernel",
-                                                        "_attention_kernel", "_merge_kernel"}  # fmt: skip
+    found = set(found_without_interpreter(__file__))
+    assert found == {"_join_kernel", "_gates_kernel", "_mix_kernel", "_write_kernel", "_attention_kernel",
+                     "_merge_kernel", "_read_kernel"}  # fmt: skip
 
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
+    from outrider.kernels.streams import StreamRule
     from outrider.kernels.stretches import Stretches
+    from outrider.kernels.triton.hyper_streams import read_streams, write_streams
     from outrider.kernels.triton.streams import join_streams, mix_streams, stream_gates
     from outrider.kernels.triton.stretches import stretch_attention, write_stretch_keys
 
@@ -43,6 +46,11 @@ def compile_kernels() -> list[str]:
             for count in (STREAMS, 0):
                 stream_gates(made(TOKENS, RANK + count), STREAMS, count > 0, pdl=False)
             mix_streams(streams, normed, STREAMS, pdl=False)
+            for rounds in (0, 20):
+                rule = StreamRule(STREAMS, 1e-5, 1e-6, 2.0, num_rounds=rounds)
+                weights = read_streams(streams, torch.zeros(TOKENS, rule.num_logits), torch.zeros(3 if rounds else 2),
+                                       torch.zeros(rule.num_logits), rule, pdl=False)
+                write_streams(streams, made(TOKENS, HIDDEN), *weights[1:], pdl=False)
             index_keys, keys = made(4, PAGE, INDEX_DIM), made(4, PAGE, KV, DIM)
             rope = RopeRows(ints, torch.zeros(64, 64))
             for stretches in (Stretches(4, 0), Stretches(16, 1)):

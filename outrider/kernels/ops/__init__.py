@@ -266,6 +266,16 @@ mix_streams = Operation(
 )
 gate_values = Operation(streams.gate_values, exact=exact.gate_values)
 add_silu = Operation(streams.add_silu, exact=exact.add_silu)
+read_streams = Operation(
+    streams.read_streams,
+    triton_kernel("outrider.kernels.triton.hyper_streams:read_streams", UP_TO_FLOAT32),
+    exact=exact.read_streams,
+)
+write_streams = Operation(
+    streams.write_streams,
+    triton_kernel("outrider.kernels.triton.hyper_streams:write_streams", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
 
 # Products with a weight [outputs, inputs]. A norm before a product is better done once, by its own kernel: every
 # program of the product would read and scale the whole input again.

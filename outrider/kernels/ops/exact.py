@@ -200,3 +200,8 @@ mix_streams = Operation(
 )
 gate_values = Operation(row_by_row(streams.gate_values, 1, 2), name="exact_gate_values", exact=ROW_BY_ROW)
 add_silu = Operation(row_by_row(streams.add_silu, 1), name="exact_add_silu", exact=ROW_BY_ROW)
+read_streams = Operation(
+    row_by_row(streams.read_streams, 1),
+    triton_kernel("outrider.kernels.triton.hyper_streams:read_streams", UP_TO_FLOAT32),
+    name="exact_read_streams", exact=ROW_BY_ROW,
+)

@@ -1,0 +1,96 @@
+"""Hyper-connections: several residual streams of which a half of a layer reads a weighted sum, and which mix among
+themselves where its result is added.
+
+All weights are made for each token by one product of its streams with a small matrix. Where streams mix, the mixing
+weights are brought to sums of one in rows and columns (`kernels/streams.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.kernels import ops
+from outrider.kernels.streams import StreamRule
+from outrider.layers.base import DecoderLayer, FeedForward, Module, Parameter, TokenMixer
+from outrider.layers.context import StepContext
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Angles
+from outrider.mixers import WantedRows
+
+
+class HyperWeights(NamedTuple):
+    """The weights with which a half of a layer writes to the streams."""
+
+    post: torch.Tensor  # [tokens, streams]
+    mixing: torch.Tensor  # [tokens, streams x streams], or no columns
+
+    def for_rows(self, token_rows: torch.Tensor) -> HyperWeights:
+        return HyperWeights(self.post[token_rows], self.mixing[token_rows])
+
+
+class HyperConnection(Module):
+    """Matrix, base and scales of one half of a layer."""
+
+    def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """names: those of matrix, base and scales in the checkpoint."""
+        self.rule, self.names = rule, names
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.matrix = torch.empty(rule.num_logits, rule.num_streams * hidden_size, dtype=dtype, device=device)
+        self.base = torch.empty(rule.num_logits, dtype=wide, device=device)
+        self.scale = torch.empty(3 if rule.num_rounds else 2, dtype=wide, device=device)
+        self.set_exact(False)
+
+    def set_exact(self, exact: bool) -> None:
+        self._product, self._read = ops.linear_wide.variant(exact), ops.read_streams.variant(exact)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        tensors = (self.matrix, self.base, self.scale)
+        return [(name, Parameter(tensor)) for name, tensor in zip(self.names, tensors, strict=True)]
+
+    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperWeights]:
+        """streams [tokens, streams x hidden] -> (the state that the half reads [tokens, hidden], its weights)."""
+        made, *weights = self._read(streams, self._product(streams, self.matrix), self.scale, self.base, self.rule)
+        return made, HyperWeights(*weights)
+
+
+class HyperLayer(DecoderLayer):
+    """A token mixer and a feed-forward, each with a norm of what it reads of the streams. Streams are changed in place,
+    and no addition is left to the next layer."""
+
+    def __init__(self, mixer_streams: HyperConnection, input_norm: RMSNorm, mixer: TokenMixer,
+                 mlp_streams: HyperConnection, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+        self.mixer_streams, self.input_norm, self.mixer = mixer_streams, input_norm, mixer
+        self.mlp_streams, self.mlp_norm, self.mlp = mlp_streams, mlp_norm, mlp
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return [("", self.mixer_streams), ("input_layernorm", self.input_norm), ("self_attn", self.mixer),
+                ("", self.mlp_streams), ("post_attention_layernorm", self.mlp_norm), ("mlp", self.mlp)]
+
+    def prepare(self) -> None:
+        self.input_norm.round_for(*self.mixer.readers())
+        self.mlp_norm.round_for(*self.mlp.readers())
+
+    def __call__(self, delta: None, streams: torch.Tensor, angles: Angles,
+                 context: StepContext) -> tuple[None, torch.Tensor]:
+        x, weights = self.mixer_streams.read(streams)
+        ops.write_streams(streams, self.mixer(self.input_norm(x), angles, context), *weights)
+        self._feed_forward(streams, context)
+        return None, streams
+
+    def for_rows(self, rows: WantedRows, *args: Any) -> tuple[None, torch.Tensor]:
+        """The layer with its feed-forward computed for `rows` alone."""
+        _, streams, angles, context = args
+        x, weights = self.mixer_streams.read(streams)
+        mixed = self.mixer.for_rows(self.input_norm(x), angles, context, rows)
+        streams = streams[rows.token_rows]
+        ops.write_streams(streams, mixed, *weights.for_rows(rows.token_rows))
+        self._feed_forward(streams, context.of_rows(rows))
+        return None, streams
+
+    def _feed_forward(self, streams: torch.Tensor, context: StepContext) -> None:
+        x, weights = self.mlp_streams.read(streams)
+        ops.write_streams(streams, self.mlp(self.mlp_norm(x), context), *weights)
