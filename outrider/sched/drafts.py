@@ -25,6 +25,8 @@ MIN_GAIN = 1.03  # less than this is within the noise of the costs
 SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
+FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
+FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
 HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
 
 
@@ -138,6 +140,30 @@ class HeldCounts(NamedTuple):
     last_step: int  # number of the last step that it holds for
 
 
+class Foresight:
+    """How many of the drafts of unequal plans were accepted, of those that were expected to be.
+
+    A request whose drafts were accepted for a while may write something else now. Then the drafts that seemed likeliest
+    disappoint more than the mean of all drafts, and one number for all requests is better."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of expected drafts that is accepted, 1 at most."""
+        return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
+
+    def observe(self, expected: float, num_accepted: int) -> None:
+        self._expected = self._expected * FORESIGHT_DECAY + expected
+        self._accepted = self._accepted * FORESIGHT_DECAY + num_accepted
+
+    def fade(self) -> None:
+        """Forget a part of what was observed, in a step with equal counts, so that unequal ones are tried again."""
+        self._expected *= FORESIGHT_FADE
+        self._accepted *= FORESIGHT_FADE
+
+
 class SizedDrafts(_LearningDrafts):
     """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
     among them, likeliest drafts first. If requests are alike, it is one number for all, whose graphs start-up captures.
@@ -150,6 +176,8 @@ class SizedDrafts(_LearningDrafts):
         self._step = 0
         self._held = HeldCounts([], [], 0, 0)
         self._last = DraftChoice(0, 0)  # the last that was shared out
+        self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
+        self._foresight = Foresight()
         self._next_learning = 0  # number of the step
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
@@ -167,6 +195,12 @@ class SizedDrafts(_LearningDrafts):
                   for request, count in zip(requests, counts, strict=True)]
         return DraftPlan(wanted, self._depth.proposed)
 
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
+        count, expected = self._expected.get(request.id, (0, 0.0))
+        if count and count == num_scheduled:
+            self._foresight.observe(expected, result.num_accepted)
+        super().observe(request, result, num_scheduled)
+
     def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
         if self._step >= self._next_learning:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
@@ -174,8 +208,13 @@ class SizedDrafts(_LearningDrafts):
         gains = [self._gains(request, is_exact=False) for request in requests]
         choice = self._best(requests, gains, most)
         if choice.total == choice.depth * len(requests):
+            self._foresight.fade()
+            self._expected.clear()
             return HeldCounts(request_ids, [choice.depth] * len(requests), choice.depth, self._step)
-        return HeldCounts(request_ids, self._share_out(requests, gains, choice), choice.depth, self._step + HOLD - 1)
+        counts = self._share_out(requests, gains, choice)
+        self._expected = {request_id: (count, sum(own[:count]))
+                          for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
+        return HeldCounts(request_ids, counts, choice.depth, self._step + HOLD - 1)
 
     def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> DraftChoice:
         """The choice with the most expected tokens per second, of at most `most` drafts for a request. Requests that
@@ -199,7 +238,8 @@ class SizedDrafts(_LearningDrafts):
                 best, best_rate = DraftChoice(depth, depth * count), own_rate
         if count <= FEW or self.acceptance.are_alike:
             return best
-        shared = {choice: rate(count + expected, choice.depth, count + choice.total)
+        share = self._foresight.share
+        shared = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                   for choice, expected in shared_choices(gains, most)}
         choice = max(shared, key=shared.__getitem__, default=best)
         if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:

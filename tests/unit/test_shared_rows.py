@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import size_for, unequal_sizes
-from outrider.sched.drafts import HOLD, MIN_GAIN, SHARE_GAIN, SizedDrafts
+from outrider.sched.drafts import HOLD, MIN_GAIN, SHARE_GAIN, Foresight, SizedDrafts
 from outrider.sched.request import Request
 from outrider.sched.spread_acceptance import PROBE_PLANS, SpreadAcceptance
 from tests.unit.test_draft_counts import running
@@ -20,30 +22,43 @@ COSTS = StepCosts((1, 64, 128, 256, 512), (3.6, 4.0, 4.5, 6.3, 10.5), (DraftCost
 K = 5
 
 
-def decode(chooser: SizedDrafts, requests: list[Request], rates: list[float], steps: int,
-           seed: int = 0) -> list[list[int]]:
-    """Run steps whose results come one step late. Returns the counts of every step."""
-    chance, chosen, proposed = random.Random(seed), [], 0
+class Decoding(NamedTuple):
+    counts: list[list[int]]  # drafts of each request, by step
+    rate: float  # tokens per second
+
+
+def decode(chooser: SizedDrafts, count: int, rate_of: Callable[[int, int], float], steps: int,
+           seed: int = 0) -> Decoding:
+    """Run steps whose results come one step late. rate_of: of a request in a step."""
+    requests, chance, chosen, proposed = [running(i) for i in range(count)], random.Random(seed), [], 0
     late: list[tuple[list[int], list[int]]] = []
-    for _ in range(steps):
+    tokens, seconds = 0, 0.0
+    for step in range(steps):
         plan = chooser.choose(requests, is_exact=False)
         chosen.append(plan.num_drafts)
         accepted = []
-        for num, rate in zip(plan.num_drafts, rates, strict=True):
-            run = itertools.takewhile(lambda _, rate=rate: chance.random() < rate, range(min(num, proposed)))
-            accepted.append(len(list(run)))
+        for index, num in enumerate(plan.num_drafts):
+            hits = 0
+            while hits < min(num, proposed) and chance.random() < rate_of(index, step):
+                hits += 1
+            accepted.append(hits)
+        rows = count + sum(plan.num_drafts)
+        seconds += COSTS.step(rows, count) + COSTS.draft(plan.num_wanted, count)
+        tokens += count + sum(accepted)
         late.append((plan.num_drafts, accepted))
         proposed = plan.num_wanted
         if len(late) > 1:
             for request, num, hits in zip(requests, *late.pop(0), strict=True):
                 chooser.observe(request, RequestResult(request.id, 0, [1] * (1 + hits), 1 + hits, num, hits), num)
-    return chosen
+    return Decoding(chosen, tokens / seconds)
+
+
+def half(index: int, step: int) -> float:
+    return 0.2 if index % 2 else 0.9
 
 
 def test_requests_that_accept_more_get_more_and_the_rows_fill_a_captured_size() -> None:
-    chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
-    rates = [0.9, 0.2] * 32
-    chosen = decode(chooser, requests, rates, 150)[60:]
+    chosen = decode(SizedDrafts(K, COSTS), 64, half, 150).counts[60:]
     unequal = [counts for counts in chosen if len(set(counts)) > 1]
     assert len(unequal) > 80
     odd = [counts for counts in unequal if 64 + sum(counts) not in unequal_sizes(64, K)]
@@ -57,14 +72,48 @@ def test_requests_that_accept_more_get_more_and_the_rows_fill_a_captured_size() 
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
 def test_requests_that_are_alike_get_the_same_number_of_drafts(rate: float) -> None:
     """Whatever luck single requests have."""
-    chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
-    for counts in decode(chooser, requests, [rate] * 64, 150, seed=int(100 * rate)):
+    for counts in decode(SizedDrafts(K, COSTS), 64, lambda index, step: rate, 150, seed=int(100 * rate)).counts:
         assert len(set(counts)) == 1
+
+
+def equal_drafts() -> SizedDrafts:
+    """A chooser that takes all requests for alike."""
+    chooser = SizedDrafts(K, COSTS)
+    chooser.acceptance.learn_spread = lambda request_ids: None  # type: ignore[method-assign]
+    return chooser
+
+
+def test_numbers_of_their_own_are_faster_where_requests_differ() -> None:
+    own, equal = (decode(chooser, 64, half, 300).rate for chooser in (SizedDrafts(K, COSTS), equal_drafts()))
+    assert own > 1.07 * equal
+
+
+def test_requests_whose_drafts_begin_to_fail_cost_no_time() -> None:
+    """Every request changes after 80 steps, each at its own time, so that its past says little about its future."""
+    def rate_of(index: int, step: int) -> float:
+        return half((step + 17 * index) // 80, 0)
+
+    own, equal = (decode(chooser, 64, rate_of, 400).rate for chooser in (SizedDrafts(K, COSTS), equal_drafts()))
+    assert own > 0.985 * equal
+
+
+def test_foresight_is_what_came_of_what_was_expected() -> None:
+    foresight = Foresight()
+    assert foresight.share == 1
+    for _ in range(2000):
+        foresight.observe(2.0, 1)
+    assert foresight.share == pytest.approx(0.5, abs=0.05)
+    for _ in range(200):
+        foresight.fade()
+    assert foresight.share > 0.99
+    for _ in range(2000):
+        foresight.observe(1.0, 2)
+    assert foresight.share == 1, "luck promises nothing"
 
 
 def test_unequal_numbers_hold_for_some_steps_of_the_same_requests() -> None:
     chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
-    decode(chooser, requests, [0.9, 0.2] * 32, 60)
+    decode(chooser, 64, half, 60)
     plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(3 * HOLD)]
     assert max(len(list(same)) for _, same in itertools.groupby(plans)) >= HOLD - 1
     chooser.choose(requests, is_exact=False)
