@@ -20,7 +20,7 @@ from tests.gpu.test_engines import DRAFTERS, HYBRIDS, folder_of
 def test_tokens_equal_the_reference(family: str, drafter: str) -> None:
     """Every size is captured when it is met: no wider graph stands in for it."""
     folder = folder_of(family)
-    with (sizes_apart(3), mock.patch.object(GraphKeys, "wider", staticmethod(lambda key, captured: None)),
+    with (sizes_apart(3), mock.patch.object(GraphKeys, "wider", staticmethod(lambda *given: None)),
           GpuRig(loaded(folder), source=folder, speculative_config=DRAFTERS[drafter](family)) as rig):
         rig.engine.scheduler._drafts = UnequalDrafts(rig.engine.limits.max_drafts)
         for _ in range(2):

@@ -233,7 +233,7 @@ def test_steps_without_memory_for_a_graph_run_without(clock: Clock) -> None:
 def test_there_are_not_too_many(clock: Clock) -> None:
     own = Runner(clock)
     own.own.captured |= {(number,): number for number in range(MOST_LATER)}
-    own.chooser.keys = type("None wider", (), {"wider": staticmethod(lambda key, captured: None)})  # type: ignore
+    own.chooser.keys = type("None wider", (), {"wider": staticmethod(lambda *given: None)})  # type: ignore
     assert own.step(PROMPT) is own.step(SPLIT) is Uncaptured.TOO_MANY_CAPTURES and own.idle(9.0) is None
 
 

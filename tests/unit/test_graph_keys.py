@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -223,6 +224,15 @@ def test_graphs_that_are_captured_when_idle_stand_in_for_different_numbers_of_dr
     key, wider = served(made, batch), made.wider(served(made, batch), later)
     assert key == GraphKey(64, 160, 3, True) and wider == GraphKey(64, 192, 3, True)
     assert made.wider(key, list(made.decoding())) == GraphKey(64, 256, 3, True)
+
+
+@pytest.mark.parametrize(("token_seconds", "stands_in"), [(1e-6, GraphKey(64, 192, 1, True)),
+                                                        (1e-4, GraphKey(64, 128, 3, True))])  # fmt: skip
+def test_the_graph_that_loses_the_least_time_stands_in(token_seconds: float, stands_in: GraphKey) -> None:
+    """More token rows or two more drafts to propose, by what a token row costs."""
+    captured = [GraphKey(64, 128, 3, True), GraphKey(64, 192, 1, True)]
+    key, times = GraphKey(40, 80, 1, True), LossRates(1e-3, token_seconds)
+    assert GraphKeys.wider(key, captured, partial(times.of_padding, key)) == stands_in
 
 
 @pytest.mark.parametrize("requests", [9, 16, 17, 32, 33, 40, 64, 250, 256])

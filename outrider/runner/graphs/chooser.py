@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import NamedTuple
 
 from outrider.core import ScheduledBatch, Uncaptured
@@ -149,8 +150,9 @@ class CaptureChooser:
     def _find_way(self, key: GraphKey) -> Replay | _StandIn:
         if key in self._captured:
             return Replay(key)
-        wider, launches = self.keys.wider(key, self._captured), self.losses.times.of_launches(key)
-        padding = math.inf if wider is None else self.losses.times.of_padding(key, wider)
+        times = self.losses.times
+        wider, launches = self.keys.wider(key, self._captured, partial(times.of_padding, key)), times.of_launches(key)
+        padding = math.inf if wider is None else times.of_padding(key, wider)
         may_capture = key not in self._refused and not self._is_full
         if wider is not None and not (key.has_prompts and launches < padding):
             return _StandIn(Replay(wider), padding, may_capture)

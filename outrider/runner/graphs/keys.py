@@ -154,11 +154,13 @@ class GraphKeys:
         )  # fmt: skip
 
     @staticmethod
-    def wider(key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
-        """The cheapest of the captured keys that serves whatever `key` serves."""
+    def wider(key: GraphKey, captured: Iterable[GraphKey],
+              loss: Callable[[GraphKey], float] = lambda wide: 0.0) -> GraphKey | None:
+        """The cheapest of the captured keys that serves whatever `key` serves. loss: seconds that a step of `key` loses
+        on a wider graph, as far as they are known."""
         covering = [wide for wide in captured if wide.covers(key)]
-        return min(covering, key=lambda wide: (wide.tokens, wide.num_wanted, wide.requests, wide.takes_checkpoints,
-                                               wide.longest), default=None)  # fmt: skip
+        return min(covering, key=lambda wide: (loss(wide), wide.tokens, wide.num_wanted, wide.requests,
+                                               wide.takes_checkpoints, wide.longest), default=None)  # fmt: skip
 
     def plan(self, key: GraphKey) -> StepPlan:
         """The plan of a captured step, beside its shape."""
