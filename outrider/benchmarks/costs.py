@@ -33,9 +33,9 @@ CPU_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CUDA_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_CHOSEN = 2048  # tokens of the largest captured size that is measured beside CUDA_TOKENS
 CPU_TOKENS = (8, 16, 32, 64, 128, 256, 512)
-SHORT_CONTEXT = 32  # tokens behind which steps decode
+SHORT_CONTEXT = 32  # tokens behind which steps decode on a CPU, and before longer contexts are measured
 LONG_CONTEXTS = {"cuda": (32, 4096), "cpu": (4, 768)}  # requests and tokens behind which they decode, for reading
-MIDDLE_CONTEXT = 512  # tokens on a GPU up to which a token of context takes longer than behind long contexts
+MIDDLE_CONTEXT = 512  # tokens behind which steps decode on a GPU; those behind them cost less each
 FEW_REQUESTS = 16  # requests of the smallest steps with prompts that are measured; those with fewer take hardly less
 MOST_AMONG_MANY = 1024  # tokens of the largest steps with prompts that are measured among many requests
 SHORT_PROMPT = 128  # prompts of steps with prompts: their attention takes little time
@@ -66,14 +66,15 @@ class CostBench:
         for drafts in counts:
             timed = TimedEngine(self._config, self._worker, drafts)  # type: ignore[arg-type]
             try:
-                paces = self._decoding(timed, drafts)
                 if drafts == 0:
-                    reading, attending = self._reading(timed, paces), self._attending(timed)
+                    reading, attending = self._reading(timed), self._attending(timed)
+                paces = self._decoding(timed, drafts)
                 if drafts in (0, counts[-1]):
-                    prompts += self._prompts(timed, drafts, attending)
+                    prompts += self._prompts(timed, drafts, reading, attending)
                 if drafts == 0:
                     host = self._host(timed, paces, prompts[0])
-                seconds = (self._device(pace, host) for pace in paces.values())
+                seconds = (max(0.0, self._device(pace, host) - self._reading_seconds(reading, count))
+                           for count, pace in paces.items())
                 decoding.append(DecodeSteps(drafts, tuple(paces), tuple(seconds)))
             finally:
                 timed.close()
@@ -87,13 +88,28 @@ class CostBench:
         """Paces by the number of requests, ascending."""
         most = self._limits.max_requests
         counts = sorted({*(n for n in (CUDA_REQUESTS if self._is_cuda else CPU_REQUESTS) if n < most), most})
-        prompts = [timed.prompt(SHORT_CONTEXT) for _ in range(most)]
+        prompts = [timed.prompt(self._context(1)) for _ in range(most)]
         paces: dict[int, Pace] = {}
         for count in reversed(counts):  # the largest first: later prompts are found in the cache
-            paces[count] = timed.decode_pace(prompts[:count], self._num_steps)
-            self._say(f"{count} requests decode with {drafts} drafts: {paces[count].interval * 1e3:.2f} ms, "
+            context = self._context(count)
+            paces[count] = timed.decode_pace([prompt[:context] for prompt in prompts[:count]], self._num_steps)
+            self._say(f"{count} requests decode with {drafts} drafts behind {context} tokens: "
+                      f"{paces[count].interval * 1e3:.2f} ms, "
                       f"of these {paces[count].host * 1e3:.2f} ms of the host")
         return dict(sorted(paces.items()))
+
+    def _context(self, num_requests: int) -> int:
+        """Tokens behind which so many requests decode when steps are measured. On a GPU kernels are chosen by the
+        number of requests, and their times differ by it only behind contexts as servers have them."""
+        if not self._is_cuda:
+            return SHORT_CONTEXT
+        room = (self._info.num_pages - 1) // 2 * 16 // num_requests
+        return max(1, min(MIDDLE_CONTEXT, self._limits.max_len // 4, room))
+
+    def _reading_seconds(self, reading: tuple[ReadCost, ...], num_requests: int) -> float:
+        """The part of a measured step that the contexts of so many requests take."""
+        context = self._context(num_requests)
+        return num_requests * sum(cost.seconds * min(context, cost.window or context) for cost in reading)
 
     def _device(self, pace: Pace, host: HostCosts = NO_HOST) -> float:
         """Seconds of the device. With one step in flight, the host's seconds follow those of the device. With two, the
@@ -114,17 +130,21 @@ class CostBench:
             latency = max(0.0, median(timed.lone_seconds(length) for _ in range(REPEATS)) - prompts.seconds[0])
         return HostCosts(max(0.0, paces[few].host - few * each), each, start, latency)
 
-    def _reading(self, timed: TimedEngine, paces: dict[int, Pace]) -> tuple[ReadCost, ...]:
+    def _reading(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
         """Seconds for each token of context, by the bytes that layers keep of it."""
         count, context = LONG_CONTEXTS["cuda" if self._is_cuda else "cpu"]
-        count = max(n for n in paces if n <= count)
+        count = min(count, self._limits.max_requests)
         context = min(context, self._limits.max_len - 128, (self._info.num_pages - 1) // 2 * 16 // count)
         by_window = _bytes_by_window(self._info.layout)
 
+        def device_seconds(length: int) -> float:
+            return self._device(timed.decode_pace([timed.prompt(length) for _ in range(count)], self._num_steps))
+
+        short_seconds = device_seconds(SHORT_CONTEXT)
+
         def measured(length: int) -> tuple[float, float]:
             """Seconds that contexts of a length add for one request, and their bytes."""
-            pace = timed.decode_pace([timed.prompt(length) for _ in range(count)], self._num_steps)
-            more = max(0.0, self._device(pace) - self._device(paces[count]))
+            more = max(0.0, device_seconds(length) - short_seconds)
             self._say(f"{count} requests behind {length} tokens: {more * 1e3:.2f} ms more than behind few")
             return more / count, sum(size * (min(length, window or length) - min(SHORT_CONTEXT, window or length))
                                      for window, size in by_window.items())
@@ -150,7 +170,8 @@ class CostBench:
         self._say(f"a prompt of {tokens} tokens: {long_seconds * 1e3:.1f} ms; short ones: {short_seconds * 1e3:.1f} ms")
         return tuple(ReadCost(window, share * each) for window, share in shares.items())
 
-    def _prompts(self, timed: TimedEngine, drafts: int, attending: tuple[ReadCost, ...]) -> list[PromptSteps]:
+    def _prompts(self, timed: TimedEngine, drafts: int, reading: tuple[ReadCost, ...],
+                 attending: tuple[ReadCost, ...]) -> list[PromptSteps]:
         """Steps with prompts by their tokens, for each number of requests that they are padded to."""
         found, before = [], 0
         for requests in self._padded_requests:
@@ -161,6 +182,7 @@ class CostBench:
             for size in sizes:
                 length = self._short(size, requests - num_decoding)
                 attention = size / 2 * sum(cost.seconds * min(length, cost.window or length) for cost in attending)
+                attention += self._reading_seconds(reading, num_decoding)
                 seconds.append(max(0.0, self._prompt_seconds(timed, length, size, num_decoding) - attention))
                 self._say(f"{size} tokens with prompts, {num_decoding} requests decode, {drafts} drafts proposed: "
                           f"{seconds[-1] * 1e3:.2f} ms")
@@ -204,7 +226,9 @@ class CostBench:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
         whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
         lengths = [length] * whole + [rest] * (rest > 0)
-        return median([self._device(timed.prompt_seconds(lengths, num_decoding)) for _ in range(1 + REPEATS)][1:])
+        context = self._context(num_decoding)
+        return median([self._device(timed.prompt_seconds(lengths, num_decoding, context))
+                       for _ in range(1 + REPEATS)][1:])
 
     def _short(self, tokens: int, most_requests: int | None = None) -> int:
         """The length of short prompts that have so many tokens together: longer where few requests may run."""

@@ -97,6 +97,7 @@ class TimedEngine:
         self.limits = worker.info.limits
         self._source = Random(f"{seed} {num_drafts}")
         self._num_added = 0
+        self._contexts: list[list[int]] = []  # of requests that decode while prompts are measured
 
     def prompt(self, length: int) -> list[int]:
         highest = min(HIGHEST_ID, self.limits.vocab_size - 1)
@@ -124,11 +125,15 @@ class TimedEngine:
         self.engine.add({f"costs-{self._num_added + index}": one for index, one in enumerate(checked)})
         self._num_added += len(prompts)
 
-    def prompt_seconds(self, lengths: Sequence[int], num_decoding: int = 1) -> Pace:
-        """The pace of the step that computes new prompts of these lengths, beside requests that decode: so that the
-        device has no pause before it."""
+    def prompt_seconds(self, lengths: Sequence[int], num_decoding: int = 1, context: int = 1) -> Pace:
+        """The pace of the step that computes new prompts of these lengths, beside requests that decode behind so many
+        tokens: so that the device has no pause before it."""
         self._runner.steps.clear()
-        self._add([self.prompt(1) for _ in range(num_decoding)], PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
+        while len(self._contexts) < num_decoding:
+            self._contexts.append(self.prompt(self.limits.max_len))
+        # The same contexts every time, which the prefix cache then has.
+        self._add([own[:context] for own in self._contexts[:num_decoding]],
+                  PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
         while len(self._decoding(num_decoding)) < 2:
             self.engine.step()
         num_before = len(self._runner.steps)

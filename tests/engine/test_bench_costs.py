@@ -14,7 +14,7 @@ from outrider.benchmarks.costs import CostBench
 from outrider.benchmarks.step_times import ObservedStep, Pace, TimedEngine
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch
-from outrider.core.costs import MixedStepCosts
+from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.runner.interface import BoundedSteps
 from outrider.runner.worker import Worker
 from outrider.simulation.cluster import Cluster
@@ -98,8 +98,8 @@ class RecordedEngine:
         self.num_drafts = num_drafts
         self.steps: list[tuple[int, int]] = []  # tokens and requests
 
-    def prompt_seconds(self, lengths: list[int], num_decoding: int) -> Pace:
-        assert min(lengths) > 0
+    def prompt_seconds(self, lengths: list[int], num_decoding: int, context: int) -> Pace:
+        assert min(lengths) > 0 and context == 512
         self.steps.append((sum(lengths) + num_decoding * (1 + self.num_drafts), len(lengths) + num_decoding))
         return Pace(1e-6 * self.steps[-1][1], 0.0)
 
@@ -113,7 +113,11 @@ def test_steps_with_prompts_are_measured_in_every_number_of_requests_that_they_a
                          steps_in_flight=2)
         bench._is_cuda, bench._info = True, replace(bench._info, limits=limits,
                                                     prompt_steps=BoundedSteps(12e-3, captured))
-        few, some, many = bench._prompts(timed, num_drafts, ())  # type: ignore[arg-type]
+        bench._info = replace(bench._info, num_pages=50_000)
+        reading = (ReadCost(None, 1e-12), ReadCost(256, 1e-12))
+        few, some, many = bench._prompts(timed, num_drafts, reading, ())  # type: ignore[arg-type]
+        assert bench._reading_seconds(reading, 35) == pytest.approx(35 * 768e-12)
+    assert few.seconds[0] == pytest.approx(2e-6 - 768e-12), "what contexts take is told by `reading`"
     assert [own.requests for own in (few, some)] == [16, 64] and many.requests > 256
     assert few.tokens == (64, 128, 192, 256, 320, 384, 448, 512, 1024, 2048, 4096, 8192)
     assert some.tokens[-1] == many.tokens[-1] == 1024, "steps among many requests are bounded"
