@@ -19,7 +19,7 @@ SPACE = "▁"  # what SentencePiece writes for a space
 
 
 # The lists of a tokenizer and what their values must be. Ids of tokens have names that end alike.
-LISTS = {"tokens": list[str], "merges": list[str], "scores": list[Any], "token_type": list[int]}
+LISTS: dict[str, Any] = {"tokens": list[str], "merges": list[str], "scores": list[Any], "token_type": list[int]}
 TOKEN_ID = "_token_id"
 
 
@@ -58,7 +58,7 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
 
 def _check_types(meta: Mapping[str, Any]) -> None:
     """Refuse values of other types than the keys have, by their keys."""
-    expected = {f"tokenizer.ggml.{name}": kind for name, kind in LISTS.items()}
+    expected: dict[str, Any] = {f"tokenizer.ggml.{name}": kind for name, kind in LISTS.items()}
     expected |= {key: int for key in meta if key.startswith("tokenizer.ggml.") and key.endswith(TOKEN_ID)}
     for key in expected.keys() & meta.keys():
         try:
