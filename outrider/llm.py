@@ -238,9 +238,9 @@ class LLM(Front):
 
     def update_weights(self, weights: Weights) -> UpdateReport:
         """Replace all weights or some of them: by tensors of torch or arrays of numpy under the names of the model's
-        checkpoint, or by the path of a folder with safetensors files, or of one such file. Running requests are
-        preempted and go on with the new weights from their tokens so far. Weights that do not fit raise ValueError,
-        with nothing changed."""
+        checkpoint, or by the path of a folder with safetensors files, of one such file or of a GGUF file. Running
+        requests are preempted and go on with the new weights from their tokens so far. Weights that do not fit raise
+        ValueError, with nothing changed."""
         command = weights_command(weights)
         return self._loop.run(lambda: self._maintenance.update_weights(command))
 

@@ -13,7 +13,7 @@ import numpy as np
 from outrider.core.fields import shown
 from outrider.runner.commands import NamedArray, UpdateWeights
 
-# A folder with safetensors files or one such file; or tensors (torch's or numpy's) by name.
+# A folder with safetensors files, one such file or a GGUF file; or tensors (torch's or numpy's) by name.
 Weights: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
@@ -24,7 +24,7 @@ def weights_command(weights: Weights) -> UpdateWeights:
         path = Path(weights)
         if not path.exists():
             raise ValueError(f"update_weights: {path} does not exist: give a folder with safetensors files, one such "
-                             "file, or pairs of a name and a tensor")
+                             "file, a GGUF file, or pairs of a name and a tensor")
         return UpdateWeights(path=str(path.resolve()))
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     if isinstance(pairs, bytes) or not isinstance(pairs, Iterable):

@@ -120,7 +120,7 @@ class UpdateWeights(Command[UpdateReport]):
     changed if one of them does not fit."""
 
     arrays: tuple[NamedArray, ...] = ()
-    path: str | None = None  # a folder with safetensors files, or one such file; then `arrays` are not looked at
+    path: str | None = None  # a folder with safetensors files, one such file or a GGUF file; `arrays` are not read then
 
     def carry_out(self, worker: Any) -> UpdateReport:
         report: UpdateReport = worker.residence.update_weights(self)

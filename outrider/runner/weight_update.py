@@ -2,7 +2,7 @@
 
 The tensors are looked at twice: once to find what does not fit, before anything is changed, and once to copy them.
 Prediction modules (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have
-files of their own. Weights in codes are replaced by a folder with the same `quantization_config` as the model's.
+files of their own. Weights that stay in the bits of their files are replaced by files of the same form.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from outrider.layers import LayeredModule
 from outrider.models.base import Model
 from outrider.models.loader import Stored, check_finite, check_numbers, check_shape, one_by_one, some_names
 from outrider.models.mtp import MTPHead
+from outrider.models.sources import gguf_source
 from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
@@ -32,9 +33,12 @@ class WeightUpdate:
                  stored: Mapping[str, Any]) -> None:
         """modules: those of the drafters. stored: the `quantization_config` of the model's files, empty for none."""
         self._model, self._given = model, given
-        section = _quantization_beside(given)
+        self._path = None if given.path is None else Path(given.path)
+        self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
+        section = {} if self._path is None or self._is_gguf else _quantization_of(self._path, stored)
         self._quantization: Quantization | None = read_quantization(section) if section else None
-        self._has_form_of_model = bool(section) and section == stored
+        # Bits of another kind than the weight's come as numbers, so those of a GGUF file always fit.
+        self._has_form_of_model = self._is_gguf or (bool(section) and section == stored)
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
         self._slots: dict[str, WeightSlot] = dict(model.weights())
         for head in self._heads:
@@ -78,19 +82,21 @@ class WeightUpdate:
             yield name, tensor
 
     def _read(self) -> Iterator[tuple[str, Stored]]:
-        if self._given.path is None:
+        if self._path is None:
             return ((array.name, _tensor(array)) for array in self._given.arrays)
+        if self._is_gguf:
+            return gguf_source(self._path).read()
         from outrider.models.sources.safetensors_files import safetensors_tensors
 
-        return safetensors_tensors(Path(self._given.path), self._quantization)
+        return safetensors_tensors(self._path, self._quantization)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         slot = self._slots[name]
         if slot.kind is not None and slot.quantize is None:
             if not self._has_form_of_model or tensor.dtype != slot.target.dtype:
                 raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file "
-                                  f"({slot.kind}): start the engine with keep_quantized=False, or give a folder with "
-                                  f"the same {KEY} as the model's")
+                                  f"({slot.kind}): start the engine with keep_quantized=False, or give files of the "
+                                  f"same form (a folder with the model's {KEY}, or a GGUF file of the same kinds)")
             return check_shape(name, tensor, slot.shape)
         if slot.quantize is not None:
             return  # `one_by_one` has checked the numbers and made codes of them
@@ -102,11 +108,9 @@ class WeightUpdate:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
 
 
-def _quantization_beside(given: UpdateWeights) -> Mapping[str, Any]:
-    """The `quantization_config` of a folder that is given; empty without one."""
-    folder = None if given.path is None else Path(given.path)
-    has_config = folder is not None and (folder / "config.json").is_file()
-    return quantization_section(read_config(folder)) if folder is not None and has_config else {}
+def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of files that are given. Files without a config are of the model's form."""
+    return quantization_section(read_config(path)) if (path / "config.json").is_file() else stored
 
 
 def _tensor(array: NamedArray) -> torch.Tensor:

@@ -308,7 +308,7 @@ def test_a_folder_of_the_same_form_replaces_weights_in_codes(form: str, keep_qua
         llm.update_weights(tmp_path / "theirs")
         assert generated(llm) == theirs
         llm.sleep(level=2)
-        llm.update_weights(tmp_path / "ours")
+        llm.update_weights(tmp_path / "ours" / "model.safetensors")
         llm.wake_up()
         assert generated(llm) == ours
 
@@ -319,7 +319,7 @@ def test_a_folder_of_another_form_is_refused_or_becomes_the_codes_of_the_engine(
     quantized_files.save_folder(tmp_path / "numbers", numbers, CODED)
     with LLM(str(tmp_path / "int4"), **SETTINGS) as llm:
         ours = generated(llm)
-        with pytest.raises(WeightError, match="stays in the bits of its file .int4.*same quantization_config"):
+        with pytest.raises(WeightError, match="stays in the bits of its file .int4.*the model's quantization_config"):
             llm.update_weights(tmp_path / "fp8")
         assert generated(llm) == ours
     settings = SETTINGS | {"quantization": "int4"}
@@ -348,6 +348,11 @@ def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monk
             assert tokens_of(llm.generate(prompts, greedy(8))) == ours
         llm.update_weights({"model.norm.weight": torch.zeros(256)})
         assert tokens_of(llm.generate(prompts, greedy(8))) != ours, "other weights can be replaced"
+        llm.update_weights(path)
+        assert tokens_of(llm.generate(prompts, greedy(8))) == ours, "a file of the same kinds has all weights"
+        write_gguf(tmp_path / "other.gguf", "Q4_0")
+        with pytest.raises(ValueError, match="stays in the bits of its file .Q8_0.: .*a GGUF file of the same kinds"):
+            llm.update_weights(tmp_path / "other.gguf")
 
 
 def test_copies_of_weights_in_the_bits_of_their_file_are_counted_once(tmp_path: Path,
