@@ -175,8 +175,8 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
 
 
 def release_dropped() -> None:
-    """Give GPU memory of objects that were dropped back to the driver. Captured steps and the objects that choose among
-    them may refer to each other: only a collection frees these."""
+    """Give memory of objects that were dropped back: that of a GPU to the driver. Parts of a model may refer to each
+    other, as do captured steps and the objects that choose among them: only a collection frees these."""
     collect_replaced()
     torch.cuda.empty_cache()
 

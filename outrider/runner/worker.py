@@ -39,6 +39,7 @@ from outrider.runner.target import build_target, fill_target
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
+LARGE = 64 << 20  # bytes that are worth a collection, which takes a tenth of a second, when a worker ends on a CPU
 
 
 class Worker:
@@ -112,13 +113,18 @@ class Worker:
         on, although an engine or a caller still holds the worker."""
         if not hasattr(self, "runner"):
             return  # closed before
-        is_on_gpu = isinstance(self.runner, CudaRunner)
+        is_on_gpu, held_bytes = isinstance(self.runner, CudaRunner), self._count_bytes()
         self.runner.close()
         if self.device_step.adapters is not None:
             self.device_step.adapters.close()
         del self.runner, self.device_step, self.residence
-        if is_on_gpu:
+        if is_on_gpu or held_bytes >= LARGE:
             release_dropped()
+
+    def _count_bytes(self) -> int:
+        """The memory of the model's weights and of the cache."""
+        step = self.device_step
+        return step.pool.data.nbytes + sum(slot.nbytes for slot in step.model.weights().values())
 
     @property
     def num_padded_steps(self) -> int:
