@@ -57,7 +57,7 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("llama", "rope_scaling", {"type": "mrope"}, "rope_scaling: type='mrope' is not supported; supported: 'd"),
         ("llama", "rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
         ("llama", "architectures", [], "architectures=.. is not supported; known are .*Gemma3ForCausalLM, .*Llama"),
-        ("llama", "architectures", ["GPT2"], "architectures=.'GPT2'. is not supported; known are"),
+        ("llama", "architectures", ["GPT2"], "architectures=.'GPT2'. is not supported; neither a family here nor"),
         ("llama", "architectures", None, "architectures is missing"),
     ],
 )

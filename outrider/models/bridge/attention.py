@@ -40,8 +40,12 @@ class StepAttention:
         return out if value_dim == self.head_dim else out[..., :value_dim]
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [tokens, heads, dim] in the cache's size, with the heads of a token side by side as in layers of this
+        package: kernels are compiled for that order."""
         missing = self.head_dim - rows.shape[-1]
-        return F.pad(rows, (0, missing)) if missing else rows
+        if missing:
+            return F.pad(rows, (0, missing))
+        return rows if rows.stride(1) == rows.shape[2] and rows.stride(2) == 1 else rows.contiguous()
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -25,10 +25,7 @@ SCALED_BY_LENGTH = ("longrope",)  # ropes whose frequencies depend on the longes
 
 
 def import_transformers() -> Any:
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        raise ValueError(f"model_impl='transformers' needs the package transformers: {EXTRA} ({error})") from error
+    return import_module("transformers")
 
 
 def _decoders() -> set[str]:
@@ -39,7 +36,11 @@ def _decoders() -> set[str]:
 
 def find_class(reader: ConfigReader) -> type[Any]:
     """transformers' class of the config's architecture, if its attention can be the engine's."""
-    library = import_transformers()
+    try:
+        library = import_transformers()
+    except ImportError as error:
+        raise reader.refusal("architectures", "it would run through transformers' own code (model_impl), and the "
+                             f"package transformers cannot be imported: {EXTRA} ({error})") from error
     architecture = str(reader.required("architectures", list)[0])
     version = f"transformers {library.__version__}"
     if architecture not in _decoders():
