@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from outrider.layers import StepContext
 from outrider.layers.rotary import Angles, Rotary
 from outrider.mixers import PagedLayer
+
+ROWS_AT_ONCE = 16  # tables have a multiple of these rows: Triton compiles a kernel anew for sizes of another kind
 
 
 class CurrentStep:
@@ -52,9 +55,10 @@ class _StepRotary(Rotary):
     """A table with a row for every token row of one step, in the place of a row for every position."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half = cos.shape[-1] // 2
+        self._num_tokens, half = cos.shape[1], cos.shape[-1] // 2
         wide = torch.float64 if cos.dtype == torch.float64 else torch.float32
-        self.table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).to(wide)
+        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).to(wide)
+        self.table = F.pad(table, (0, 0, 0, -self._num_tokens % ROWS_AT_ONCE))
 
     def angles(self) -> Angles:
-        return self.at(torch.arange(len(self.table), device=self.table.device))
+        return self.at(torch.arange(self._num_tokens, device=self.table.device))
