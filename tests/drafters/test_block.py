@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.config import SpeculativeConfig
+from outrider.core import NULL_PAGE
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import DraftBuild, HiddenReads
 from outrider.drafters.block import BlockDrafter
@@ -84,6 +85,9 @@ def test_ragged_padded_batches_with_hits_and_preemptions(form: str, family: str,
         assert any(output.metrics.num_cached_tokens >= 32 for output in late)
         assert any(not all(batch.samples) and any(batch.num_drafts) for batch in rig.batches), "chunks beside drafts"
         assert {len(p.drafts) for p in rig.proposals} == {5}
+        assert rig.step.drafter is not None
+        for layer in rig.step.drafter.attention_layers:
+            assert not rig.step.pool.layer(layer.index)["k"][NULL_PAGE].any(), "rows of padding wrote keys"
         assert_as_reference(rig.proposals, ASKS, drafter, target, 5, 64)
 
 
@@ -144,6 +148,19 @@ def test_a_hit_on_pages_partly_cold_uses_the_warm_tail(form: str, drafter_of: Ma
         assert output.metrics.num_cached_tokens == 64 and rig.num_cold == 2
         for proposals in (first, rig.proposals):
             assert_as_reference(proposals, [ask], drafter, tiny_model("llama"), 3, 96, lambda p: 32)
+
+
+def test_pages_of_another_request_that_cold_steps_fill_anew_have_no_context(drafter_of: MakeDrafter) -> None:
+    """A pool that holds one request: the second one's pages were full of the first one's context."""
+    drafter, first, second = drafter_of("dspark", "llama"), Ask(prompt_of(11, 70), greedy(4)), Ask(prompt_of(12, 70),
+                                                                                                greedy(4))
+    with DraftRig(tiny_model("llama"), speculative_config=drafter.speculative(3), num_pages=7,
+                  propose_at=lambda step: 3 if rig.is_warm else 0) as rig:
+        for ask, rig.is_warm in ((first, True), (second, False), (second, True)):  # type: ignore[attr-defined]
+            rig.proposals.clear()
+            (output,) = rig.run([ask])
+        assert output.metrics.num_cached_tokens == 64 and rig.proposals
+        assert_as_reference(rig.proposals, [second], drafter, tiny_model("llama"), 3, 96, lambda p: 64)
 
 
 # Whole engines
