@@ -1,0 +1,71 @@
+"""Files around the code agree with it: make targets, workflows, the site's pages, the changelog, bounds of versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import outrider
+
+ROOT = Path(__file__).resolve().parents[2]
+GITHUB = ROOT / ".github"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read_yaml(path: Path) -> Any:
+    return yaml.safe_load(re.sub(r"slugify: !!\S+ \{.*?\}\}", "slugify: x", path.read_text()))
+
+
+@pytest.mark.parametrize("path", sorted(GITHUB.rglob("*.yml")), ids=lambda path: path.stem)
+def test_forms_and_workflows_are_whole(path: Path) -> None:
+    found = read_yaml(path)
+    if path.parent.name == "workflows":
+        assert found["jobs"] and all(job["steps"] and job["runs-on"] for job in found["jobs"].values())
+    elif path.stem != "config":
+        assert found["name"] and found["description"] and all(part["type"] for part in found["body"])
+
+
+def test_make_targets_that_are_named_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    papers = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", ".ci/run", "mkdocs.yml")]
+    for path in [*papers, *GITHUB.rglob("*.yml")]:
+        named = re.findall(r"(?:^ {4}|`|run: |^|&& )make ((?:[a-z][\w-]* ?)+)", path.read_text(), re.M)
+        assert {word for words in named for word in words.split()} <= targets, path
+
+
+def test_files_of_the_quick_check_are_there() -> None:
+    (listed,) = re.findall(r"^QUICK := (.*?)\n\n", (ROOT / "Makefile").read_text(), re.M | re.S)
+    files = listed.replace("\\", "").split()
+    assert len(files) > 5 and all((ROOT / name).is_file() for name in files)
+
+
+def test_every_document_is_a_page_of_the_site() -> None:
+    def pages(nav: list[Any]) -> list[str]:
+        return [page for entry in nav for value in entry.values()
+                for page in ([value] if isinstance(value, str) else pages(value))]  # fmt: skip
+
+    listed = pages(read_yaml(ROOT / "mkdocs.yml")["nav"])
+    made = {"index.md", "changelog.md", "contributing.md", "security.md", "examples.md", "commands.md"}
+    assert sorted(listed) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} | made)
+
+
+def test_the_changelog_has_the_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in text and f"## [{outrider.__version__}]" in text
+
+
+def test_every_dependency_has_an_upper_bound() -> None:
+    users = ("server", "grammar", "otel", "plot", "events", "ray")  # extras of people who use it
+    for wanted in PROJECT["dependencies"] + [one for name in users for one in PROJECT["optional-dependencies"][name]]:
+        assert re.search(r"[<=]=?\d", wanted.split(";")[0]), wanted
+
+
+def test_the_readme_names_the_versions_of_torch_that_are_allowed() -> None:
+    (bounds,) = [one for one in PROJECT["dependencies"] if one.startswith("torch")]
+    least, above = map(int, re.findall(r"2\.(\d+)", bounds))
+    assert f"torch 2.{least} to 2.{above - 1}" in (ROOT / "README.md").read_text()
