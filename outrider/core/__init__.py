@@ -8,6 +8,7 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import HiddenReport
 from outrider.core.step import (
+    AdapterReach,
     Admission,
     CheckpointWrite,
     Finish,
@@ -23,6 +24,7 @@ from outrider.core.step import (
 )
 
 __all__ = [
+    "AdapterReach",
     "Admission",
     "Axis",
     "Bound",

@@ -12,9 +12,8 @@ from functools import partial
 
 import torch
 
-from outrider.core import NULL_ROW, Admission, SamplingParams, ScheduledBatch, StepForm
+from outrider.core import NULL_ROW, AdapterReach, Admission, SamplingParams, ScheduledBatch, StepForm
 from outrider.core.checked_request import NO_REQUEST
-from outrider.core.step import AdapterReach
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops

@@ -68,7 +68,8 @@ class MTPTrainee(Trainee):
 
     def passes(self, taught: TaughtTexts) -> Iterator[torch.Tensor]:
         """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p."""
-        module, num_texts, length = self.module, *taught.tokens.shape
+        module = self.module
+        num_texts, length = taught.tokens.shape
         hidden = taught.taps[:, :-1, 0].to(self._output.dtype)
         if module.description.hidden == "final":
             hidden = self._target.norm(hidden.flatten(0, 1).to(self._target.dtype)).to(hidden.dtype).view(hidden.shape)
