@@ -15,7 +15,7 @@ import torch
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
 from outrider.layers import StepContext
-from outrider.mixers import AttentionLayer, IndexedLayer
+from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder, Model
 from outrider.models.head import load_head
 from outrider.models.mtp import MTPHead, build_mtp_modules
@@ -83,7 +83,7 @@ class MTPTrainee(Trainee):
             tokens = taught.tokens[:, 1 + index :].flatten()
             # A copy: the module may overwrite what it consumes.
             output, feedback = module.forward(tokens, hidden[:, :count].flatten(0, 1).clone(),
-                                              StepContext(attend, slots))  # type: ignore[arg-type]
+                                              StepContext(attend, slots))
             yield output.view(num_texts, count, -1)
             hidden = feedback.view(num_texts, count, -1)
 
@@ -106,11 +106,9 @@ def _checked(target: Model, settings: TrainingSettings) -> Decoder:
 
 
 def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
-    found = [layer for layer in module.attention_layers
-             if isinstance(layer, AttentionLayer) and not isinstance(layer, IndexedLayer)]
+    found = [layer for layer in module.attention_layers if isinstance(layer, AttentionLayer)]
     if len(found) != len(module.attention_layers):
-        raise ValueError("--method mtp cannot tune a module with latent attention or an indexer: use --method eagle3 "
-                         "or block")
+        raise ValueError("--method mtp cannot tune a module with latent attention: use --method eagle3 or block")
     return found
 
 
