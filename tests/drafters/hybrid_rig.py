@@ -46,6 +46,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": _DELTA | {"architectures": ["Qwen3_5ForCausalLM"]},
     "qwen3_5_moe": _DELTA | _EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
 }  # fmt: skip
+# Attention to chosen stretches, residual streams and n-gram embeddings: tests of its own kernels take it.
+QWEN4_EXP: dict[str, Any] = _DELTA | _EXPERTS | {
+    "architectures": ["Qwen4ExpForCausalLM"], "hc_count": 2, "hc_lowrank": 4, "ple_layer_ids": [3], "ple_embed_dim": 8,
+    "ple_conv_kernel_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 20, "split_ngram_parts": 2,
+    "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "eos_token_id": 2,
+}  # fmt: skip
 DRAFTERS = ("mtp", "ngram", "scripted")
 Script = Callable[[tuple[int, ...], int], list[int]]
 
@@ -57,7 +64,8 @@ def hybrid_of(family: str) -> Model:
 
 def mtp_of(target: Model, k: int) -> Drafter:
     """With random weights: right by chance in greedy text, and more often where it shares the target's noise."""
-    modules = build_mtp_modules(target, first_layer=target.num_layers, dtype=target.dtype, device=CPU)
+    first = max(target.num_layers, *(claim.layer + 1 for claim in target.cache_layers()))
+    modules = build_mtp_modules(target, first_layer=first, dtype=target.dtype, device=CPU)
     generator = torch.Generator().manual_seed(6)
     for head in modules:
         for name, slot in head.weights().items():

@@ -116,7 +116,7 @@ class IndexedMixer(Mixer):
     """A model's layers that attend to chosen stretches, with their parts of the pool."""
 
     def __init__(self, layers: Sequence[IndexedLayer], pool: DevicePool, backend: Backend) -> None:
-        self._backend, self._exact = backend, False
+        self.backend, self._exact = backend, False
         backend.attach(len(pool.data), pool.data.device)
         self._layers = []
         for layer in layers:
@@ -140,7 +140,7 @@ class IndexedMixer(Mixer):
 
     def bind(self, view: BatchView) -> Mapping[int, BoundIndexedLayer]:
         plans = {index: self._plan(view, group) for index, group in self._groups.items()}
-        return {layer.index: BoundIndexedLayer(layer, self._backend, cache, index_keys, plans[group.index], self._exact)
+        return {layer.index: BoundIndexedLayer(layer, self.backend, cache, index_keys, plans[group.index], self._exact)
                 for layer, cache, index_keys, group in self._layers}  # fmt: skip
 
     def _plan(self, view: BatchView, group: Group) -> IndexedPlan:
@@ -149,7 +149,7 @@ class IndexedMixer(Mixer):
                                                     if own.index == group.index)
         rows = torch.arange(view.num_tokens, device=view.positions.device)
         return IndexedPlan(made.slots, view.positions, rows - view.query_starts[view.request_of], made.contexts,
-                           made.num_positions, self._backend.plan(view, group) if needs_whole else None)
+                           made.num_positions, self.backend.plan(view, group) if needs_whole else None)
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
-        self._backend.prepare_capture(device, limits)
+        self.backend.prepare_capture(device, limits)
