@@ -118,14 +118,17 @@ def answers(path: Path, **settings: Any) -> list[tuple[list[int], list[int], lis
 
 
 def read_by_transformers(path: Path) -> Any:
-    """The model that transformers reads from the file. `from_pretrained` would need another package for it."""
+    """The model that transformers reads from the file. `from_pretrained` would need another package for it. Its numbers
+    are in memory once: the model's own are never written, and those of the file take their place."""
     import transformers
+    from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, extra = model.load_state_dict(tensors, strict=False)
+    missing, extra = model.load_state_dict(tensors, strict=False, assign=True)
     assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
     model.tie_weights()
     return model
