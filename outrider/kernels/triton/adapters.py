@@ -48,37 +48,35 @@ _MAX_STEP = 16  # numbers that one load takes at most
 
 
 @triton.jit
-def without_largest(slot, COUNT: tl.constexpr):
+def without_largest(slot, count):
     """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
-    for _ in tl.static_range(COUNT):
+    for _ in range(count):
         slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
     return slot
 
 
 @triton.jit
-def own_slots(sorted_slots, place_of_row, M, SHARE: tl.constexpr):
+def own_slots(sorted_slots, place_of_row, M, share):
     """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
     slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
-    for _ in range(tl.program_id(0) % SHARE):
-        slot = without_largest(slot, 1)
-    return slot
+    return without_largest(slot, tl.program_id(0) % share)
 
 
-@kernel(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M", "share", "first_target", "num_targets"])
 def _shrink_kernel(
-    x, numbers, places, sorted_slots, order, inner, x_stride, M, first_target, num_targets, inner_width,
-    K: tl.constexpr, SPLIT: tl.constexpr, SHARE: tl.constexpr, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
+    x, numbers, places, sorted_slots, order, inner, x_stride, M, share, first_target, num_targets, inner_width,
+    K: tl.constexpr, SPLIT: tl.constexpr, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner [splits, token rows in their order, targets, ranks] float32: the sums over SPLIT input features each. A
     slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) // SHARE * TILE + lane
+    place_of_row = tl.program_id(0) // share * TILE + lane
     target, begin = tl.program_id(1), tl.program_id(2) * SPLIT
     column = begin + tl.arange(0, BLOCK_K)
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = own_slots(sorted_slots, place_of_row, M, SHARE)
+    slot = own_slots(sorted_slots, place_of_row, M, share)
     x_at = x + (token // PER_ROW)[:, None] * x_stride + column[None, :]
     row = tl.program_id(2).to(tl.int64) * M + place_of_row
     inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * inner_width + lane[None, :]
@@ -101,27 +99,26 @@ def _shrink_kernel(
                     is_there = column + start + BLOCK_K < K
                     a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
             tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
-        slot = without_largest(slot, SHARE)
+        slot = without_largest(slot, share)
         current = tl.max(slot, axis=0)
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M", "first"])
+@kernel(do_not_specialize=["M", "share", "first", "first_target", "num_targets", "count"])
 def _expand_kernel(
-    inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, first, width, first_target,
-    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, SHARE: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, share, first, width, first_target,
+    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """first, width: the output features that `out` has. count: targets that `inner` has. gain: a factor of all that is
     added. STEP: all targets begin and end at multiples of it, and so does `first`."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) // SHARE * TILE + lane
+    place_of_row = tl.program_id(0) // share * TILE + lane
     place_of_target = tl.program_id(2)
     target = first_target + place_of_target
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = own_slots(sorted_slots, place_of_row, M, SHARE)
+    slot = own_slots(sorted_slots, place_of_row, M, share)
     low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
     num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
@@ -156,12 +153,12 @@ def _expand_kernel(
                 b_at += TILE * num_features
                 b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
             tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        slot = without_largest(slot, SHARE)
+        slot = without_largest(slot, share)
         current = tl.max(slot, axis=0)
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M", "first_target", "num_targets"])
 def _expand_gated_kernel(
     inner, numbers, places, scales, sorted_slots, order, product, out, product_stride, out_stride, M, width,
     first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -307,8 +304,8 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
     inner = torch.empty(splits, num_rows, len(asked), width, dtype=torch.float32, device=x.device)
     share = share_of(num_rows, len(asked) * splits, len(tables.scales) * num_experts)
     _shrink_kernel[(cdiv(num_rows, TILE) * share, len(asked), splits)](
-        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_rows, asked.start,
-        len(tables.bounds), width, K=num_inputs, SPLIT=split, SHARE=share, EXPERTS=num_experts, PER_ROW=per_row,
+        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_rows, share,
+        asked.start, len(tables.bounds), width, K=num_inputs, SPLIT=split, EXPERTS=num_experts, PER_ROW=per_row,
         TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl,
         num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
     return inner
@@ -326,8 +323,8 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
     limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
     _expand_kernel[(cdiv(num_rows, TILE) * share, blocks, len(asked))](
         inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.sorted_slots, rows.order, out,
-        out.stride(0), num_rows, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked), gain,
-        SPLITS=splits, SHARE=share, EXPERTS=num_experts, TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
+        out.stride(0), num_rows, share, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked),
+        gain, SPLITS=splits, EXPERTS=num_experts, TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
         ALIGNMENT=alignment_of(num_experts, widest), STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl,
         num_warps=4, num_stages=1, **limit, **pdl_options(pdl))  # fmt: skip
 

@@ -28,20 +28,20 @@ from outrider.kernels.triton.launch import kernel
 _BLOCK_K, _BLOCK_N = 128, 128
 
 
-@kernel(do_not_specialize=["M"])
+@kernel(do_not_specialize=["M", "share", "target", "num_targets"])
 def _head_kernel(
-    x, out, numbers, places, scales, sorted_slots, order, x_stride, x_head, out_stride, out_head, M, target,
-    num_targets, num_columns, head_columns, first_column, K: tl.constexpr, N: tl.constexpr, INTO_LATENTS: tl.constexpr,
-    SHARE: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
+    x, out, numbers, places, scales, sorted_slots, order, x_stride, x_head, out_stride, out_head, M, share,
+    target, num_targets, num_columns, head_columns, first_column, K: tl.constexpr, N: tl.constexpr,
+    INTO_LATENTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
     ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """num_columns: of the second factor of all heads. The columns from first_column on of each head are meant."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) // SHARE * TILE + lane
+    place_of_row = tl.program_id(0) // share * TILE + lane
     head = tl.program_id(1)
     token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = own_slots(sorted_slots, place_of_row, M, SHARE)
+    slot = own_slots(sorted_slots, place_of_row, M, share)
     own_columns = head * head_columns + first_column
     feature = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_at = x + token[:, None] * x_stride + head * x_head
@@ -76,7 +76,7 @@ def _head_kernel(
                 acc = tl.dot(inner.to(second.dtype), second, acc, input_precision="ieee")
             before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
             tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        slot = without_largest(slot, SHARE)
+        slot = without_largest(slot, share)
         current = tl.max(slot, axis=0)
     wait_for_inputs(PDL)
 
@@ -101,7 +101,7 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
     share = share_of(num_tokens, num_heads * blocks, len(tables.scales))
     _head_kernel[(cdiv(num_tokens, TILE) * share, num_heads, blocks)](
         x, out, tables.numbers, tables.places, tables.scales, rows.sorted_slots, rows.order, x.stride(0), x.stride(1),
-        out.stride(0), out.stride(1), num_tokens, target, len(tables.bounds), num_heads * columns.per_head,
-        columns.per_head, columns.first, K=num_inputs, N=num_outputs, INTO_LATENTS=into_latents, SHARE=share, TILE=TILE,
+        out.stride(0), out.stride(1), num_tokens, share, target, len(tables.bounds), num_heads * columns.per_head,
+        columns.per_head, columns.first, K=num_inputs, N=num_outputs, INTO_LATENTS=into_latents, TILE=TILE,
         BLOCK_K=block_k, BLOCK_N=block_n, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, PDL=pdl, num_warps=4, num_stages=1,
         **pdl_options(pdl))  # fmt: skip
