@@ -94,6 +94,10 @@ class AdapterStore(LoadedAdapters):
         return self.arena.reach
 
     @property
+    def possible_reach(self) -> AdapterReach:
+        return self.targets.reach
+
+    @property
     def is_capturable(self) -> bool:
         """Whether kernels add what adapters add: other operations read the device."""
         return all(operation.serves(self.arena.tables.numbers) for operation in OPERATIONS)

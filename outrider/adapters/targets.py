@@ -6,10 +6,11 @@ rank's product has. Modules with several matrices (q, k and v) are a target for 
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -57,6 +58,11 @@ class Target(ABC):
     def config_name(self, module: str) -> str:
         """The name of a file's module that patterns of the config are matched with."""
         return module
+
+    @property
+    def is_served(self) -> bool:
+        """Whether adapters may change it with the weights as they are stored here."""
+        return True
 
     @property
     @abstractmethod
@@ -199,6 +205,10 @@ class ExpertsTarget(Target):
     @property
     def bounds(self) -> tuple[int, int]:
         return 0, self.held_outputs
+
+    @property
+    def is_served(self) -> bool:
+        return self.experts.format.plain_parts is not None
 
     @property
     def num_inputs(self) -> int:
@@ -344,6 +354,11 @@ class Targets:
                 for key, own in self.of_module.items() if isinstance(own[0], LinearTarget)}
 
     @property
+    def reach(self) -> AdapterReach:
+        """What adapters may change."""
+        return reduce(operator.or_, (target.reach for target in self.all if target.is_served), AdapterReach.LINEARS)
+
+    @property
     def bounds(self) -> list[int]:
         """Begin and end of every target's output features within its layer, one target behind the other."""
         return [bound for target in self.all for bound in target.bounds]
@@ -371,7 +386,7 @@ class Targets:
                 rest = name[len(experts) + 1 :]
                 own = next((target for target in targets if target.takes(rest, pair)), None)
                 if own is not None:
-                    if own.experts.format.plain_parts is None:
+                    if not own.is_served:
                         raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
                                            "start the engine with keep_quantized=False")
                     return own, rest

@@ -122,6 +122,11 @@ class LoadedAdapters(ABC):
         """What the adapters that are on the device now change."""
         return AdapterReach.LINEARS
 
+    @property
+    def possible_reach(self) -> AdapterReach:
+        """What adapters of this model may change."""
+        return AdapterReach.LINEARS
+
     @abstractmethod
     def admit(self, numbers: Mapping[int, int | None]) -> None:
         """Rows that were just admitted, with the number of the request's adapter; None for the model itself."""

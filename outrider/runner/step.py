@@ -120,6 +120,10 @@ class DeviceStep:
         """What the adapters that are on the device now change."""
         return AdapterReach.NOTHING if self.adapters is None else self.adapters.reach
 
+    def reach_of_any_adapters(self) -> AdapterReach:
+        """What any adapter of this model could change."""
+        return AdapterReach.NOTHING if self.adapters is None else self.adapters.possible_reach
+
     def reach_of_captures(self) -> AdapterReach:
         """What adapters may change in a captured step: nothing, or all that those on the device now change."""
         is_served = self.adapters is not None and self.adapters.is_capturable

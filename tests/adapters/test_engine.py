@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from outrider.adapters import LoRARequest
+from outrider.adapters.rows import StepAdapters
 from outrider.adapters.store import AdapterStore
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
@@ -23,6 +24,7 @@ from outrider.engine.adapters import AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model
+from outrider.runner.graphs.warm_up import run_dead
 from tests.adapters.folders import merged, write_adapter, write_adapter_of_all
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import CONFIGS, SETTINGS, Rig, greedy, prompt_of, random_model, save_folder
@@ -127,6 +129,25 @@ def test_captured_steps_take_adapters_of_every_product(family: str, tmp_path: Pa
                     AdapterReach.LINEARS, rig.step.reach_of_captures()}
                 assert AdapterReach.EXPERTS | AdapterReach.EMBEDDINGS in rig.step.reach_of_captures()
     assert texts[0] == texts[1] and len(set(map(tuple, texts[0]))) == 3
+
+
+def test_the_largest_step_is_measured_with_adapters(tmp_path: Path) -> None:
+    """Of dead tokens, through all that an adapter may change: it computes, and changes no row."""
+    with Rig(make_model("deepseek_v3", None), **ADAPTERS | {"lora_memory_bytes": 16 << 20}) as rig:
+        reach, changed = rig.step.reach_of_any_adapters(), list[AdapterReach]()
+        assert reach == ~AdapterReach.NOTHING and rig.step.reach_of_adapters() == AdapterReach.LINEARS
+        within = StepAdapters.within
+
+        def watched(own: StepAdapters, met: AdapterReach) -> StepAdapters:
+            changed.append(met)
+            return within(own, met)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepAdapters, "within", watched)
+            run_dead(rig.step, [5, 1], bound=64, adapters=reach)
+        assert changed == [reach] and not rig.step.state.known.any()
+    with Rig(model_of("llama")) as rig:
+        assert rig.step.reach_of_any_adapters() == AdapterReach.NOTHING
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
+from outrider.core.step import AdapterReach
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
@@ -19,7 +20,7 @@ from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
-from outrider.runner.plan import NoCheckpoints, RowCheckpoints, StepPlan
+from outrider.runner.plan import NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
@@ -46,12 +47,14 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 
 @torch.inference_mode()
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
-             needs: StepNeeds | None = None, saves: bool = False) -> None:
-    """saves: as if it could write checkpoints."""
+             needs: StepNeeds | None = None, saves: bool = False,
+             adapters: AdapterReach = AdapterReach.NOTHING) -> None:
+    """saves: as if it could write checkpoints. adapters: what adapters may change, if requests could have some."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
-    plan = StepPlan(needs, StepExtras(), needs.any_sampled, num_wanted, checkpoints)
+    plan = StepPlan(needs, StepExtras(), needs.any_sampled, num_wanted, checkpoints,
+                    additions=RowAdditions(adapters=adapters))
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -113,7 +116,9 @@ def run_largest(step: DeviceStep, limits: Limits) -> int:
     needs = _LARGEST_WITHOUT_KERNELS
     if step.has_sampler_kernels:
         needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
-    run_dead(step, lens, drafts=drafts, num_wanted=limits.max_drafts, bound=limits.max_len, needs=needs)
+    for adapters in {AdapterReach.NOTHING, step.reach_of_any_adapters()}:
+        run_dead(step, lens, drafts=drafts, num_wanted=limits.max_drafts, bound=limits.max_len, needs=needs,
+                 adapters=adapters)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device)
 
