@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.adapters import LoRARequest
 from outrider.drafters.ngram import NgramDrafter
+from outrider.llm import LLM
 from outrider.models import catalog, registry
 from outrider.models.base import Model
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
+from tests.adapters.folders import make_adapter, peft_greedy
+from tests.adapters.test_families import COUNT as LORA_COUNT
+from tests.adapters.test_families import PROMPT as LORA_PROMPT
+from tests.adapters.test_families import SETTINGS as LORA_SETTINGS
+from tests.adapters.test_families import tokens_of as lora_tokens_of
 from tests.engine.harness import Ask, Rig, greedy, tokens_of
 from tests.models.bridged import BRIDGED, make_bridged, model_class_of
 from tests.models.oracle import (
@@ -34,6 +41,7 @@ Folders = Callable[[str], Path]
 # A window and biases; scaled embeddings and tied weights; experts; sinks; latents whose values are smaller than keys.
 QUICK = ("starcoder2", "gemma", "qwen2_moe", "granite_swa", "minicpm3")
 CASES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in BRIDGED]
+IN_ENGINES = [pytest.param(name, marks=[] if name == "qwen2_moe" else pytest.mark.long) for name in BRIDGED]
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +68,7 @@ def test_chunked_equals_whole(bridged: Folders, name: str) -> None:
     assert_chunked_equals_whole(bridged(name), 60, (1, 15, 1, 2, 30), 1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_ENGINES)
 @torch.inference_mode()
 def test_an_engine_says_what_transformers_does(bridged: Folders, name: str) -> None:
     model, asks = hf_model(bridged(name)), [Ask(prompt, greedy(LENGTH, ignore_eos=True)) for prompt in PROMPTS]
@@ -95,3 +103,16 @@ def load_bridged(folder: Path) -> Model:
 def test_the_catalog_lists_what_is_tested() -> None:
     assert sorted({model_class_of(name).__name__ for name in BRIDGED}) == sorted(catalog.BRIDGED)
     assert len(catalog.BRIDGED) >= 20 and not catalog.BRIDGED.keys() & registry.architectures().keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["helium", "arcee", "gpt_neox"])
+def test_adapters_change_bridged_models_too(bridged: Folders, name: str, tmp_path: Path) -> None:
+    """Products that are joined, blocks, and products that transformers' code calls one by one; through a whole LLM."""
+    folder = bridged(name)
+    adapter = make_adapter(folder, tmp_path / "adapter", 1)
+    wanted = [peft_greedy(folder, each, LORA_PROMPT, LORA_COUNT) for each in (None, adapter)]
+    assert wanted[0] != wanted[1], "the adapter changes nothing"
+    asked = [None, LoRARequest("adapter", 1, str(adapter))]
+    with LLM(str(folder), **LORA_SETTINGS) as llm:
+        assert lora_tokens_of(llm, [LORA_PROMPT] * 2, asked) == wanted

@@ -236,7 +236,8 @@ def expected_tokens() -> list[list[list[int]]]:
         return tokens_of(rig.run_one_by_one(ASKS))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=pytest.mark.long), "draft_model", "suffix"])
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.long)
+                                              for kind in ("eagle", "draft_model", "suffix"))])  # fmt: skip
 def test_tokens_do_not_depend_on_the_drafter(kind: str, tmp_path: Path) -> None:
     speculative: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3, "auto": False}
     if kind != "suffix":
