@@ -37,13 +37,16 @@ above where there is one and this bridge otherwise; `"transformers"` always take
 Attention, its cache, the embedding and the product that makes logits are the engine's. Linear layers, RMS norms, gated
 MLPs, experts and plain attention with a rope are replaced by layers of this package where their code computes the same,
 which is found out by running it on small random numbers. So prefix caching, chunked prefill, preemption, overlap, all
-sampling parameters, quantised files, adapters, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your own
-work as for a family. Steps are captured on CUDA unless the model's own code waits for values on the device; such steps are
-counted under that reason.
+sampling parameters, quantised files, adapters, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your
+own work as for a family. Steps are captured on CUDA unless the model's own code waits for values on the device; these
+steps are counted under that reason.
 
 Not served, and refused by name: models with a state of their own (Mamba, convolutions, linear attention), positions as
 a bias (ALiBi), masks of their own, several attentions in one layer, experts of an unknown form, encoder-decoders, ropes
 that depend on the longest text of a batch, code of a checkpoint (`auto_map`), several ranks, exact mode.
+
+A config key that transformers' class of the config does not declare changes nothing there, so it is named in a warning
+and not refused.
 
 These architectures are held against transformers by tests, as tiny random models; others that fit are served too.
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from outrider.core.params import SamplingParams
+from outrider.formats.scaled import ScaledLinear
 from outrider.layers import (
     Embedding,
     Experts,
@@ -26,6 +27,7 @@ from outrider.layers import (
     StepContext,
     TiedLinear,
 )
+from outrider.layers.base import find_modules
 from outrider.models.base import Model
 from outrider.models.bridge import known, library
 from outrider.models.bridge.model import BridgedModel
@@ -34,9 +36,12 @@ from outrider.models.registry import build_model
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
+from tests.models import quantized_files as files
 from tests.models.bridged import BRIDGED, FORCED, hf_config_of, model_class_of
 from tests.models.oracle import DenseAttend, all_logits
 from tests.models.oracle import tokens_of as tokens_from
+from tests.models.test_quantized_files import load as load_quantized
+from tests.unit.test_extending import outcome
 
 STARCODER = {key: value for key, value in CONFIGS["llama"].items() if key != "rms_norm_eps"} | {
     "architectures": ["Starcoder2ForCausalLM"], "sliding_window": 20}
@@ -152,7 +157,7 @@ def test_what_code_does_is_refused_by_its_module(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("name", "values", "says"), [
     ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 8,
                                    "long_factor": [2.0] * 8}}, "rope_type='longrope' .* longest text of a batch"),
-    ("arcee", {"no_such_key": 3}, "no_such_key=3: no code here reads this"),
+    ("arcee", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config=.* is not supported"),
     ("arcee", {"is_encoder_decoder": True}, "is_encoder_decoder=True is not supported"),
     ("arcee", {"model_type": "llama"}, "model_type='llama' is not supported; ArceeForCausalLM has the type 'arcee'"),
     ("arcee", {"layer_types": ["conv"] * 4}, "layer_types=.* layers of type 'conv' are not served"),
@@ -162,6 +167,15 @@ def test_config_keys_are_refused_by_name(name: str, values: dict[str, Any], says
     config = hf_config_of(name).to_dict() | {"architectures": [model_class_of(name).__name__]} | values
     with pytest.raises(ConfigError, match=f"config.json: .*{says}"):
         build_model(config, dtype=torch.float32, device="meta", model_impl="transformers")
+
+
+def test_keys_that_transformers_ignores_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Published files have many. Keys that the class derives from others and saves are not among them."""
+    with caplog.at_level("WARNING", logger="outrider"):
+        config = hf_config_of("youtu").to_dict() | {"architectures": ["YoutuForCausalLM"], "mlp_type": "default"}
+        build_model(config, dtype=torch.float32, device="cpu")
+    assert [record.message for record in caplog.records] == [
+        "config.json: transformers' YoutuConfig does not read mlp_type"]
 
 
 def test_code_of_a_checkpoint_is_never_run() -> None:
@@ -286,3 +300,14 @@ def test_code_that_waits_for_the_device_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(modelling.ArceeMLP, "forward", reading)
     assert outlined("arcee").reads_device and not outlined("llama").reads_device
 
+
+
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", pytest.param("W4A16", marks=pytest.mark.long)])
+def test_quantised_files_keep_their_bits(name: str, tmp_path: Path) -> None:
+    files.save_form(tmp_path / "quantised", files.FORMS[name])
+    model, dense = (load_quantized(tmp_path / "quantised", model_impl="transformers", keep_quantized=keeps)
+                    for keeps in (True, False))  # fmt: skip
+    assert isinstance(model, BridgedModel)
+    kept = [isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)]
+    assert sum(kept) == 8, "all but the head"
+    assert outcome(model) == outcome(dense)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.core.fields import shown
 from outrider.models.bridge.refusal import words_of
 from outrider.models.config import ConfigError, ConfigReader
+from outrider.models.harmless_keys import HARMLESS, NOT_SERVED
 from outrider.models.sources.quantization import KEY, read_quantization
 
 EXTRA = "pip install outrider[transformers]"
@@ -55,9 +56,13 @@ def find_class(reader: ConfigReader) -> type[Any]:
     return found
 
 
-def make_config(reader: ConfigReader, model_class: type[Any]) -> Any:
-    """The config object of a model class. Keys that the class does not declare stay unread, and are refused later
-    unless they are harmless."""
+class MadeConfig(NamedTuple):
+    values: Any  # transformers' config object
+    ignored: list[str]  # keys of the file that transformers does not read
+
+
+def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
+    """The config of a model class, from the engine's config. Raises ConfigError for what the bridge cannot serve."""
     for key in ("is_encoder_decoder", "add_cross_attention"):
         reader.must_equal(key, False, default=False)
     if quantization := reader.get(KEY, dict, {}):
@@ -77,10 +82,12 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> Any:
         derived = config_class.from_dict({key: value for key, value in values.items() if key in known})
     except Exception as error:  # the config classes raise errors of several libraries
         raise ConfigError(f"{reader.source}: {config_class.__name__} refuses it: {words_of(error)}") from error
-    # What the class computes from other keys, and saves beside them, says nothing new.
-    reader.passes_over(*(key for key, value in values.items() if getattr(derived, key, None) == value))
     _check_layers(reader, config)
-    return config
+    # What the class computes from other keys, and saves beside them, says nothing new. Other keys mean nothing to the
+    # code that runs; those that change a model are refused.
+    others = [key for key in values if key not in known | HARMLESS.keys() | NOT_SERVED.keys()]
+    reader.passes_over(*others)
+    return MadeConfig(config, [key for key in others if getattr(derived, key, None) != values[key]])
 
 
 def declared_keys(config_class: Any) -> set[str]:

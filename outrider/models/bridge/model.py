@@ -6,6 +6,7 @@ what remains is the code that calls them, and it never sees that its one long se
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,8 @@ from outrider.models.bridge.step import CurrentStep
 from outrider.models.bridge.streams import PassingModule, Streams
 from outrider.models.config import ConfigReader
 
+log = logging.getLogger("outrider")
+
 
 class BridgedModel(Model):
     """A model of transformers. Its modules have the names that their tensors have in the checkpoint."""
@@ -39,8 +42,11 @@ class BridgedModel(Model):
     ) -> None:
         """max_len: not needed, positions are turned when they come."""
         model_class = find_class(config)
-        hf_config = make_config(config, model_class)
+        hf_config, ignored = make_config(config, model_class)
         self.config, self.dtype, self.device = config, dtype, device
+        if ignored and device.type == "meta":  # once: an outline is built before every model
+            log.warning("%s: transformers' %s does not read %s", config.source, type(hf_config).__name__,
+                        ", ".join(ignored))
         self.max_positions = positions_of(config, hf_config)
         register_attention()
         try:
