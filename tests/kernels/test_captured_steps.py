@@ -67,8 +67,8 @@ def on_a_card(rig: Rig, form: StepForm = StepForm.WHOLE) -> Iterator[AsCaptured]
         rows = rig.step.recurrent
         rows.backend = TritonRecurrent(rows.backend.mixers, rows.layers, rows.pages)
     with ops.using("triton", ops.prepare_step, ops.commit_step, ops.store_drafts, ops.plan_draft_passes,
-                   ops.plan_reading_pass, ops.plan_first_slots, ops.forget_pages, ops.count_runs, draw_tokens,
-                   sample_chunk):
+                   ops.plan_reading_pass, ops.plan_block_passes, ops.plan_first_slots, ops.forget_pages,
+                   ops.count_runs, draw_tokens, sample_chunk):
         yield captured
 
 

@@ -16,12 +16,13 @@ from tests.kernels.compiled import compiling, found_without_interpreter  # noqa:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_every_kernel() -> None:
-    assert set(found_without_interpreter(__file__)) == {"_passes_kernel", "_first_slots_kernel", "_forget_kernel"}
+    assert set(found_without_interpreter(__file__)) == {"_passes_kernel", "_first_slots_kernel", "_forget_kernel",
+                                                        "_block_kernel"}
 
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.drafting import AdmittedRows, CommittedRequests, DrafterCacheState, DraftingRows
-    from outrider.kernels.triton import draft, first_slots
+    from outrider.kernels.triton import draft, draft_blocks, first_slots
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -32,6 +33,7 @@ def compile_kernels() -> list[str]:
     rows = DraftingRows(ints(9, 1024), ints(9), ints(9), ints(9), torch.zeros(9))
     with compiling() as found:
         draft.plan_draft_passes(requests, rows, tables, own, num_wanted=3)
+        draft_blocks.plan_block_passes(requests, rows, tables, own, num_wanted=3, num_rows=4)
         draft.forget_pages(requests, tables, own)
         for needs_tail in (False, True):
             first_slots.plan_first_slots(AdmittedRows(ints(4), ints(4), ints(4), ints(2, 4)), tables, own,

@@ -59,8 +59,8 @@ KINDS = ("reference", "triton")
 
 def using(kind: str) -> AbstractContextManager[None]:
     """Proposals do their bookkeeping in torch, or with kernels."""
-    return ops.using(kind, ops.plan_draft_passes, ops.plan_reading_pass, ops.plan_first_slots, ops.forget_pages,
-                     draw_drafts)
+    return ops.using(kind, ops.plan_draft_passes, ops.plan_reading_pass, ops.plan_block_passes, ops.plan_first_slots,
+                     ops.forget_pages, draw_drafts)
 
 
 @dataclass(frozen=True)
@@ -160,21 +160,25 @@ def of_step(step: Step) -> tuple[CommittedRequests, DraftingRows, tuple[torch.Te
 
 def assert_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
     """Passes, rows and pages, of a proposal and of a cold step; the null page may be anything."""
-    own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels")}
+    own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels", "block torch",
+                                                    "block kernels")}
     requests, rows, tables = of_step(step)
     options: dict[str, Any] = {"num_wanted": step.num_wanted, "max_len": own.max_len, "behind": 1 + step.num_wanted % 2}
     found = {}
     for name, kind in (("torch", "reference"), ("kernels", "triton")):
         with using(kind):
             found[name] = (ops.plan_draft_passes(requests, rows, tables, own_of[name], num_wanted=step.num_wanted),
-                           ops.plan_reading_pass(requests, rows, **options))
+                           ops.plan_reading_pass(requests, rows, **options),
+                           ops.plan_block_passes(requests, rows, tables, own_of[f"block {name}"],
+                                                 num_wanted=step.num_wanted,
+                                                 num_rows=step.num_wanted + own.max_len % 2))
             ops.forget_pages(requests, tables, own_of[f"cold {name}"])
-    assert_equal(found["kernels"], found["torch"], "passes and reading pass")
-    made, reading = found["kernels"]
-    for one_pass in (made.first, *made.further, reading.only):
+    assert_equal(found["kernels"], found["torch"], "passes, reading pass and block passes")
+    made, reading, blocks = found["kernels"]
+    for one_pass in (made.first, *made.further, reading.only, blocks.context):
         assert_copies(one_pass)
     assert torch.equal(made.key_starts_int32, made.key_starts.int())
-    for prefix in ("", "cold "):
+    for prefix in ("", "cold ", "block "):
         one, other = own_of[f"{prefix}kernels"], own_of[f"{prefix}torch"]
         for state in (one, other):
             state.page_valid[0] = False

@@ -478,8 +478,9 @@ store_drafts = Operation(
 plan_draft_passes = Operation(drafting.plan_draft_passes,
                               triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
                               subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
-plan_block_passes = Operation(drafting.plan_block_passes, subject=lambda requests, *_, **__: requests.rows,
-                              exact=NO_ARITHMETIC)
+plan_block_passes = Operation(drafting.plan_block_passes,
+                              triton_kernel("outrider.kernels.triton.draft_blocks:plan_block_passes"),
+                              subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
 plan_first_slots = Operation(drafting.plan_first_slots,
                              triton_kernel("outrider.kernels.triton.first_slots:plan_first_slots"),
                              subject=lambda admitted, *_, **__: admitted.rows, exact=NO_ARITHMETIC)

@@ -27,7 +27,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.sampling import sample_logits
 
 BLOCK_ROWS = 256  # token rows, or pages, of a request at a time
-_KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
+NUM_KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
 
 
 class OwnTensors(NamedTuple):
@@ -51,7 +51,7 @@ class _Out(NamedTuple):
 
 
 @triton.jit
-def _store_keys(
+def store_keys(
     request, row, start, count, state, out, temperature, requests, num_wanted, max_len, DRAFTS: tl.constexpr
 ):
     known = tl.load(state.known + row)
@@ -61,11 +61,11 @@ def _store_keys(
     tl.store(out + 2 * requests + request, tl.minimum(tl.maximum(max_len - known, 0), num_wanted))
     tl.store(out + 3 * requests + request, tl.maximum(start + count - 1, 0))
     index = tl.arange(0, DRAFTS)
-    tl.store(out + (_KEYS + index) * requests + request, known + index, mask=index < num_wanted)
+    tl.store(out + (NUM_KEYS + index) * requests + request, known + index, mask=index < num_wanted)
 
 
 @triton.jit
-def _mark_pages(
+def mark_pages(
     table, page_valid, valid_stride, before, count, valid_from, least, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Pages whose last token the step computed are valid where all their slots are filled."""
@@ -164,8 +164,8 @@ def _passes_kernel(
     tl.store(out.narrow + 2 * requests + request, valid_from.to(tl.int32))
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
-        _mark_pages(table, own.page_valid, valid_stride, before, count, valid_from, least, PAGES[group], BLOCK)
-    _store_keys(
+        mark_pages(table, own.page_valid, valid_stride, before, count, valid_from, least, PAGES[group], BLOCK)
+    store_keys(
         request, row, start, count, state, out.keys, out.temperature, requests, num_wanted, max_len, DRAFTS
     )
     _store_first(
@@ -190,7 +190,7 @@ def _forget_kernel(
     for group in tl.static_range(GROUPS):
         table = tables[group] + request * table_strides[group]
         # As if slots were valid from behind these pages on.
-        _mark_pages(table, page_valid, valid_stride, before, count, before + count, 0, PAGES[group], BLOCK)
+        mark_pages(table, page_valid, valid_stride, before, count, before + count, 0, PAGES[group], BLOCK)
 
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
@@ -202,7 +202,7 @@ def _reading_kernel(
     row = tl.load(rows + request)
     count = tl.load(num_computed + request)
     start = tl.load(query_starts + request)
-    _store_keys(request, row, start, count, state, keys, temperature, requests, num_wanted, max_len, DRAFTS)
+    store_keys(request, row, start, count, state, keys, temperature, requests, num_wanted, max_len, DRAFTS)
     computed = tl.load(computed_before + request) + count
     goes_on = tl.load(goes_on + request) != 0
     token = tl.load(state.tokens + row * token_stride + tl.minimum(computed, max_len - 1), mask=goes_on, other=0)
@@ -217,7 +217,7 @@ def _reading_kernel(
     tl.store(narrow + requests + request, goes_on.to(tl.int32))
 
 
-def _check(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int) -> None:
+def check_requests(name: str, batch: CommittedRequests, rows: DraftingRows, max_len: int) -> None:
     requests, device, num_rows = batch.rows.shape[0], batch.rows.device, rows.known.shape[0]
     sizes = {"query_starts": requests + 1, "request_of": batch.request_of.shape[0]}
     for field, tensor in zip(batch._fields, batch, strict=True):
@@ -248,7 +248,7 @@ def plan_draft_passes(
     name, device, (count,), (num_tokens,) = (
         "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
     )  # fmt: skip
-    _check(name, requests, rows, own.max_len)
+    check_requests(name, requests, rows, own.max_len)
     check_tables(name, requests.rows, tables, own)
     for field, tensor in (("valid_from", own.valid_from), ("filled", own.filled)):
         require_tensor(name, f"own.{field}", tensor, tuple(rows.known.shape), device, (torch.int64,))
@@ -259,7 +259,7 @@ def plan_draft_passes(
 
     groups, int32 = len(tables), torch.int32
     out = _Out(
-        empty(_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(3, count),
+        empty(NUM_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(3, count),
         empty(3, count, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, num_wanted - 1, count),
         empty(2, num_wanted - 1, count, dtype=int32),
     )  # fmt: skip
@@ -284,13 +284,13 @@ def _unpacked(out: _Out) -> DraftPasses:
         out.further.unbind(1), out.narrow_further.unbind(1), strict=True
     ):
         further.append(DraftPass(own_positions, tuple(own_slots), own_lengths, live, *narrow))
-    keys = _unpacked_keys(out.keys, out.temperature)
+    keys = unpacked_keys(out.keys, out.temperature)
     return DraftPasses(keys, tokens, first, further, key_starts, key_starts_int32, tail_page)
 
 
-def _unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSamplingKeys:
-    seed, sample_index, counts, last = keys[: _KEYS.value]
-    return DraftSamplingKeys(temperature, seed, sample_index, keys[_KEYS.value :], counts, last)
+def unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSamplingKeys:
+    seed, sample_index, counts, last = keys[: NUM_KEYS.value]
+    return DraftSamplingKeys(temperature, seed, sample_index, keys[NUM_KEYS.value :], counts, last)
 
 
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
@@ -312,9 +312,9 @@ def plan_reading_pass(
 ) -> ReadingPass:
     """See `kernels.drafting.plan_reading_pass`."""
     name, device, (count,) = "plan_reading_pass", requests.rows.device, requests.rows.shape
-    _check(name, requests, rows, max_len)
+    check_requests(name, requests, rows, max_len)
     require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
-    keys = torch.empty(_KEYS.value + num_wanted, count, dtype=torch.int64, device=device)
+    keys = torch.empty(NUM_KEYS.value + num_wanted, count, dtype=torch.int64, device=device)
     temperature = torch.empty(count, dtype=torch.float32, device=device)
     out = torch.empty(6, count, dtype=torch.int64, device=device)
     narrow = torch.empty(2, count, dtype=torch.int32, device=device)
@@ -325,7 +325,7 @@ def plan_reading_pass(
         )  # fmt: skip
     tokens, positions, lengths, live, nowhere, rope_positions = out
     only = DraftPass(positions, (nowhere,), lengths, live, *narrow)
-    return ReadingPass(_unpacked_keys(keys, temperature), tokens, rope_positions, only)
+    return ReadingPass(unpacked_keys(keys, temperature), tokens, rope_positions, only)
 
 
 def draw_drafts(
