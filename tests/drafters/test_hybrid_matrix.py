@@ -22,6 +22,7 @@ from tests.covering import grid
 from tests.drafters.hybrid_rig import (
     DRAFTERS,
     FAMILIES,
+    QWEN4_EXP,
     VOCAB,
     HybridRig,
     Script,
@@ -29,7 +30,7 @@ from tests.drafters.hybrid_rig import (
     hybrid_of,
     script_with_errors,
 )
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
 from tests.models import oracle
 
 K = 3
@@ -229,3 +230,22 @@ def test_any_engine() -> None:
 @pytest.mark.long
 def test_many_more_of_any_engine() -> None:
     run_lives(1600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_qwen4_exp(drafter: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All conditions at once, on a hybrid that attends to chosen stretches and reads n-grams of drafts."""
+    monkeypatch.setitem(FAMILIES, "qwen4_exp", QWEN4_EXP)
+    monkeypatch.setitem(SETTINGS, "checkpoint_interval", 32)
+    wanted = expected("qwen4_exp")
+    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, wanted, strict=True)}
+    script = script_with_errors(right, (2, 3, 1, 5))
+    target = hybrid_of("qwen4_exp")
+    with HybridRig(target, compares=not overlap, drafter=drafter_of(drafter, target, K, script), max_num_seqs=3,
+                   pad_requests=(4,), pad_tokens=(6, 24, 72), max_num_batched_tokens=17, overlap=overlap) as rig:
+        assert tokens_of(rig.run(ASKS, after_step=rig.preempt)) == tokens_of(rig.run(ASKS)) == wanted
+        assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
+        accepted = {part.num_accepted for result in rig.results for part in result.requests if part.num_drafted}
+        assert accepted == {0, 1, 2, 3}
