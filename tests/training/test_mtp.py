@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from outrider.config import EngineConfig
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
 from outrider.training.loss import pass_weights, text_loss
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
+from outrider.training.teacher import Teacher
 from outrider.training.texts import TrainingText
 from outrider.training.trainee import DrafterCard
+from outrider.training.vocabulary import DraftVocabulary
+from tests.drafters.hybrid_rig import FAMILIES, mtp_of
 from tests.drafters.rig import DraftRig
-from tests.engine.harness import Ask, greedy
+from tests.engine.harness import Ask, greedy, prompt_of, save_folder
 from tests.training.runs import ASSETS, SMALL, loaded, prompts_of, train
 from tests.training.test_teacher import CHECKED, SIZES, greedy_texts, teacher_of, whole_vocabulary
 
@@ -58,7 +64,10 @@ def test_gradients_are_those_of_the_loss() -> None:
     trainee, texts, vocabulary = trainee_of(passes=2), greedy_texts(NAME), whole_vocabulary(NAME)
     with teacher_of(NAME, (loaded(NAME, torch.float64).model.num_layers,)) as teacher:
         taught = teacher.teach(texts)
-    arguments = (taught, vocabulary.is_known, pass_weights(2, 0.8), len(texts))
+    assert_gradients(trainee, (taught, vocabulary.is_known, pass_weights(2, 0.8), len(texts)))
+
+
+def assert_gradients(trainee: MTPTrainee, arguments: tuple[Any, ...]) -> None:
     with trainee.with_gradients():
         text_loss(trainee, *arguments).backward()
     random = torch.Generator().manual_seed(4)
@@ -72,6 +81,34 @@ def test_gradients_are_those_of_the_loss() -> None:
                 losses.append(float(text_loss(trainee, *arguments)))
         expected = float((weight.grad * direction).sum())
         assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=0.1, abs=0.02), name
+
+
+@pytest.mark.long
+def test_a_module_with_gated_attention_and_offset_norms(tmp_path: Path) -> None:
+    """Of a recurrent target: Qwen3.5's module, whose norms scale by 1 + weight. Drafts and gradients."""
+    folder = save_folder(tmp_path / "target", FAMILIES["qwen3_5"], seed=4)
+    model = load_model(resolve(folder), dtype=torch.float64, device="cpu")
+    (head,) = mtp_of(model, 2).modules()
+    tensors = load_file(folder / "model.safetensors") | {
+        name: slot.target.reshape(slot.shape).float().contiguous() for name, slot in head.weights().items()}
+    save_file(tensors, folder / "model.safetensors")
+    vocabulary = DraftVocabulary.from_counts(torch.ones(model.vocab_size), model.vocab_size)
+    trainee = MTPTrainee(model, TrainingSettings(**SMALL | MTP | {"passes": 2}), vocabulary)
+    trainee.load({key: weight.detach().bfloat16().double() for key, weight in trainee.weights.items()})
+    (tmp_path / "module").mkdir()
+    trainee.export(tmp_path / "module", DrafterCard("tiny", []), "hf")
+    config = {"method": "mtp", "model": str(tmp_path / "module"), "num_speculative_tokens": 2, "auto": False}
+    with DraftRig(model, speculative_config=config, **SIZES) as rig:
+        rig.run([Ask(prompt_of(3, 20, model.vocab_size), greedy(10))])
+    engine = EngineConfig(str(folder), device="cpu", num_pages=300, max_num_seqs=8)
+    with Teacher(engine, model, (model.num_layers,), vocabulary, max_text_tokens=60, micro_tokens=128) as teacher:
+        for proposal in rig.proposals:
+            taught = teacher.teach([TrainingText((*proposal.known, *proposal.drafts), 1, True)])
+            rows = [torch.tensor([len(proposal.known) - 1])] * 2
+            with torch.no_grad():
+                assert tuple(int(logits.argmax()) for logits in trainee.logits(taught, rows)) == proposal.drafts
+        taught = teacher.teach([TrainingText(tuple(prompt_of(1, 30, model.vocab_size)), 4, True)])
+    assert_gradients(trainee, (taught, vocabulary.is_known, pass_weights(2, 0.8), 1))
 
 
 @pytest.mark.long
