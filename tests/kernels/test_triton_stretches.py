@@ -14,6 +14,7 @@ from outrider.kernels.latent_inputs import RopeRows  # noqa: E402
 from outrider.kernels.stretches import Stretches  # noqa: E402
 from outrider.kernels.triton import index_choice  # noqa: E402
 from outrider.kernels.triton import stretches as kernels  # noqa: E402
+from outrider.kernels.triton.cache_write import cache_write  # noqa: E402
 from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread  # noqa: E402
 
 # (token rows, first visible position, length) of each request; pages have 4 tokens
@@ -111,3 +112,14 @@ def test_rows_that_disagree_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="token rows disagree: queries 3"):
         kernels.stretch_attention(torch.zeros(3, 4, 16, device=device), cache, cache, contexts, chosen, 1.0,
                                   Stretches(2, 0))
+
+
+def test_keys_and_values(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows without a slot write nothing."""
+    k, v = (spread(5, 2, 12, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
+    slots = torch.tensor([6, -1, 0, 11, -1], device=device)
+    mine, theirs = ([torch.full((3, 4, 2, 12), 9.0, device=device, dtype=dtype) for _ in range(2)] for _ in range(2))
+    cache_write(k, v, slots, *mine)
+    twins.write_keys_values(k, v, slots, *theirs)
+    for own, other in zip(mine, theirs, strict=True):
+        assert torch.equal(own, other) and int((own != 9.0).flatten(2).any(-1).sum()) == 3
