@@ -144,7 +144,7 @@ class InPlaceLayer(FusedLayer):
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         plain = self.plain
-        if delta is not None or 1 < residual.shape[0] < MANY_ROWS:
+        if delta is not None or 1 < residual.shape[0] < MANY_ROWS or context.adapters is not None:
             return plain(delta, residual, angles, context)
         plain.attention.add_to(residual, plain.input_norm(residual), angles, context)
         plain.mlp.add_to(residual, plain.mlp_norm(residual), context)

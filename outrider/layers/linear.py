@@ -87,12 +87,10 @@ class Linear(FormatModule[LinearFormat]):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""
-        if context.adapters is not None and isinstance(self.declared.cut, InputCut):
+        if context.adapters is None:
+            self.format.add_to(residual, x)
+        else:  # rounded where a layer that adds later rounds: bits must not depend on the number of token rows
             residual.add_(self(x, context))
-            return
-        self.format.add_to(residual, x)
-        if context.adapters is not None:
-            self._changes(x, context.adapters)(residual)
 
     def _changes(self, x: torch.Tensor, adapters: RowAdapters, first: int = 0) -> Callable[[torch.Tensor], None]:
         """Adds to output features from `first` on, in place, what the adapters of the token rows add."""

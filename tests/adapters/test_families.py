@@ -10,6 +10,8 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.core.params import SamplingParams
+from outrider.layers import Linear, RowAdapters, StepContext
+from outrider.layers.context import LinearLayer, NothingAttends
 from outrider.llm import LLM
 from tests.adapters.folders import make_adapter, peft_greedy
 from tests.models import oracle
@@ -77,6 +79,25 @@ def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path
         (alone,), (plain,) = logprobs(llm, [one], 1), logprobs(without, [None], 1)
         assert logprobs(llm, [one, two, None])[0] == logprobs(llm, [one, one, one])[0] == alone
         assert logprobs(llm, [None, two, one])[0] == plain != alone
+
+
+def test_products_that_are_added_in_place_round_as_others_do() -> None:
+    """One token row and many add to the residual stream inside the last product, others behind it."""
+
+    class AddsThird(RowAdapters):
+        def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
+            return self
+
+        def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
+            out += 1 / 3
+
+    generator = torch.Generator().manual_seed(1)
+    weight, x, residual = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 8), (5, 8), (5, 64)))
+    context = StepContext(NothingAttends(), torch.arange(5), adapters=AddsThird())
+    linear = Linear.from_weight(weight)
+    wanted = residual + linear(x, context)
+    linear.add_to(residual, x, context)
+    assert residual.equal(wanted)
 
 
 def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
