@@ -11,6 +11,10 @@ from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
 from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets, aligned
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
+MAX_SCALE = torch.finfo(torch.float32).max
+
+
 @dataclass(frozen=True)
 class FactorPlace:
     """The place of one target's two factors within an adapter, and their rank."""
@@ -69,10 +73,15 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
         if (tuple(a.shape), tuple(b.shape)) != (pair.a_shape, pair.b_shape):
             raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
         for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
-            if not tensor.is_floating_point() or not _is_finite(tensor, dtype):
-                raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype}), or no numbers")
+            if tensor.dtype not in DTYPES:
+                raise AdapterError(f"{folder}: tensor {tensor_name} holds {tensor.dtype}, which factors are not read in")
+            if not _is_finite(tensor, dtype):
+                raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype})")
         target, rest = places[module]
-        held.setdefault(target, []).append(NamedPair(rest, a, b, source.scale(target.config_name(module))))
+        scale = source.scale(target.config_name(module))
+        if scale > MAX_SCALE:
+            raise AdapterError(f"{folder}: lora_alpha gives {module} the scale {scale:g}, with which nothing is finite")
+        held.setdefault(target, []).append(NamedPair(rest, a, b, scale))
 
     source.read(take)
     return _packed(name, held, dtype, pin)
