@@ -10,7 +10,6 @@ import torch
 from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
 from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets, aligned
 
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
 MAX_SCALE = torch.finfo(torch.float32).max
 
@@ -74,7 +73,8 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
             raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
         for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
             if tensor.dtype not in DTYPES:
-                raise AdapterError(f"{folder}: tensor {tensor_name} holds {tensor.dtype}, which factors are not read in")
+                raise AdapterError(f"{folder}: tensor {tensor_name} holds {tensor.dtype}: factors must be floats of at "
+                                   "least 16 bits")
             if not _is_finite(tensor, dtype):
                 raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype})")
         target, rest = places[module]
