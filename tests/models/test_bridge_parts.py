@@ -154,6 +154,19 @@ def test_what_code_does_is_refused_by_its_module(monkeypatch: pytest.MonkeyPatch
         outlined("refused")
 
 
+def test_convolutions_over_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modelling = import_module("transformers.models.arcee.modeling_arcee")
+    make = modelling.ArceeMLP.__init__
+
+    def with_convolution(self: Any, config: Any) -> None:
+        make(self, config)
+        self.convolution = nn.Conv1d(4, 4, 3)
+
+    monkeypatch.setattr(modelling.ArceeMLP, "__init__", with_convolution)
+    with pytest.raises(ConfigError, match="layers.0.mlp.convolution .Conv1d. mixes neighbouring tokens"):
+        outlined("arcee")
+
+
 @pytest.mark.parametrize(("name", "values", "says"), [
     ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 8,
                                    "long_factor": [2.0] * 8}}, "rope_type='longrope' .* longest text of a batch"),

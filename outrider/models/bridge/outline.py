@@ -21,6 +21,7 @@ from outrider.models.bridge.modules import BridgedLinear
 from outrider.models.bridge.refusal import Unservable, words_of
 
 NUM_TOKENS = 5  # of the run; unlike any number of heads or layers, so that mixed-up axes show
+MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 # Options of attention calls that say nothing about the arithmetic, or that `AttentionCall` holds.
 KNOWN_OPTIONS = {"sliding_window", "is_causal", "dropout", "position_ids", "use_cache", "output_attentions",
                  "output_hidden_states", "return_dict", "cache_position", "position_embeddings", "past_key_values",
@@ -77,8 +78,16 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _refuse_mixing(model: nn.Module) -> None:
+    """Refuse modules that mix tokens beside attention: in a batch they would mix those of different requests."""
+    for name, module in model.named_modules():
+        if isinstance(module, MIXING):
+            raise Unservable(f"{name} ({type(module).__name__}) mixes neighbouring tokens, which needs a state")
+
+
 def outline_model(model: Any, base: nn.Module) -> Outline:
     """Outline a model on the meta device. model: transformers' model; base: the part of it that makes hidden states."""
+    _refuse_mixing(model)
     outline, masks = Outline(), MaskDescriptions()
     inputs: list[tuple[str, torch.Tensor]] = []  # keeps the tensors alive, so that an identity has one owner
     ropes: dict[str, int] = {}
