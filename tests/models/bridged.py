@@ -63,6 +63,13 @@ BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2_moe": ("Cohere2Moe", _EXPERTS | _SLIDING),
     "granite_swa": ("GraniteSWA", {"sliding_window": 16}),
     "laguna": ("Laguna", _NARROW | _SLIDING),
+    "axk1": ("AXK1", _LATENT | _ROUTED),
+    "beam": ("Beam", {}),
+    "flint": ("Flint", {}),
+    "granite_moe_swa": ("GraniteMoeSWA", _LOCAL | {"sliding_window": 16}),
+    "granite_moe_shared": ("GraniteMoeShared", _LOCAL),
+    "kolibri1": ("Kolibri1", {}),
+    "mimo_v2_flash": ("MiMoV2Flash", {"sliding_window": 16}),
 }
 # Architectures that families here serve, forced through the bridge.
 FORCED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,7 +80,7 @@ FORCED: dict[str, tuple[str, dict[str, Any]]] = {
 SCALED_BY_ONE_MORE = ("Gemma", "Gemma2", "VaultGemma", "Nemotron")  # norms scale by 1 + weight
 # Of weights, where 0.2 magnifies the rounding of transformers' norms, which are float32 in any dtype, or makes a plain
 # text.
-SPREAD = {"GraniteMoe": 0.1, "GraniteSWA": 0.1, "GPTNeoX": 0.3}
+SPREAD = {"GraniteMoe": 0.1, "GraniteMoeShared": 0.1, "GraniteMoeSWA": 0.1, "GraniteSWA": 0.1, "GPTNeoX": 0.3}
 
 
 def model_class_of(name: str) -> Any:
