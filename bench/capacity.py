@@ -2,7 +2,7 @@
 
     outrider bench costs bench/configs/llama8b --load-format dummy --dtype bfloat16 --max-num-seqs 256 \
         --max-model-len 4096 --gpu-memory-utilization 0.85 -o bench/results/costs_llama8b.json
-    python bench/capacity.py bench/results/costs_llama8b.json --plot docs/capacity     (--quick: fewer requests)
+    python bench/capacity.py bench/results/costs_llama8b.json --plot docs/capacity     (--quick: fewer of both)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from outrider.simulation.ranks import Link, over_ranks
 from outrider.simulation.trace import ClosedLoad, LognormalLength, OpenLoad, Shapes, SharedPrefixes
 
 LINK = Link(bandwidth=4e11, latency=8e-6)  # NVLink of one machine, and a sum in one kernel
+COUNTS = (1, 8, 64, 1024)
 COLUMNS = {"utilisation": "busy", "output_throughput": "tok/s", "p50_ttft_ms": "first token p50, ms",
            "p99_ttft_ms": "p99", "p50_itl_ms": "gap p50, ms", "p99_itl_ms": "p99", "mean_e2el_ms": "whole, mean, ms",
            "prefix_hit_rate": "hits", "mean_page_use": "pages"}  # fmt: skip
@@ -36,9 +37,10 @@ def capacity(table: CostTable) -> float:
     return float(Cluster(table, 1, ROUTERS["round-robin"]()).run(load).summary()["request_throughput"])
 
 
-def simulate(table: CostTable, num_replicas: int, rate: float, num_requests: int, router: str = "least-load",
+def simulate(table: CostTable, num_replicas: int, rate: float, seconds: float, router: str = "least-load",
              prefixes: SharedPrefixes | None = None) -> dict[str, Any]:
-    load = OpenLoad(shapes(prefixes), num_requests, rate)
+    """seconds: for which requests arrive. A request takes about a second, so that few seconds are mostly the start."""
+    load = OpenLoad(shapes(prefixes), round(rate * seconds), rate)
     return Cluster(table, num_replicas, ROUTERS[router]()).run(load).summary()
 
 
@@ -53,22 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("costs")
     parser.add_argument("--plot", help="write NAME.png and NAME.svg")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the requests, 1 and 8 GPUs alone")
     args = parser.parse_args(argv)
-    table, each = CostTable.read(Path(args.costs)), 10 if args.quick else 60
+    table, seconds = CostTable.read(Path(args.costs)), 2.0 if args.quick else 20.0
     most = capacity(table)
     print(f"one replica serves at most {most:.1f} requests/s; 70% of that is {0.7 * most:.1f}")
-    show("GPUs", [(str(count), simulate(table, count, 0.7 * most * count, max(each * count, 20 * each)))
-                  for count in (1, 8, 64, 1024)])
+    show("GPUs", [(str(count), simulate(table, count, 0.7 * most * count, seconds / 4 if count > 64 else seconds))
+                  for count in COUNTS[: 2 if args.quick else None]])
     shared = SharedPrefixes(200, 1024)
-    show("64 GPUs, shared beginnings", [(router, simulate(table, 64, 0.7 * most * 64, 64 * each, router, shared))
+    show("16 GPUs, shared beginnings", [(router, simulate(table, 16, 0.5 * most * 16, seconds, router, shared))
                                         for router in ROUTERS])
     show("8 GPUs as replicas x ranks", [(f"{8 // ranks} x {ranks}", simulate(over_ranks(table, ranks, LINK), 8 // ranks,
-                                                                            0.5 * most * 8, 10 * each))
+                                                                            0.5 * most * 8, seconds))
                                         for ranks in (1, 2, 4, 8)])
     if args.plot:
-        rows = [{"replicas": count, "load": share, **simulate(table, count, share * most * count, each * count)}
-                for count in (1, 8, 64) for share in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)]
+        rows = [{"replicas": count, "load": share, **simulate(table, count, share * most * count, seconds)}
+                for count in COUNTS[:2] for share in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)]
         plot_capacity(rows, Path(args.plot), f"{table.model.name}: output tokens/s by share of the capacity")
     return 0
 
