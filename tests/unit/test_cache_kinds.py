@@ -35,10 +35,10 @@ def visible(window: int, settled: int, end: int) -> set[int]:
 
 
 def most_pages(page_tokens: int, window: int, limits: Limits) -> int:
-    """Pages held with any settled length, and the farthest bound and drafts behind it."""
+    """Pages held with any settled length, and the farthest bound and slots of drafters behind it."""
     most = 0
     for settled in range(limits.max_len):
-        end = min(settled + limits.max_unsettled_tokens + limits.max_drafts, limits.max_len)
+        end = min(settled + limits.max_unsettled_tokens + limits.max_lookahead, limits.max_len)
         most = max(most, len({position // page_tokens for position in visible(window, settled, end)}))
     return most
 
