@@ -15,7 +15,7 @@ import torch
 from outrider.formats import WeightSlot
 from outrider.kernels import ops
 from outrider.layers import StepContext
-from outrider.mixers import AttentionLayer
+from outrider.mixers import AttentionLayer, IndexedLayer
 from outrider.models.base import Decoder, Model
 from outrider.models.head import load_head
 from outrider.models.mtp import MTPHead, build_mtp_modules
@@ -106,9 +106,11 @@ def _checked(target: Model, settings: TrainingSettings) -> Decoder:
 
 
 def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
-    found = [layer for layer in module.attention_layers if isinstance(layer, AttentionLayer)]
+    found = [layer for layer in module.attention_layers
+             if isinstance(layer, AttentionLayer) and not isinstance(layer, IndexedLayer)]
     if len(found) != len(module.attention_layers):
-        raise ValueError("--method mtp cannot tune a module with latent attention: use --method eagle3 or block")
+        raise ValueError("--method mtp cannot tune a module with latent attention or an indexer: use --method eagle3 "
+                         "or block")
     return found
 
 

@@ -117,7 +117,7 @@ def test_rows_that_disagree_are_refused(device: torch.device) -> None:
 def test_keys_and_values(device: torch.device, dtype: torch.dtype) -> None:
     """Rows without a slot write nothing."""
     k, v = (spread(5, 2, 12, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
-    slots = torch.tensor([6, -1, 0, 11, -1], device=device)
+    slots = torch.tensor([6, -1, 5, 11, -1], device=device)  # page 0 belongs to no request
     mine, theirs = ([torch.full((3, 4, 2, 12), 9.0, device=device, dtype=dtype) for _ in range(2)] for _ in range(2))
     cache_write(k, v, slots, *mine)
     twins.write_keys_values(k, v, slots, *theirs)
