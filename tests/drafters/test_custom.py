@@ -78,7 +78,7 @@ instance = Plain(2, None)
 """
 REFUSED = {
     "odd:FarTaps": "odd:FarTaps.taps must be a list, each an integer from 0 to 2, got",
-    "odd:FarSlots": "odd:FarSlots.lookahead must be an integer from 0 to 3, got 50",
+    "odd:FarSlots": "odd:FarSlots.lookahead must be an integer from 0 to 4, got 50",
     "odd:Unnamed": "odd:Unnamed.name must be a text, got 3",
     "odd:number": "odd:number made 5, not an outrider.drafters",
     "odd:NoArguments": "odd:NoArguments(num_speculative_tokens, target) raised TypeError: ",

@@ -60,8 +60,8 @@ def test_a_whole_model_with_a_module_drafts_as_a_model_unless_it_is_the_target(t
 
 
 def test_a_drafter_of_another_kind_is_refused_by_its_config(tmp_path: Path) -> None:
-    source = FolderSource("x", tmp_path, {"speculators_model_type": "dflash"}, ())
-    with pytest.raises(ValueError, match="config.json: speculators_model_type='dflash' is not supported; supported"):
+    source = FolderSource("x", tmp_path, {"speculators_model_type": "medusa"}, ())
+    with pytest.raises(ValueError, match="config.json: speculators_model_type='medusa' is not supported; supported"):
         method_of(source, has_tensors=False, is_target=False)
 
 

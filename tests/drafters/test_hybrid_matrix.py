@@ -224,7 +224,7 @@ def run_lives(count: int) -> None:
 
 
 def test_any_engine() -> None:
-    run_lives(50)
+    run_lives(60)
 
 
 @pytest.mark.long
