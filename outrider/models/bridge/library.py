@@ -46,7 +46,8 @@ def find_class(reader: ConfigReader) -> type[Any]:
     version = f"transformers {library.__version__}"
     if architecture not in _decoders():
         code = "; the code that auto_map names is never run" if reader.has("auto_map") else ""
-        raise reader.refusal("architectures", f"neither a family here nor a decoder of text in {version}{code}")
+        raise reader.refusal("architectures", f"neither a family here nor a decoder of text in {version}{code}: "
+                             "`outrider models` lists what runs")  # fmt: skip
     found: type[Any] = getattr(library, architecture)
     if getattr(found, "_is_stateful", False):
         raise reader.refusal("architectures", STATES)
