@@ -82,7 +82,8 @@ def counters_for(device: torch.device, size: int) -> torch.Tensor:
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("decode_attention: run it before it is captured: its counters must not be a graph's")
-        _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # they stay, and are changed in whatever mode comes later
+            _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
     return _counters_of[device, size]
 
 
