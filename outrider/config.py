@@ -200,8 +200,8 @@ class SpeculativeConfig:
         """The rates at which drafts are accepted are in `synthetic_rates` afterwards, however they were given."""
         _refuse_unknown("speculative_config", given, cls)
         method = given.get("method")
-        known_method = {} if method is None else {"method": OTHER_NAMES.get(method, method) if isinstance(method, str)
-                                                  else method}
+        known_method = {} if method is None else {
+            "method": [_own_name(each) for each in method] if isinstance(method, list | tuple) else _own_name(method)}
         rest = {key: value for key, value in given.items() if key != "method"}
         config = cls(**({"num_speculative_tokens": None} | rest | known_method))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)
@@ -254,6 +254,11 @@ class SpeculativeConfig:
         if length is not None:  # vLLM's pattern: whole drafts first, then a part of one; 2.5 is 1, 0.5, 0
             return tuple(min(1.0, max(0.0, length - 1 - j)) for j in range(self.num_speculative_tokens))
         return (SYNTHETIC_RATE,) if self.rejection_sample_method == "synthetic" else None
+
+
+def _own_name(method: object) -> object:
+    """The name of a method here, if it is given by another one."""
+    return OTHER_NAMES.get(method, method) if isinstance(method, str) else method
 
 
 @dataclass(frozen=True)

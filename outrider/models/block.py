@@ -23,7 +23,7 @@ from outrider.layers import Angles, Linear, Module, RMSNorm, Rotary, StepContext
 from outrider.mixers import AttentionLayer, PagedLayer
 from outrider.models.base import Hidden, Model
 from outrider.models.block_config import BlockConfig, Sight, read_block_config
-from outrider.models.config import ConfigReader, read_rope
+from outrider.models.config import ConfigError, ConfigReader, read_rope
 from outrider.models.file_head import FileHead
 from outrider.models.llama import LlamaLayer
 from outrider.models.markov import MarkovHead
@@ -143,6 +143,6 @@ def _cache_window(config: BlockConfig, sight: Sight, most_rows: int) -> int | No
     if sight.window is None or sight.is_causal:
         return sight.window
     if sight.window < most_rows:
-        raise config.layer.refusal("sliding_window", f"a block of {most_rows} rows must fit into it: lower "
-                                                     "num_speculative_tokens")
+        raise ConfigError(f"{config.top.source}: the window has {sight.window} tokens, and a block of {most_rows} rows "
+                          "must fit into it: lower num_speculative_tokens")
     return sight.window + most_rows - 1

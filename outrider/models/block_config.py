@@ -84,13 +84,13 @@ def read_block_config(config: ConfigReader, num_target_layers: int) -> BlockConf
     reads_markov = form.flag("confidence_head_with_markov", has_confidence and markov is not None)
     if has_confidence and reads_markov and markov is None:
         raise form.option("markov_rank").refusal("markov_rank", "confidence_head_with_markov needs a Markov head")
-    block_size = form.option("block_size").required("block_size", int, least=2)
+    samples_from_anchor = form.flag("sample_from_anchor", kind == "dspark")
+    block_size = form.option("block_size").required("block_size", int, least=1 if samples_from_anchor else 2)
     mask_token = form.option("mask_token_id").required("mask_token_id", int, least=0)
     if mask_token >= sizes.vocab_size:
         raise form.option("mask_token_id").refusal("mask_token_id", f"the vocabulary has {sizes.vocab_size} tokens")
     return BlockConfig(config, layer, sizes, form.taps(num_target_layers), mask_token, block_size,
-                       form.flag("sample_from_anchor", kind == "dspark"), form.sights(), markov, has_confidence,
-                       reads_markov)
+                       samples_from_anchor, form.sights(), markov, has_confidence, reads_markov)
 
 
 def _kind(config: ConfigReader) -> str:

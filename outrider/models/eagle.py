@@ -17,6 +17,7 @@ from outrider.kernels import ops
 from outrider.layers import Angles, FusedLinear, Linear, Module, RMSNorm, Rotary, StepContext, copy_stream
 from outrider.mixers import AttentionLayer, WantedRows
 from outrider.models.base import Hidden, Model
+from outrider.models.block_config import is_block_config
 from outrider.models.config import (
     FULL,
     SLIDING,
@@ -74,6 +75,8 @@ class HeadConfig:
 def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                 device: torch.device) -> EagleHead:
     """A head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
+    if is_block_config(config):
+        raise ConfigError(f"{config.source} describes a block drafter and the method is {method!r}: use 'block'")
     head = HeadConfig.read(config)
     if head.method != method:
         raise ConfigError(

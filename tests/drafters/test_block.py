@@ -284,6 +284,8 @@ def test_the_files_tell_that_they_draft_blocks(form: str, tmp_path: Path) -> Non
     assert method_of(resolve(drafter.folder), has_tensors=True, is_target=False) == "block"
     for name in ("dflash", "dspark"):  # vLLM's names
         assert SpeculativeConfig.parse(drafter.speculative(2) | {"method": name}).method == "block"
+        listed = SpeculativeConfig.parse(drafter.speculative(2) | {"method": ["ngram", name]})
+        assert listed.methods == ("ngram", "block")
     made = load(drafter)
     assert made.head.taps == tuple(BlockReference(drafter, tiny_model("llama")).tap_ids)
     assert made.lookahead == 3 + made.head.first_row
@@ -315,8 +317,24 @@ def test_what_does_not_fit_is_refused_by_its_key(form: str, changes: dict[str, A
 
 def test_a_window_smaller_than_the_block_is_refused(tmp_path: Path) -> None:
     drafter = make_block("dflash_wide_windows", tiny_model("llama"), tmp_path)
-    with pytest.raises(ValueError, match="a block of 4 rows must fit into it"):
+    with pytest.raises(ValueError, match="the window has 3 tokens, and a block of 4 rows must fit into it"):
         load(drafter, dflash_config=drafter.config["dflash_config"] | {"swa_window_size": 3})
+
+
+def test_a_block_of_one_row_makes_one_draft_where_the_last_known_token_predicts_it(tmp_path: Path) -> None:
+    drafter = make_block("dspark", tiny_model("llama"), tmp_path / "dspark")
+    assert load(drafter, k=1, block_size=1).head.made_for == 1
+    with pytest.raises(ValueError, match="block_size must be an integer from 2 "):
+        load(make_block("dflash", tiny_model("llama"), tmp_path / "dflash"), k=1, block_size=1)
+
+
+@pytest.mark.parametrize("form", ["dflash", "dspark", "dspark_speculators"])
+def test_files_of_a_block_drafter_are_none_of_an_eagle_head(form: str, tmp_path: Path) -> None:
+    drafter = make_block(form, tiny_model("llama"), tmp_path)
+    for method in ("eagle", "eagle3"):
+        config = SpeculativeConfig.parse(drafter.speculative(2) | {"method": method})
+        with pytest.raises(ValueError, match=f"a block drafter and the method is '{method}': use 'block'"):
+            build_drafter(config, DraftBuild(tiny_model("llama"), torch.float64, torch.device("cpu"), max_len=64))
 
 
 def test_a_reduced_vocabulary_needs_its_tensors(tmp_path: Path) -> None:
