@@ -36,8 +36,7 @@ class MTPTrainee(Trainee):
         wide = torch.float64 if target.dtype == torch.float64 else torch.float32
         (self.module,) = build_mtp_modules(target, first_layer=target.num_layers, dtype=wide, device=target.device)
         self._attention = _attention_layers(self.module)
-        files = Path(self._target.config.source).parent
-        load_head(self.module, lambda: resolve(files), load_format="auto", seed=settings.seed)
+        load_head(self.module, lambda: resolve(_files(self._target)), load_format="auto", seed=settings.seed)
         # Several tensors of the file may be parts of one tensor here, which is trained as one.
         self.weights = {}
         held: set[int] = set()
@@ -102,7 +101,15 @@ def _checked(target: Model, settings: TrainingSettings) -> Decoder:
     if len(modules) != 1:
         raise ValueError(f"--method mtp tunes one module, and the checkpoint has {len(modules)}: use --method eagle3")
     _attention_layers(modules[0])
+    source, prefix = resolve(_files(target)), modules[0].description.names.prefix
+    if not any(name.startswith(prefix) for name in source.tensor_names()):
+        raise ValueError(f"--method mtp: the checkpoint has no multi-token-prediction module: in {source.path} no "
+                         f"tensor begins with {prefix!r}. Use --method eagle3 or block")
     return target
+
+
+def _files(target: Decoder) -> Path:
+    return Path(target.config.source).parent
 
 
 def _attention_layers(module: MTPHead) -> list[AttentionLayer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
 from outrider.core.fields import Count, OneOf, Range, check_fields
@@ -13,6 +13,12 @@ FILE_FORMS = ("hf", "speculators")
 DEFAULT_TEXTS = 4096  # of a target that writes its prompts itself
 # Settings that a resumed run may change: they do not change what a step computes.
 MAY_CHANGE = ("file_form", "patience", "save_seconds")
+# Settings that a method does not read, so that giving them is a mistake.
+NOT_READ = {
+    "eagle3": ("layers", "markov_rank"),
+    "block": ("classic",),
+    "mtp": ("taps", "layers", "markov_rank", "classic", "freeze_output", "file_form"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,18 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         check_fields("", self)
+        self._check_method()
         if self.max_text_tokens > self.micro_tokens:
             raise ValueError(f"a text may have {self.max_text_tokens} tokens (max_prompt_tokens + max_answer_tokens), "
                              f"and only {self.micro_tokens} are computed at once: raise micro_tokens, or lower those")
+
+    def _check_method(self) -> None:
+        """Refuse settings that the method would not read."""
+        given = [field.name for field in fields(self) if field.name in NOT_READ.get(self.method, ())
+                 and getattr(self, field.name) != field.default]
+        if given:
+            raise ValueError(f"method {self.method!r} does not read {', '.join(given)}: leave it out, or choose "
+                             "another method")
 
     @property
     def max_text_tokens(self) -> int:

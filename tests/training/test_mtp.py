@@ -3,6 +3,7 @@ are those of the loss, and tuned weights are written by the names of the target'
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.commands.loading import Loaded
 from outrider.config import EngineConfig
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.training.loss import pass_weights, text_loss
 from outrider.training.mtp import MTPTrainee
+from outrider.training.run import train_drafter
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import Teacher
 from outrider.training.texts import TrainingText
 from outrider.training.trainee import DrafterCard
 from outrider.training.vocabulary import DraftVocabulary
+from outrider.training.workspace import Workspace
 from tests.drafters.hybrid_rig import FAMILIES, mtp_of
 from tests.drafters.rig import DraftRig
 from tests.engine.harness import Ask, greedy, prompt_of, save_folder
@@ -125,6 +129,19 @@ def test_targets_without_one_module_that_can_be_tuned_are_refused() -> None:
         MTPTrainee.taps_for(loaded_asset("deepseek_v32"), settings)
     with pytest.raises(ValueError, match="has no multi-token-prediction module"):
         MTPTrainee.taps_for(loaded("gemma4", torch.float64).model, settings)
+
+
+def test_files_without_the_module_are_refused_before_texts_are_written(tmp_path: Path) -> None:
+    """Checkpoints are published without it too, under a config that tells of it."""
+    shutil.copytree(ASSETS / NAME, tmp_path / "bare")
+    tensors = load_file(ASSETS / NAME / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")},
+              tmp_path / "bare" / "model.safetensors")
+    bare = Loaded("bare", load_model(resolve(tmp_path / "bare"), dtype=torch.float32, device="cpu"), None, ())
+    with pytest.raises(ValueError, match=r"no tensor begins with 'mtp\.'\. Use --method eagle3 or block"):
+        train_drafter(bare, EngineConfig(str(tmp_path / "bare"), device="cpu"), TrainingSettings(**SMALL | MTP),
+                      Workspace(tmp_path / "module"))
+    assert not (tmp_path / "module").exists()
 
 
 def loaded_asset(name: str) -> Any:
