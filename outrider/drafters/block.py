@@ -53,7 +53,7 @@ class BlockDrafter(Drafter):
         self.reads_hidden = HiddenReads.ALL if head.target.num_layers in head.taps else HiddenReads.NOTHING
         self.attention_layers = tuple(head.attention_layers)
         self.lookahead = max_drafts + head.first_row
-        self._min_confidence = min_confidence if head.confidence is not None else 0.0
+        self._min_confidence = min_confidence
 
     def modules(self) -> list[LayeredModule]:
         return [self.head]
@@ -237,6 +237,9 @@ def block_drafter(config: SpeculativeConfig, build: DraftBuild) -> BlockDrafter:
     source, num_drafts = drafter_source(config, build), config.num_speculative_tokens
     head = build_block(source.reader(), build.target, first_layer=build.first_layer, max_drafts=num_drafts,
                        max_len=build.max_len, dtype=build.dtype, device=build.device)
+    if config.min_draft_confidence > 0 and head.confidence is None:
+        raise ValueError(f"speculative_config: min_draft_confidence is {config.min_draft_confidence}, and the drafter "
+                         f"{source.name} has no confidence head: leave it out")
     if head.sizes.max_positions < build.max_len:
         log.warning("the block drafter %s was made for %d positions and max_model_len is %d: it may guess badly beyond "
                     "them", source.name, head.sizes.max_positions, build.max_len)

@@ -240,6 +240,13 @@ def test_confidence_leaves_out_drafts_that_are_hardly_reached(tmp_path: Path) ->
         assert tokens_of(rig.run([ask])) == tokens_of([output])
 
 
+def test_a_least_confidence_needs_a_confidence_head(tmp_path: Path) -> None:
+    drafter = make_block("dflash", tiny_model("llama"), tmp_path)
+    config = SpeculativeConfig.parse(drafter.speculative(3) | {"min_draft_confidence": 0.2})
+    with pytest.raises(ValueError, match=r"min_draft_confidence is 0.2, and the drafter .* has no confidence head"):
+        build_drafter(config, DraftBuild(tiny_model("llama"), torch.float64, torch.device("cpu"), max_len=64))
+
+
 @pytest.mark.parametrize("form", ["dflash_sliding", "dspark"])
 def test_a_step_with_blocks_reads_nothing_on_the_host(form: str, drafter_of: MakeDrafter,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
