@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
@@ -189,7 +189,18 @@ class Parser(argparse.ArgumentParser):
             own.error(f"`{own.prog}` has no flag {name}: {ELSEWHERE[name]}")
         if name.removeprefix("--").replace("-", "_") in (*ENGINE_FIELDS, *SAMPLING_FIELDS):
             own.error(f"`{own.prog}` has no flag {name}: other commands have it")
+        if name.startswith("--") and (others := [p.prog for p in self._commands() if name in p._option_string_actions]):
+            have = "has" if len(others) == 1 else "have"
+            own.error(f"`{own.prog}` has no flag {name}: {', '.join(f'`{other}`' for other in others)} {have} it")
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
+
+    def _commands(self) -> Iterator[Parser]:
+        """The parsers of all commands below this one, at any depth."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield command
+                    yield from command._commands()
 
 
 def _with_model_flag(args: argparse.Namespace) -> argparse.Namespace:

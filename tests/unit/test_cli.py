@@ -155,6 +155,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
     (["chat", "--prompt", "x"], "`outrider chat` has no flag --prompt: `outrider generate` has it"),
+    (["generate", "--lora-modules", "a=b"], "`outrider generate` has no flag --lora-modules: `outrider serve` has it"),
     (["bench", "spec", "--batch-size", "1"], "there is no flag --batch-size: did you mean --batch-sizes?"),
     (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
     (["-v", "generate"], "-v comes after the command: `outrider generate -v`"),
