@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class Variant:
     pool: str = "ample"  # tight: too small for all requests; tighter: for requests that share pages by prefix hits
     expects: tuple[str, ...] = ()  # events that must have happened
 
-    def is_met(self, happened: dict[str, int]) -> bool:
-        return all(happened[name] > 0 for name in self.expects)
+    def missing(self, happened: dict[str, int]) -> list[str]:
+        return [name for name in self.expects if not happened[name]]
 
 
 def _variants(drafts: bool) -> list[Variant]:
@@ -92,10 +92,11 @@ class Row:
     equal: int  # requests
     requests: int
     happened: dict[str, int]
-    is_met: bool
+    is_met: bool  # whether every event that the variant is for happened
     verdict: str  # equal, near-tie, fault; no memory: it could not run
     detail: str = ""
     differing_bits: int = 0  # requests whose log-probabilities differ, with `--exact`
+    missing: list[str] = field(default_factory=list)  # events that the variant is for and that did not happen
 
 
 class Check:
@@ -127,8 +128,9 @@ class Check:
         tokens, bits, happened = self._answers(variant)
         found = [self._explain(index, position, tokens[index]) for index, position in self._differences(tokens)]
         faults = [difference for difference in found if not difference.is_near_tie]
+        missing = variant.missing(happened)
         row = Row(variant.name, variant.drafts, sum(map(len, tokens)), len(tokens) - len(found), len(tokens), happened,
-                  variant.is_met(happened), "fault" if faults else "near-tie" if found else "equal")
+                  not missing, "fault" if faults else "near-tie" if found else "equal", missing=missing)
         if found:
             worst = faults[0] if faults else max(found, key=lambda difference: difference.apart)
             row.detail = describe(worst, self._loaded.tokenizer)
@@ -293,7 +295,7 @@ def _print_row(row: Row) -> None:
     happened = ", ".join(f"{name} {count}" for name, count in row.happened.items() if count)
     note = happened
     if not row.is_met:
-        why = "its device has too little memory" if row.verdict == NO_MEMORY else "its condition did not occur"
+        why = "its device has too little memory" if row.verdict == NO_MEMORY else f"no {', no '.join(row.missing)}"
         note = f"{happened}  (NOT TRIED: {why})"
     equal = f"{row.equal} of {row.requests}"
     print(f"{_name(row.way, row.drafts):<30} {equal:>14} {row.compared:>7}  {row.verdict:<9} {note}", flush=True)
@@ -305,11 +307,14 @@ def _print_summary(rows: list[Row], faults: list[Row], is_exact: bool) -> None:
             kind = "a fault" if row.verdict == "fault" else "the widest difference"
             print(f"\n{_name(row.way, row.drafts)}, {kind}: {row.detail}")
     ties = sum(row.verdict == "near-tie" for row in rows)
-    untried = sum(not row.is_met for row in rows)
+    lacking = [row for row in rows if row.missing]
+    missing = ", ".join(dict.fromkeys(name for row in lacking for name in row.missing))
     tail = f", {ties} of them but for near-ties of arithmetic" if ties else ""
     num_run = sum(row.verdict != NO_MEMORY for row in rows)
     print(f"\n{num_run - len(faults)} of {len(rows)} runs give the reference's tokens{tail}"
-          + (f"; {untried} not tried" if untried else "") + (f"; {len(faults)} FAULTS" if faults else ""))
+          + (f"; {len(lacking)} of them without {missing}, which they are meant to try" if lacking else "")
+          + (f"; {len(rows) - num_run} not tried" if num_run < len(rows) else "")
+          + (f"; {len(faults)} FAULTS" if faults else ""))
     if is_exact:
         occurred = [name for name in rows[0].happened if any(row.happened[name] for row in rows)]
         print(summary(sum(row.compared for row in rows), len(rows), sum(row.differing_bits for row in rows), occurred))

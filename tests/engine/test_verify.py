@@ -178,6 +178,16 @@ def test_rows_are_printed_as_they_come(folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("more ")
 
 
+def test_what_a_run_did_not_try_is_named(folder: Path, capsys: pytest.CaptureFixture[str],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = [verify.Variant("batched", expects=("batch mates",)), verify.Variant("calm", expects=("preemptions",))]
+    monkeypatch.setattr(verify, "all_variants", lambda speculative: variants)
+    assert cli.main(["verify", str(folder), "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("NOT TRIED") == 1 and "(NOT TRIED: no preemptions)" in text
+    assert "2 of 2 runs give the reference's tokens; 1 of them without preemptions, which they" in text
+
+
 def test_the_command_prints_a_table_and_sets_the_status(folder: Path, capsys: pytest.CaptureFixture[str],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     shared = "the same beginning of two prompts, which are "
