@@ -238,8 +238,9 @@ class Tokenizer:
         if self.chat_templates:
             names = ", ".join(sorted(self.chat_templates))
             raise ChatTemplateError(f"{self.source} has no default chat template; pass chat_template= one of: {names}")
-        raise ChatTemplateError(f"{self.source} has no chat template, so it may not be a chat model; "
-                                "pass chat_template=, or use generate with a prompt")
+        raise ChatTemplateError(f"{self.source} has no chat template, so it may not be a chat model: have it "
+                                "continue a prompt (`outrider generate`, LLM.generate, /v1/completions), or give a "
+                                "template (`outrider serve --chat-template FILE`; in Python chat_template=)")
 
 
 def _missing(folder: Path) -> str:
