@@ -163,7 +163,7 @@ def test_an_end_that_is_no_token_is_named_with_its_file(tmp_path: Path, file: st
     for name in ("config.json", "generation_config.json"):
         own = {"eos_token_id": value} if name == file else {}
         (tmp_path / name).write_text(json.dumps({"vocab_size": 256} | own))
-    says = f"^{tmp_path / file}: eos_token_id must be an integer from 0 to 255 .*: the vocabulary has 256 tokens"
+    says = f"^{tmp_path / file}: eos_token_id must be an integer from 0 .*: the vocabulary has 256 tokens. Correct it"
     with pytest.raises(ConfigError, match=says):
         eos_token_ids(tmp_path)
 

@@ -110,7 +110,8 @@ def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: in
     try:
         check_value("eos_token_id", token_id | list[token_id] | None, value)
     except ValueError as error:
-        raise ConfigError(f"{name}: {error}: the vocabulary has {vocab_size} tokens") from None
+        raise ConfigError(f"{name}: {error}: the vocabulary has {vocab_size} tokens. Correct it in "
+                          "that file, or delete the key: answers then end at max_tokens or a stop text") from None
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
