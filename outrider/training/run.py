@@ -70,8 +70,8 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
         raise ValueError(f"{target.name} scores classes and generates no text that a drafter could be trained on")
     most = min(model.max_positions, config.max_model_len or model.max_positions)
     if settings.max_text_tokens >= most:
-        raise ValueError(f"texts of {settings.max_text_tokens} tokens (max_prompt_tokens + max_answer_tokens) do not "
-                         f"fit the {most} positions of {target.name}: lower one of them")
+        raise ValueError(f"texts of {settings.max_text_tokens} tokens (--max-prompt-tokens + --max-answer-tokens) do "
+                         f"not fit the {most} positions of {target.name} with one to spare: lower one of the two")
     method = trainee_class(settings.method)
     taps = method.taps_for(model, settings)
     prompts = [] if prompts_file is None else read_prompts(prompts_file, target.tokenizer, vocab_size=model.vocab_size,
