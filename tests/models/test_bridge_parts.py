@@ -128,6 +128,27 @@ def test_a_module_that_computes_something_else_is_not_known() -> None:
         assert known.find_mlp(Halved(config)) is None
 
 
+class _EpsilonOutside(nn.Module):
+    """A norm that adds its epsilon to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16, device="meta")), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+
+
+def test_modules_that_differ_in_small_or_large_values_alone_are_not_known() -> None:
+    """A norm's epsilon, two forms of gelu, and limits that usual values do not reach."""
+    assert known.find_norm(_EpsilonOutside()) is None
+    for activation in ("gelu", "gelu_10"):
+        assert GatedMLP not in kinds_of(outlined("llama", hidden_act=activation)), activation
+    assert GatedMLP in kinds_of(outlined("llama", hidden_act="gelu_new")), "the arithmetic of gelu_pytorch_tanh"
+    assert SelfAttention in kinds_of(outlined("olmo"))
+    assert SelfAttention not in kinds_of(outlined("olmo", clip_qkv=300.0))
+
+
 # What is refused
 
 

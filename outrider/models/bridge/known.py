@@ -1,14 +1,15 @@
 """Recognises modules of transformers by what they compute.
 
-A copy of the module gets small random weights, and its result is compared with the arithmetic of a layer of this
-package. Names of classes do not count, so models that copy each other's code, and those of later versions, are known
-too. A module that computes anything else is left as it is: slower, and as correct.
+A copy of the module gets small random weights, and its results for inputs of several sizes are compared with the
+arithmetic of a layer of this package: limits show in large ones, epsilons in small ones. Names of classes do not count,
+so models that copy each other's code, and those of later versions, are known too. A module that computes anything else
+is left as it is: slower, and as correct.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch import nn
 
 from outrider.models.bridge.attention import CALLED, NAME
 
-CLOSE = 1e-4  # relative to the largest result: modules compute some steps in float32
+CLOSE = 1e-5  # relative to the largest result: modules compute some steps in float32
+SCALES = (1e-3, 0.25, 1.0, 1e3)  # of inputs
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
@@ -61,11 +63,12 @@ def find_norm(module: nn.Module) -> KnownNorm | None:
         return None
     size = len(weight)
     draw = _Draw()
-    scale, x = 1 + draw(size), 3 * draw(3, size) + 0.5
-    found = _result(_copy_of(module, parameters={"weight": scale}), x)
+    scale, inputs = 1 + draw(size), _scaled(3 * draw(3, size) + 0.5)
+    small = _copy_of(module, parameters={"weight": scale})
+    found = [_result(small, x) for x in inputs]
     for offset in (False, True):
         for is_centered in (False, True):
-            if _is_close(found, norm(x, scale, eps, offset, is_centered)):
+            if _are_close(found, [norm(x, scale, eps, offset, is_centered) for x in inputs]):
                 return KnownNorm(size, eps, offset, is_centered)
     return None
 
@@ -96,12 +99,13 @@ def find_mlp(module: nn.Module) -> KnownMLP | None:
     if (*linears,) not in (GATED_NAMES, PACKED_NAMES) or module._parameters or module._buffers:
         return None
     is_packed, draw, hidden, width = (*linears,) == PACKED_NAMES, _Draw(), 8, 6
-    gate, up, down, x = draw(width, hidden), draw(width, hidden), draw(hidden, width), 2 * draw(3, hidden)
+    gate, up, down, inputs = draw(width, hidden), draw(width, hidden), draw(hidden, width), _scaled(2 * draw(3, hidden))
     weights = {"gate_up_proj": torch.cat((gate, up))} if is_packed else {"gate_proj": gate, "up_proj": up}
     parts = {name: _linear(weight) for name, weight in (weights | {"down_proj": down}).items()}
-    found = _result(_copy_of(module, modules=parts), x)
+    small = _copy_of(module, modules=parts)
+    found = [_result(small, x) for x in inputs]
     for name, activation in ACTIVATIONS.items():
-        if _is_close(found, (activation(x @ gate.T) * (x @ up.T)) @ down.T):
+        if _are_close(found, [(activation(x @ gate.T) * (x @ up.T)) @ down.T for x in inputs]):
             return KnownMLP(name, is_packed)
     return None
 
@@ -116,15 +120,19 @@ def find_experts(module: nn.Module) -> KnownExperts | None:
         return None
     draw, count, hidden, width = _Draw(), 3, 8, 6
     tensors = {"gate_up_proj": draw(count, 2 * width, hidden), "down_proj": draw(count, hidden, width)}
-    x, ids, weights = 2 * draw(4, hidden), torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]]), draw(4, 2).abs()
+    ids, weights = torch.tensor([[0, 2], [1, 0], [2, 1], [1, 2]]), draw(4, 2).abs()
+    inputs = _scaled(2 * draw(4, hidden))
     small = _copy_of(module, parameters=tensors)
     small.num_experts, small.hidden_dim, small.intermediate_dim = count, hidden, width
     small.config = SimpleNamespace(_experts_implementation="eager")
-    found = _result(small, x, ids, weights)
+    found = [_result(small, x, ids, weights) for x in inputs]
     for name, activation in ACTIVATIONS.items():
-        gate, up = torch.einsum("th,tkih->tki", x, tensors["gate_up_proj"][ids]).chunk(2, dim=-1)
-        mixed = torch.einsum("tki,tkhi->tkh", activation(gate) * up, tensors["down_proj"][ids])
-        if _is_close(found, (mixed * weights[..., None]).sum(1)):
+        expected = []
+        for x in inputs:
+            gate, up = torch.einsum("th,tkih->tki", x, tensors["gate_up_proj"][ids]).chunk(2, dim=-1)
+            mixed = torch.einsum("tki,tkhi->tkh", activation(gate) * up, tensors["down_proj"][ids])
+            expected.append((mixed * weights[..., None]).sum(1))
+        if _are_close(found, expected):
             return KnownExperts(num_experts, hidden_size, expert_size, name)
     return None
 
@@ -139,35 +147,39 @@ def is_plain_attention(module: nn.Module, heads: tuple[int, int, int], rotary_di
     weights = {name: draw(count * dim, hidden) for name, count in
                zip(QKV_NAMES, (num_heads, num_kv_heads, num_kv_heads), strict=True)}  # fmt: skip
     scales = {name: 1 + draw(dim) for name in NORM_NAMES}
-    out_weight, attended, x = draw(hidden, num_heads * dim), draw(1, tokens, num_heads, dim), draw(1, tokens, hidden)
+    out_weight = draw(hidden, num_heads * dim)
+    attended, inputs = _scaled(draw(1, tokens, num_heads, dim)), _scaled(draw(1, tokens, hidden))
     cos, sin = (draw(1, tokens, rotary_dim // 2).repeat(1, 1, 2) for _ in range(2))
     parts: dict[str, nn.Module] = {name: _linear(weight) for name, weight in weights.items()}
     parts[OUT_NAME] = _linear(out_weight)
     for name, known in zip(NORM_NAMES, norms or (), strict=False):
         parts[name] = _Norm(scales[name], known)
-    seen: list[torch.Tensor] = []
-
-    def attend(*qkv: torch.Tensor, **_: Any) -> torch.Tensor:
-        seen[:] = qkv
-        return attended
-
     small = _copy_of(module, modules=parts)
     small.config = copy.copy(small.config)
     small.config._attn_implementation = NAME
-    object.__setattr__(small, CALLED, attend)
-    found = _result(small, hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
-    if not isinstance(found, tuple) or not _is_close(found[0], attended.flatten(2) @ out_weight.T):
-        return False
-    expected = []
-    for index, name in enumerate(QKV_NAMES):
-        part = (x @ weights[name].T).unflatten(-1, (-1, dim)).transpose(1, 2)
-        if index < 2:
-            if norms is not None:
-                known = norms[index]
-                part = norm(part, scales[NORM_NAMES[index]], known.eps, known.offset, known.is_centered)
-            part = _turned(part, cos[:, None], sin[:, None])
-        expected.append(part)
-    return len(seen) == 3 and all(_is_close(*pair) for pair in zip(seen, expected, strict=True))
+    for x, made in zip(inputs, attended, strict=True):
+        seen: list[torch.Tensor] = []
+        object.__setattr__(small, CALLED, partial(_note_and_return, seen, made))
+        found = _result(small, hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+        if not isinstance(found, tuple) or not _is_close(found[0], made.flatten(2) @ out_weight.T):
+            return False
+        expected = []
+        for index, name in enumerate(QKV_NAMES):
+            part = (x @ weights[name].T).unflatten(-1, (-1, dim)).transpose(1, 2)
+            if index < 2:
+                if norms is not None:
+                    known = norms[index]
+                    part = norm(part, scales[NORM_NAMES[index]], known.eps, known.offset, known.is_centered)
+                part = _turned(part, cos[:, None], sin[:, None])
+            expected.append(part)
+        if not _are_close(seen, expected):
+            return False
+    return True
+
+
+def _note_and_return(seen: list[torch.Tensor], made: torch.Tensor, *qkv: torch.Tensor, **_: Any) -> torch.Tensor:
+    seen[:] = qkv
+    return made
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -222,6 +234,14 @@ def _result(module: nn.Module, *args: Any, **options: Any) -> Any:
         return None
 
 
+def _scaled(x: torch.Tensor) -> list[torch.Tensor]:
+    return [scale * x for scale in SCALES]
+
+
+def _are_close(found: Sequence[Any], expected: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(_is_close(*pair) for pair in zip(found, expected, strict=True))
+
+
 def _is_close(found: Any, expected: torch.Tensor) -> bool:
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and not found.is_meta \
-        and bool((found.double() - expected).abs().max() <= CLOSE * (1 + expected.abs().max()))
+        and bool((found.double() - expected).abs().max() <= CLOSE * expected.abs().max())
