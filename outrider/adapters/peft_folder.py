@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,7 +98,7 @@ class PeftFolder:
         return cls(path, pairs, base_shapes, _ranks=_pattern(path, config, "rank_pattern"),
                    _alphas=_pattern(path, config, "alpha_pattern"), _rank=_positive(path, config, "r", 8),
                    _alpha=_number(path, "lora_alpha", config.get("lora_alpha", 8)),
-                   _is_rank_stabilized=bool(config.get("use_rslora")))
+                   _is_rank_stabilized=_switch(path, config, "use_rslora"))
 
     def scale(self, module: str) -> float:
         """The factor of a module's product."""
@@ -155,13 +156,18 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
             shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
-    found: dict[tuple[str, bool], dict[str, str]] = {}
+    found: dict[str, tuple[bool, dict[str, str]]] = {}  # by module: whether it is an embedding, and its A and B
     base_shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(shapes):
         for pattern, is_embedding in FACTORS:
             if (end := pattern.search(name)) is not None:
                 module = name[: end.start()].removeprefix(PREFIX)
-                found.setdefault((module, is_embedding), {})[end[1]] = name
+                own = found.setdefault(module, (is_embedding, {}))
+                other = next(iter(own[1].values())) if own[0] != is_embedding else own[1].get(end[1])
+                if other is not None:
+                    raise AdapterError(f"{file}: {other} and {name} are both for {module}: which one is meant is not "
+                                       "known; save one adapter in a file")
+                own[1][end[1]] = name
                 break
         else:
             if name.endswith(BASE_WEIGHT):
@@ -169,7 +175,7 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
                 continue
             raise AdapterError(f"{file}: tensor {name} is no part of a LoRA")
     pairs: dict[str, FactorPair] = {}
-    for (module, is_embedding), names in found.items():
+    for module, (is_embedding, names) in found.items():
         if len(names) < 2:
             raise AdapterError(f"{file}: {next(iter(names.values()))} has no counterpart: a product needs A and B")
         pairs[module] = FactorPair(names["A"], names["B"], shapes[names["A"]], shapes[names["B"]], is_embedding)
@@ -212,8 +218,15 @@ def _positive(path: Path, config: Mapping[str, Any], key: str, default: int) -> 
     return value
 
 
+def _switch(path: Path, config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterError(f"{path / CONFIG}: {key} must be true or false, got {shown(value)}")
+    return bool(value)
+
+
 def _number(path: Path, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise AdapterError(f"{path / CONFIG}: {key} must be a number greater than 0, got {shown(value)}")
     return float(value)
 

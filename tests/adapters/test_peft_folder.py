@@ -69,6 +69,8 @@ def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any]
     ({"r": 0}, "r must be a positive integer, got 0"),
     ({"r": 2}, "has rank 4, and adapter_config.json says 2"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be a number greater than 0"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a number greater than 0"),
+    ({"use_rslora": "no"}, "use_rslora must be true or false, got 'no'"),
     ({"lora_alpha": 1e308}, "self_attn.q_proj the scale 2.5e"),
     ({"rank_pattern": {"(": 2}}, "is no regular expression"),
     ({"rank_pattern": {"(l*)*x": 2}}, r"'\(l\*\)\*x' repeats too much"),
@@ -93,6 +95,9 @@ NAN = {name: tensor / 0 * 0 for name, tensor in pair(Q_PROJ, 4).items()}
     ({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 32)}, "q_proj.lora_A.weight has no counterpart"),
     (pair(Q_PROJ, 4) | {f"{Q_PROJ}.lora_magnitude_vector": torch.ones(32)}, "lora_magnitude_vector is no part"),
     (pair("base_model.model.model.embed_tokens", 4, 256, 32), "embed_tokens is an embedding"),
+    (pair(Q_PROJ, 4) | {f"{Q_PROJ}.lora_A.default.weight": torch.ones(4, 32)}, "lora_A.weight are both for"),
+    (pair(Q_PROJ, 4) | pair(Q_PROJ.removeprefix("base_model.model."), 4), "q_proj.lora_A.weight are both for"),
+    (pair(Q_PROJ, 4) | {f"{Q_PROJ}.lora_embedding_A": torch.ones(4, 32)}, "are both for model.layers.0"),
     ({"other": torch.ones(1)}, "tensor other is no part of a LoRA"),
 ])  # fmt: skip
 def test_tensors_of_another_model_are_refused_by_their_name(tmp_path: Path, tensors: dict[str, torch.Tensor],
