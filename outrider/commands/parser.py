@@ -303,6 +303,10 @@ def count_flag(text: str) -> int:
     return _checked(Count, _whole(text))
 
 
+def whole_flag(low: int, high: int) -> Callable[[str], int]:
+    return lambda text: _checked(Annotated[int, Range(low, high)], _whole(text))
+
+
 def counts_flag(text: str) -> tuple[int, ...]:
     return _checked(Annotated[tuple[Count, ...], NotEmpty], number_list(text))
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from outrider.commands.parser import add_engine_flags, add_model, count_flag, number_flag, number_list
+from outrider.commands.parser import add_engine_flags, add_model, count_flag, number_flag, number_list, whole_flag
 from outrider.training.methods import METHODS
 from outrider.training.settings import FILE_FORMS, TrainingSettings
 
@@ -33,7 +33,7 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
      "residual streams to read, each after so many layers (default: 2, half, all but 3; five for a block drafter)"),
     ("passes", count_flag, "N", "drafts that are unrolled in training, or those of a block"),
     ("layers", count_flag, "N", "layers of a block drafter"),
-    ("markov-rank", count_flag, "N", "rank of a block drafter's Markov head: DSpark with one, DFlash without"),
+    ("markov-rank", whole_flag(0, 4096), "N", "rank of a block drafter's Markov head: DSpark with one, DFlash without"),
     ("pass-decay", number_flag(0.01, 1), "X", "weight of each draft in the loss, relative to the one before it"),
     ("epochs", count_flag, "N", "how often each text is seen"),
     ("batch-tokens", count_flag, "N", "tokens of a step"),

@@ -33,6 +33,8 @@ def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "--out" in refused(capsys, TARGET)
     assert "'medusa' is not one of eagle3" in refused(capsys, TARGET, *out, "--method", "medusa")
     assert "passes must be" in refused(capsys, TARGET, *out, "--passes", 99)
+    assert "an integer from 0 to 4096, got 5000" in refused(capsys, TARGET, *out, "--markov-rank", 5000)
+    assert "raise micro_tokens" in refused(capsys, TARGET, *out, "--markov-rank", 0, "--micro-tokens", 64)
     for method, flags, names in (
         ("eagle3", ("--layers", 2, "--markov-rank", 4), "layers, markov_rank"), ("block", ("--classic",), "classic"),
         ("mtp", ("--taps", "1,2", "--freeze-output", "--file-form", "speculators"), "taps, freeze_output, file_form"),
