@@ -106,8 +106,16 @@ def _name_meant(declared: Any, value: Any) -> str | None:
         names = [name for name in rule.names if isinstance(name, str)]
         for word in given:
             if isinstance(word, str) and word not in names:
-                return rule.meant.get(word.lower()) or nearest(word, names, SURE)
+                likely = [name for name in names if not _has_other_number(word, name)]
+                return rule.meant.get(word.lower()) or nearest(word, likely, SURE)
     return None
+
+
+def _has_other_number(word: str, name: str) -> bool:
+    """Whether two names differ only in the number at their end: int8 is no misspelt int4. The same digits in another
+    order are a misspelling (float23)."""
+    one, other = (re.fullmatch(r"(\D+)(\d+)", each) for each in (word, name))
+    return one is not None and other is not None and one[1] == other[1] and sorted(one[2]) != sorted(other[2])
 
 
 def _rules_of(declared: Any) -> list[OneOf]:

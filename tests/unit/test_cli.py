@@ -128,6 +128,11 @@ def test_help_lists_only_flags_that_the_command_takes(capsys: pytest.CaptureFixt
     assert "`outrider chat` has no flag --n: other commands have it" in refused(capsys, "chat", "--n", 2)
 
 
+def test_the_package_can_be_run_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "outrider", "version"], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0 and ran.stdout.startswith("outrider ")
+
+
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     result = outrider(capsys)
     assert result.status == 2 and "examples:" in result.out
@@ -155,6 +160,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "thruput"], "did you mean throughput?"),
     (["generate", "smollm2", "The sea is"], "unexpected argument 'The sea is': --prompt gives one"),
     (["chat", "--prompt", "x"], "`outrider chat` has no flag --prompt: `outrider generate` has it"),
+    (["generate", "--prompt", "x", "--quantization", "int8"], "must be one of fp8, int4 or None, got 'int8'"),
     (["generate", "--lora-modules", "a=b"], "`outrider generate` has no flag --lora-modules: `outrider serve` has it"),
     (["bench", "spec", "--batch-size", "1"], "there is no flag --batch-size: did you mean --batch-sizes?"),
     (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
