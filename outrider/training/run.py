@@ -114,7 +114,7 @@ def _texts(target: ServedTarget, config: EngineConfig, settings: TrainingSetting
     texts = split_texts(store.read_all(), settings.held_out)
     if not texts.training or not texts.held_out:
         raise ValueError(f"{len(texts.training)} texts to train on and {len(texts.held_out)} greedy ones to measure "
-                         "with are too few: raise --num-texts, or give more prompts")
+                         "with are too few: raise --num-texts, or give more prompts (--prompts FILE)")
     return texts
 
 

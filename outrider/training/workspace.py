@@ -42,8 +42,8 @@ class Workspace:
         if not self.folder.exists() or resume:
             return
         if any(self.folder.iterdir()):
-            advice = "--resume goes on with it" if self._settings.exists() else "name another folder"
-            raise ValueError(f"--out: {self.folder} is not empty: {advice}")
+            advice = "--resume goes on with it; to begin anew, " if self._settings.exists() else ""
+            raise ValueError(f"--out: {self.folder} is not empty: {advice}name another folder")
 
     def check_room(self, needed: int, what: str) -> None:
         """Refuse to begin what would fill the disk."""

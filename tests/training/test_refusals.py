@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_empty(capsys: pytest.CaptureFixture[str], tmp_path
     (tmp_path / "notes.txt").write_text("mine")
     assert "is not empty: name another folder" in refused(capsys, TARGET, "--out", tmp_path)
     Workspace(tmp_path).open({})
-    assert "is not empty: --resume goes on with it" in refused(capsys, TARGET, "--out", tmp_path)
+    assert "--resume goes on with it; to begin anew, name another folder" in refused(capsys, TARGET, "--out", tmp_path)
     assert "is not a folder" in refused(capsys, TARGET, "--out", tmp_path / "notes.txt")
 
 
