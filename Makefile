@@ -18,7 +18,7 @@ QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/te
 
 help:
 	@echo "make demo       answer a few prompts with a small model (fetched once, 93 MB)"
-	@echo "make quick      lint and a part of the tests, in less than a minute"
+	@echo "make quick      lint and a part of the tests, in about a minute"
 	@echo "make test       quick tests          make test-long  all tests"
 	@echo "make test-browser  the server's page in a headless Chromium"
 	@echo "make test-ray   replicas on a Ray cluster of this machine"
