@@ -15,6 +15,9 @@ from outrider.models.mtp import has_own_module
 from outrider.models.registry import architectures
 from outrider.models.sources.gguf_families import FAMILIES as GGUF_FAMILIES
 
+# GGUF files whose models belong to another family than the one whose architecture runs them, by the family's name.
+GGUF_HOMES = {"qwen3next": "Qwen3-Next"}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -34,8 +37,9 @@ class Family:
 
     @property
     def gguf_names(self) -> list[str]:
-        """The names of its architectures in GGUF files."""
-        return [name for name, family in GGUF_FAMILIES.items() if family.architecture in self.architectures]
+        """The names that GGUF files have for its models."""
+        return [name for name, family in GGUF_FAMILIES.items()
+                if (GGUF_HOMES[name] == self.name if name in GGUF_HOMES else family.architecture in self.architectures)]
 
 
 def _causal(*names: str) -> tuple[str, ...]:

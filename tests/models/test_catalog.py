@@ -15,6 +15,7 @@ from outrider.models.config import ConfigError
 from outrider.models.llama import Llama
 from outrider.models.mtp import describe_mtp
 from outrider.models.registry import build_model, register
+from outrider.models.sources.gguf_families import FAMILIES as GGUF_FAMILIES
 from tests.engine.harness import CONFIGS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,6 +39,12 @@ def test_ids_of_the_hub_are_named_once_and_whole() -> None:
     ids = [hub_id for family in FAMILIES for hub_id in family.hub_ids]
     assert len(set(ids)) == len(ids) and all(hub_id.count("/") == 1 for hub_id in ids)
     assert all(family.hub_ids for family in FAMILIES)
+
+
+def test_every_kind_of_gguf_file_is_listed_once_with_its_models() -> None:
+    names = {family.name: family.gguf_names for family in FAMILIES}
+    assert sorted(sum(names.values(), [])) == sorted(GGUF_FAMILIES)
+    assert names["Qwen3-Next"] == ["qwen3next"], "though Qwen3.5's architecture runs them"
 
 
 def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
