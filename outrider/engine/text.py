@@ -249,7 +249,8 @@ def _missing(folder: Path) -> str:
         return (f"{folder} holds {', '.join(others)} but no tokenizer.json, the only form that is read. Write one with "
                 "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)")
     return (f"{folder} holds no tokenizer.json: copy the tokenizer files of the model into it "
-            "(tokenizer.json, tokenizer_config.json), or work with token ids and no tokenizer")
+            "(tokenizer.json, tokenizer_config.json), or give token ids from Python: "
+            'LLM(folder, skip_tokenizer_init=True).generate({"prompt_token_ids": [...]})')
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -284,7 +284,7 @@ def test_gguf_metadata_brings_its_chat_templates() -> None:
 
 
 def test_missing_and_damaged_files_are_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="holds no tokenizer.json: copy"):
+    with pytest.raises(TokenizerError, match="holds no tokenizer.json: copy.*skip_tokenizer_init"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(TokenizerError, match="tokenizer.model but no tokenizer.json.*save_pretrained"):
