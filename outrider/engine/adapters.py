@@ -98,9 +98,10 @@ class AdapterRegistry:
             self._loads.move_to_end(number)
             self._loads[number].num_holders += 1
             return number
+        if number is None or not self._loads[number].is_idle:
+            self._make_room()  # before anything is replaced: a load that is refused changes nothing
         if number is not None:
             self._replace(asked.lora_name)
-        self._make_room()
         number = next(self._numbers)
         self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
         self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path, num_holders=1)

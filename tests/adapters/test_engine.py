@@ -273,6 +273,23 @@ def test_adapters_need_their_setting_and_their_type() -> None:
         Rig(model_of("llama"), **ADAPTERS | {"max_cpu_loras": 1})
 
 
+def test_a_reload_without_room_leaves_the_adapter_as_it_is(folders: list[Path]) -> None:
+    asked, again = request_for(folders[0]), request_for(folders[0], load_inplace=True)
+    assert asked is not None and again is not None
+    with served(max_loras=1, max_cpu_loras=1) as (rig, llm):
+        registry = registry_of(rig)
+        number = registry.begin(asked)
+        with pytest.raises(ValueError, match="all of them have requests: raise max_cpu_loras"):
+            registry.begin(again)
+        assert registry.begin(asked) == number, "requests may still ask for it"
+        for _ in range(2):
+            registry.release(number)
+        renewed = registry.begin(again)
+        assert renewed != number, "its own place is room enough once nobody has it"
+        registry.release(renewed)
+        assert generated(llm, [PROMPT], [folders[0]]) == [text_of("llama", folders[0], tuple(PROMPT))]
+
+
 def test_adapters_with_requests_are_never_dropped(folders: list[Path]) -> None:
     with served(max_cpu_loras=2) as (rig, llm):
         engine = llm.llm_engine
