@@ -174,7 +174,8 @@ def test_a_fork_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
 
 def test_forks_end_with_their_reader(tmp_path: Path) -> None:
     def hangs() -> None:
-        (tmp_path / "hangs").write_text(str(os.getpid()))
+        (tmp_path / "written").write_text(str(os.getpid()))
+        (tmp_path / "written").rename(tmp_path / "hangs")  # whole from the moment that it is there
         time.sleep(1000)
 
     waits = lambda: [time.sleep(0.01) for _ in iter((tmp_path / "hangs").exists, True)]  # noqa: E731
