@@ -9,26 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 
 from outrider.training.block_sizes import BlockSizes
+from outrider.training.named_layers import NamedLayers, rotate, wide
 
 
-class BlockNetwork:
+class BlockNetwork(NamedLayers):
     """Weights are float32 and named as in the exported file."""
 
     def __init__(self, sizes: BlockSizes, weights: Mapping[str, torch.Tensor]) -> None:
-        self._sizes, self._weights = sizes, weights
+        super().__init__(weights, sizes.eps)
+        self._sizes = sizes
 
     def states(self, embeds: torch.Tensor, anchors: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
         """Inputs of the output layer [texts, blocks, rows, hidden]. embeds: [texts, blocks, rows, hidden] of the last
         known tokens and of masks; anchors: [texts, blocks] positions of the last known tokens; taps: [texts, length,
         taps, hidden]."""
         rows = embeds.shape[2]
-        context = self._norm("hidden_norm", self._linear("fc", _wide(taps.flatten(2))))
+        context = self._norm("hidden_norm", self._linear("fc", wide(taps.flatten(2))))
         places = anchors[..., None] + torch.arange(rows, device=anchors.device)  # [texts, blocks, rows]
         before = torch.arange(taps.shape[1], device=anchors.device) < anchors[..., None]  # [texts, blocks, length]
-        x = _wide(embeds)
+        x = wide(embeds)
         for index in range(self._sizes.num_layers):
             prefix = f"layers.{index}"
             mixed = self._attend(prefix, self._norm(f"{prefix}.input_layernorm", x), context, places, before)
@@ -45,16 +46,16 @@ class BlockNetwork:
         """Returns [texts, blocks, rows, heads * dim]. Scores of the context and of the block's own rows share a
         softmax."""
         texts, blocks, rows, _ = x.shape
-        positions = torch.arange(context.shape[1], device=x.device)
-        query = self._rotate(self._heads(prefix, "q", x), places)  # [texts, blocks, rows, heads, dim]
-        own_key = self._rotate(self._heads(prefix, "k", x), places)
+        positions, theta = torch.arange(context.shape[1], device=x.device), self._sizes.rope_theta
+        query = rotate(self._heads(prefix, "q", x), places[..., None, None], theta)  # [texts, blocks, rows, heads, dim]
+        own_key = rotate(self._heads(prefix, "k", x), places[..., None, None], theta)
         own_value = self._heads(prefix, "v", x)
-        key = self._rotate(self._heads(prefix, "k", context), positions)  # [texts, length, kv heads, dim]
+        key = rotate(self._heads(prefix, "k", context), positions[:, None, None], theta)  # [texts, length, ..]
         value = self._heads(prefix, "v", context)
         grouped = query.unflatten(3, (self._sizes.num_kv_heads, -1))  # [texts, blocks, rows, kv heads, group, dim]
         seen = torch.einsum("tbrkgd,tlkd->tkgbrl", grouped, key)
-        seen = _wide(seen).masked_fill(~before[:, None, None, :, None], float("-inf"))
-        own = _wide(torch.einsum("tbrkgd,tbskd->tkgbrs", grouped, own_key))
+        seen = wide(seen).masked_fill(~before[:, None, None, :, None], float("-inf"))
+        own = wide(torch.einsum("tbrkgd,tbskd->tkgbrs", grouped, own_key))
         shares = (torch.cat((seen, own), dim=-1) * self._sizes.head_dim**-0.5).softmax(dim=-1)
         from_context, from_block = shares.to(value.dtype).split([context.shape[1], rows], dim=-1)
         mixed = torch.einsum("tkgbrl,tlkd->tbrkgd", from_context, value)
@@ -65,30 +66,6 @@ class BlockNetwork:
         """[.., heads, dim]; heads of q and k are normed."""
         heads = self._linear(f"{prefix}.self_attn.{name}_proj", x).unflatten(-1, (-1, self._sizes.head_dim))
         return heads if name == "v" else self._norm(f"{prefix}.self_attn.{name}_norm", heads)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [.., heads, dim], positions [..] of all axes but these two, or of the last of them."""
-        dim = self._sizes.head_dim
-        steps = torch.arange(0, dim, 2, device=x.device, dtype=_wide(x).dtype) / dim
-        angles = positions[..., None, None] * self._sizes.rope_theta**-steps
-        cos, sin = angles.cos(), angles.sin()
-        one, two = _wide(x).chunk(2, dim=-1)
-        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
-
-    def _mlp(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (self._linear(f"{prefix}.mlp.{name}_proj", x) for name in ("gate", "up"))
-        return self._linear(f"{prefix}.mlp.down_proj", F.silu(gate) * up)
-
-    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"])
-
-    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(_wide(x), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: norms, angles and softmax are not computed in 16 bits."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def weight_shapes(sizes: BlockSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:

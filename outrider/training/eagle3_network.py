@@ -15,18 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 
 from outrider.training.eagle3_sizes import HeadSizes
+from outrider.training.named_layers import NamedLayers, rotate, wide
 
 LAYER = "midlayer"
 
 
-class Eagle3Network:
+class Eagle3Network(NamedLayers):
     """A head's passes over padded texts. Weights are float32 and named as in the exported file."""
 
     def __init__(self, sizes: HeadSizes, weights: Mapping[str, torch.Tensor]) -> None:
-        self._sizes, self._weights = sizes, weights
+        super().__init__(weights, sizes.eps)
+        self._sizes = sizes
         self._scale = sizes.head_dim**-0.5
 
     def passes(self, embeds: torch.Tensor, taps: torch.Tensor, num_passes: int) -> Iterator[torch.Tensor]:
@@ -42,13 +43,13 @@ class Eagle3Network:
                 return
             hidden = hidden[:, :count]
             x = torch.cat((embeds[:, index:], self._norm(f"{LAYER}.hidden_norm", hidden)), dim=-1)
-            positions = torch.arange(index, index + count, device=x.device)
-            keys.append(self._rotate(self._heads("k", x), positions))
+            positions = torch.arange(index, index + count, device=x.device)[:, None]  # slot p turns by p - 1
+            keys.append(rotate(self._heads("k", x), positions, self._sizes.rope_theta))
             values.append(self._heads("v", x))
-            query = self._rotate(self._heads("q", x), positions)
+            query = rotate(self._heads("q", x), positions, self._sizes.rope_theta)
             mixed = self._attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values])
             stream = hidden + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
-            stream = stream + self._mlp(self._norm(f"{LAYER}.post_attention_layernorm", stream))
+            stream = stream + self._mlp(LAYER, self._norm(f"{LAYER}.post_attention_layernorm", stream))
             output = self._norm("norm", stream)
             yield output
             hidden = stream if self._sizes.is_classic else output
@@ -57,7 +58,7 @@ class Eagle3Network:
         if not self._sizes.is_classic:
             normed = [self._norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps.unbind(dim=2))]
             taps = torch.stack(normed, dim=2)
-        return _wide(self._linear("fc", _wide(taps.flatten(2))))
+        return wide(self._linear("fc", wide(taps.flatten(2))))
 
     def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
         """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
@@ -68,7 +69,7 @@ class Eagle3Network:
         is_later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
         scores = [shared.unflatten(2, (-1, count)).masked_fill(is_later, float("-inf"))]
         scores += [(query * key[:, :, None]).sum(dim=-1, keepdim=True) for key in keys[1:]]
-        shares = (torch.cat([_wide(score) for score in scores], dim=-1) * self._scale).softmax(dim=-1)
+        shares = (torch.cat([wide(score) for score in scores], dim=-1) * self._scale).softmax(dim=-1)
         filled = shares[..., :count].flatten(2, 3).to(values[0].dtype) @ values[0]
         mixed = filled.unflatten(2, (-1, count))
         for index, value in enumerate(values[1:]):
@@ -78,30 +79,6 @@ class Eagle3Network:
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)
         return projected.unflatten(-1, (-1, self._sizes.head_dim)).transpose(1, 2)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [texts, heads, count, dim]. Slot p turns by p - 1."""
-        dim = self._sizes.head_dim
-        steps = torch.arange(0, dim, 2, device=x.device, dtype=_wide(x).dtype) / dim
-        angles = positions[:, None] * self._sizes.rope_theta**-steps
-        cos, sin = angles.cos(), angles.sin()
-        one, two = _wide(x).chunk(2, dim=-1)
-        return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)
-
-    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (self._linear(f"{LAYER}.mlp.{name}_proj", x) for name in ("gate", "up"))
-        return self._linear(f"{LAYER}.mlp.down_proj", F.silu(gate) * up)
-
-    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weights[f"{name}.weight"])
-
-    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(_wide(x), (x.shape[-1],), self._weights[f"{name}.weight"], self._sizes.eps)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: norms, angles and softmax are not computed in 16 bits."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
