@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.models.bridge.library import declared_keys
+from outrider.models.bridge.installed import declared_keys
 from tests.models.oracle import BASE
 
 _HEADS: dict[str, Any] = {"head_dim": 16}

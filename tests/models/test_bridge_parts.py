@@ -29,7 +29,7 @@ from outrider.layers import (
 )
 from outrider.layers.base import find_modules
 from outrider.models.base import Model
-from outrider.models.bridge import known, library
+from outrider.models.bridge import installed, known
 from outrider.models.bridge.model import BridgedModel
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
@@ -232,7 +232,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     def absent(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(library, "import_module", absent)
+    monkeypatch.setattr(installed, "import_module", absent)
     with pytest.raises(ConfigError, match=r"Starcoder2ForCausalLM.* cannot be imported: .*outrider\[transformers\]"):
         build_model(STARCODER, dtype=torch.float32, device="meta")
 

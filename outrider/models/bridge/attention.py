@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outrider.models.bridge.library import import_transformers
+from outrider.models.bridge.installed import import_transformers
 from outrider.models.bridge.step import CurrentStep
 
 NAME = "outrider"  # transformers makes no masks for it

@@ -21,7 +21,7 @@ from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model, WantedHidden
 from outrider.models.bridge.attention import CALLED, NAME, StepAttention, register_attention
 from outrider.models.bridge.buffers import allocate
-from outrider.models.bridge.library import find_class, make_config, positions_of
+from outrider.models.bridge.installed import find_class, make_config, positions_of
 from outrider.models.bridge.modules import BridgedHead
 from outrider.models.bridge.names import CheckpointNames
 from outrider.models.bridge.outline import NUM_TOKENS, HostReads, Outline, outline_model
