@@ -25,7 +25,7 @@ MAX_ELEMENTS = 1 << 24  # of gathered keys that exist at a time
 
 
 class Stretches(NamedTuple):
-    """Where the stretches of a layer lie."""
+    """The division of a text into stretches, runs of tokens that share one index key of a layer."""
 
     size: int  # tokens
     anchor: int  # the position at which the first one begins

@@ -73,6 +73,6 @@ class PrefixRouter:
         return None
 
     def _least_loaded(self, names: Iterable[str], loads: Mapping[str, int]) -> str:
-        """Of several with the same load the one that was given no prompt for longest: otherwise one replica's cache
-        would hold all prompts of a client that asks one after the other."""
+        """The replica with the least load. Of several it is the one that was given no prompt for longest: otherwise one
+        replica's cache would hold all prompts of a client that asks one after the other."""
         return min(names, key=lambda name: (loads[name], self._turns.get(name, 0), name))

@@ -214,7 +214,8 @@ def exact_stretch_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
     scale: float, stretches: Stretches, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The same with one number of splits for any number of token rows. Every token row has programs of its own."""
+    """`stretch_attention` with one number of splits for any number of token rows: every token row has programs of its
+    own, so that its bits do not depend on other rows."""
     check_stretches(q, k_cache, contexts, chosen)
     parts = [slice(begin, begin + EXACT_ROWS) for begin in range(0, max(1, q.shape[0]), EXACT_ROWS)]
     made = [stretch_attention(q[rows], k_cache, v_cache, contexts.cut(rows), chosen[rows], scale, stretches,
