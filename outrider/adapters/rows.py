@@ -6,6 +6,7 @@ beside it, and rows without an adapter are not written.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,8 +15,8 @@ from outrider.adapters.arena import AdapterArena
 from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget
 from outrider.core.step import AdapterReach
 from outrider.kernels import moe, ops
-from outrider.kernels.adapters import ExpertTargets, HeadColumns, RowSlots
-from outrider.layers.context import LinearLayer, RowAdapters
+from outrider.kernels.adapters import AdapterTables, ExpertTargets, HeadColumns, RowSlots, TargetRange
+from outrider.layers.context import LinearLayer, ProductChange, RowAdapters
 from outrider.layers.moe import Experts
 
 
@@ -37,17 +38,18 @@ class StepAdapters(RowAdapters):
     def _row_slots(self) -> RowSlots:
         return RowSlots.from_slots(self._slots)
 
-    def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
-        assert len(x) == len(out) == len(self._slots), "the context is of other token rows"
+    def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
+        assert len(x) == len(self._slots), "the context is of other token rows"
         targets = self._arena.targets.ranges.get(id(linear))
-        if targets is not None:
-            ops.add_adapters(x, out, first, self._row_slots, self._arena.tables, targets)
+        asked = range(0) if targets is None else targets.within(first, targets.ends[-1] if stop is None else stop)
+        if targets is None or not asked:
+            return Unchanged(self, linear, x, first)
+        rows, tables = self._row_slots, self._arena.tables
+        inner = ops.reduce_adapters(x, rows, tables, asked)
+        return FactoredChange(self, linear, x, first, inner, rows, tables, targets)
 
-    def add_activated(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
-        targets = self._arena.targets.ranges.get(id(linear))
-        if targets is None or activation not in moe.GATED:
-            return super().add_activated(out, linear, x, activation)
-        return ops.add_adapters_gated(x, out, activation, self._row_slots, self._arena.tables, targets)
+    def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
+        self.begin(linear, x, first, first + out.shape[1]).add_to(out)
 
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
         (target,) = self._arena.targets.of_module[id(embedding)]
@@ -79,3 +81,27 @@ class StepAdapters(RowAdapters):
         (target,) = self._arena.targets.of_module[id(expansion)]
         assert isinstance(target, ExpansionTarget)
         return target
+
+
+class Unchanged(ProductChange):
+    """Of a layer that adapters do not change."""
+
+    def add_to(self, out: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class FactoredChange(ProductChange):
+    """The products with the first factors are there already."""
+
+    inner: torch.Tensor  # see `kernels.adapters.reduce_adapters`
+    rows: RowSlots
+    tables: AdapterTables
+    targets: TargetRange
+
+    def add_to(self, out: torch.Tensor) -> None:
+        ops.add_adapters(self.inner, out, self.first, self.rows, self.tables, self.targets)
+
+    def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
+        if activation not in moe.GATED:
+            return super().activated(out, activation)
+        return ops.add_adapters_gated(self.inner, out, activation, self.rows, self.tables, self.targets)

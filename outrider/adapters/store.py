@@ -24,7 +24,7 @@ from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model
 
 OPERATIONS: tuple[ops.Operation[..., Any], ...] = (
-    ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
+    ops.reduce_adapters, ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
 )  # fmt: skip
 
 

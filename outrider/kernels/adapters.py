@@ -22,6 +22,7 @@ from outrider.kernels import moe
 NO_SLOT = -1  # of token rows without an adapter
 ALIGNMENT = 64  # numbers: every factor begins at a multiple
 NUM_PLACES = 3  # columns of `AdapterTables.places`: where the first and the second factor begin, and their rank
+SEGMENT_ROWS = 16  # the most token rows of a segment: the fewest that tensor cores take
 
 
 @dataclass(frozen=True)
@@ -36,33 +37,65 @@ class AdapterTables:
     bounds: Tensor  # [targets, 2] int64: the output features of a module that a target is
     max_rank: int
 
+    def first_factor(self, slot: int, target: int, num_inputs: int, expert: int = 0) -> Tensor | None:
+        """`a`; None if the slot's adapter does not change the target. Reads the device."""
+        at, _, rank = self.places[slot, target].tolist()
+        return self._factor(at, rank, num_inputs, expert) if rank else None
+
+    def second_factor(self, slot: int, target: int, expert: int = 0) -> tuple[Tensor, float] | None:
+        """`b` and the scale of what it adds; None if the slot's adapter does not change the target. Reads the
+        device."""
+        _, at, rank = self.places[slot, target].tolist()
+        begin, end = self.bounds[target].tolist()
+        return (self._factor(at, rank, end - begin, expert), self.scales[slot, target].item()) if rank else None
+
     def factors(self, slot: int, target: int, num_inputs: int, expert: int = 0) -> tuple[Tensor, Tensor, float] | None:
         """`a`, `b` and the scale of their product; None if the slot's adapter does not change the target. Reads the
         device."""
-        a, b, rank = self.places[slot, target].tolist()
-        if not rank:
-            return None
-        begin, end = self.bounds[target].tolist()
-        sizes = rank * num_inputs, rank * (end - begin)
-        held = (self.numbers[at + expert * size :][:size] for at, size in zip((a, b), sizes, strict=True))
-        return *(factor.view(rank, -1) for factor in held), self.scales[slot, target].item()
+        a, second = self.first_factor(slot, target, num_inputs, expert), self.second_factor(slot, target, expert)
+        return None if a is None or second is None else (a, *second)
+
+    def _factor(self, at: int, rank: int, width: int, expert: int) -> Tensor:
+        return self.numbers[at + expert * rank * width :][: rank * width].view(rank, -1)
 
 
 class RowSlots(NamedTuple):
-    """The slots of token rows, and the rows in the order of their slots, which kernels go through."""
+    """The slots of token rows, and the rows in the order of their slots, which kernels go through in segments: at most
+    SEGMENT_ROWS rows that follow each other and have the same slot."""
 
     slots: Tensor  # [tokens] int64, NO_SLOT for rows without an adapter
     sorted_slots: Tensor  # [tokens] int64
     order: Tensor  # [tokens] int64: the token row of each sorted slot
+    # [tokens, 3] int64: the first place of each segment in that order, the place behind its last, and its slot. Behind
+    # the last segment: `tokens` twice and NO_SLOT.
+    segments: Tensor
 
     @classmethod
     def from_slots(cls, slots: Tensor) -> RowSlots:
         sorted_slots, order = slots.sort(stable=True)
+        segments = _segments(sorted_slots)
         if slots.is_cuda:
             # Kernels read the order before they wait for their predecessors. This launch, which is an ordinary one,
-            # lies between the sort and the first of them, and begins when the sort's results are in memory.
+            # lies between the segments and the first of them, and begins when the segments are in memory.
             slots.new_zeros(1)
-        return cls(slots, sorted_slots, order)
+        return cls(slots, sorted_slots, order, segments)
+
+    @staticmethod
+    def most_segments(num_rows: int, num_slots: int) -> int:
+        """Segments that so many token rows have at most."""
+        return min(num_rows, num_rows // SEGMENT_ROWS + num_slots + 1)
+
+
+def _segments(sorted_slots: Tensor) -> Tensor:
+    count = len(sorted_slots)
+    place = torch.arange(count, device=sorted_slots.device)
+    first_of_slot = torch.searchsorted(sorted_slots, sorted_slots)
+    begins = (place - first_of_slot) % SEGMENT_ROWS == 0
+    bounds = torch.full((count + 2,), count, device=place.device)  # the last one is for rows that begin no segment
+    bounds[torch.where(begins, begins.cumsum(0) - 1, count + 1)] = place
+    begin, end = bounds[:count], bounds[1 : count + 1]
+    slot = torch.cat([sorted_slots, sorted_slots.new_full((1,), NO_SLOT)])[begin]
+    return torch.stack([begin, end, slot], dim=1)
 
 
 class TargetRange(NamedTuple):
@@ -87,31 +120,52 @@ def row_products(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([F.linear(row.clone(), weight) for row in x.split(1)])
 
 
-def add_adapters(x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
+    """The products of x [tokens, inputs] with the first factors of each token row's adapter: [ranges, token rows in
+    their order, targets, ranks or more]. Ranges are of the inputs, and their sums are to be added in order. Numbers
+    beyond an adapter's rank, and of token rows without an adapter, are undefined."""
+    return reduce_by(row_products, x, rows, tables, targets)
+
+
+def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
+    inner = x.new_zeros(1, len(x), len(targets), tables.max_rank)
+    for slot, places in _rows_of_slots(rows.sorted_slots):
+        for index, target in enumerate(targets):
+            if (a := tables.first_factor(slot, target, x.shape[1])) is not None:
+                inner[0, places, index, : len(a)] = product(x[rows.order[places]].contiguous(), a.contiguous())
+    return inner
+
+
+def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange) -> None:
-    """Add to out [tokens, features], the output features of a linear layer from `first` on for x [tokens, inputs], what
-    the adapter in each token row's slot adds."""
-    add_by(row_products, x, out, first, rows, tables, targets)
+    """Add to out [tokens, features], the output features of a linear layer from `first` on, what the adapter in each
+    token row's slot adds. inner: see `reduce_adapters`, for the targets within these features."""
+    add_by(row_products, inner, out, first, rows, tables, targets)
 
 
-def add_by(product: Product, x: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
            targets: TargetRange) -> None:
-    for slot, token_rows in _rows_of_slots(rows.slots):
-        for target in targets.within(first, first + out.shape[1]):
-            if (found := tables.factors(slot, target, x.shape[1])) is None:
+    total = inner[0]
+    for part in inner[1:]:
+        total = total + part
+    for slot, places in _rows_of_slots(rows.sorted_slots):
+        token_rows = rows.order[places]
+        for index, target in enumerate(targets.within(first, first + out.shape[1])):
+            if (found := tables.second_factor(slot, target)) is None:
                 continue
-            a, b, scale = found
+            b, scale = found
             begin, end = tables.bounds[target].tolist()
             low, high = max(begin, first), min(end, first + out.shape[1])
-            delta = _delta(product, x[token_rows], a, b[:, low - begin : high - begin])
+            own = total[places, index, : len(b)].to(b.dtype).contiguous()
+            delta = product(own, b[:, low - begin : high - begin].t().contiguous())
             out[token_rows, low - first : high - first] += (delta * scale).to(out.dtype)
 
 
-def add_adapters_gated(x: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                        targets: TargetRange) -> Tensor:
-    """The gated activation of out [tokens, 2 x width], the output features of a linear layer for x [tokens, inputs], to
-    which is added what the adapter in each token row's slot adds: [tokens, width]. `out` may be written."""
-    add_adapters(x, out, 0, rows, tables, targets)
+    """The gated activation of out [tokens, 2 x width], the output features of a linear layer, to which is added what
+    the adapter in each token row's slot adds: [tokens, width]. `out` may be written. inner: see `reduce_adapters`."""
+    add_adapters(inner, out, 0, rows, tables, targets)
     return moe.activate(out, activation)
 
 

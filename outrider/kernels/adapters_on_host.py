@@ -15,16 +15,18 @@ from outrider.kernels.adapters import (
     add_embeddings_by,
     add_heads_by,
     mix_experts_by,
+    reduce_by,
 )
 from outrider.kernels.ops import exact
 
+reduce_adapters = partial(reduce_by, exact.linear)
 add_adapters = partial(add_by, exact.linear)
 
 
-def add_adapters_gated(x: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                        targets: TargetRange) -> Tensor:
     """See `kernels.adapters.add_adapters_gated`."""
-    add_adapters(x, out, 0, rows, tables, targets)
+    add_adapters(inner, out, 0, rows, tables, targets)
     return ops.gated(out, activation)
 
 

@@ -80,10 +80,10 @@ class RowAdapters(ABC):
         """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
         the adapter of each token row adds."""
 
-    def add_activated(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """As `add_to` for all output features, and then the activation of `out`. See `LinearFormat.activated`."""
-        self.add_to(out, linear, x, 0)
-        return activate(out, activation)
+    def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
+        """What the adapters will add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers
+        call it before they compute the product, beside which a part of the work may be done."""
+        return ProductChange(self, linear, x, first)
 
     def change(self, module: object) -> bool:
         """Whether an adapter of this step may change an embedding, experts or a latent expansion. Where it is False,
@@ -107,6 +107,25 @@ class RowAdapters(ABC):
     def add_to_values(self, out: torch.Tensor, expansion: object, latents: torch.Tensor) -> None:
         """Add to out [tokens, heads, value] what adapters add to the values of latents [tokens, heads, latent]."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ProductChange:
+    """What adapters add to one product."""
+
+    adapters: RowAdapters
+    linear: LinearLayer
+    x: torch.Tensor
+    first: int
+
+    def add_to(self, out: torch.Tensor) -> None:
+        """Add it to the product, in place."""
+        self.adapters.add_to(out, self.linear, self.x, self.first)
+
+    def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
+        """Add it to all output features, and return the activation of these. See `LinearFormat.activated`."""
+        self.add_to(out)
+        return activate(out, activation)
 
 
 class LoadedAdapters(ABC):

@@ -6,7 +6,7 @@ some input features, which its declaration says (`cut`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -24,7 +24,7 @@ from outrider.formats import (
     activate,
 )
 from outrider.layers.base import FormatModule
-from outrider.layers.context import RowAdapters, StepContext
+from outrider.layers.context import StepContext
 from outrider.layers.embedding import Embedding
 
 
@@ -61,21 +61,23 @@ class Linear(FormatModule[LinearFormat]):
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         if context.adapters is None:
             return self.format.product(x)
-        return self.format.adapted(x, self._changes(x, context.adapters))
+        return self.format.adapted(x, context.adapters.begin(self, x).add_to)
 
     def part(self, x: torch.Tensor, first: int, stop: int, context: StepContext) -> torch.Tensor:
         """The output features [first, stop) of the product."""
+        if context.adapters is None:
+            return self.format.part(x, first, stop)
+        assert not isinstance(self.declared.cut, InputCut), "a part of a product that is summed over ranks"
+        change = context.adapters.begin(self, x, first, stop)
         out = self.format.part(x, first, stop)
-        if context.adapters is not None:
-            assert not isinstance(self.declared.cut, InputCut), "a part of a product that is summed over ranks"
-            self._changes(x, context.adapters, first)(out)
+        change.add_to(out)
         return out
 
     def wide(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The product in float32, or float64 in a float64 model."""
         if context.adapters is None:
             return self.format.wide(x)
-        return self.format.adapted(x, self._changes(x, context.adapters), is_wide=True)
+        return self.format.adapted(x, context.adapters.begin(self, x).add_to, is_wide=True)
 
     def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
         """The activation of the product, see `LinearFormat.activated`."""
@@ -83,7 +85,8 @@ class Linear(FormatModule[LinearFormat]):
             return self.format.activated(x, activation)
         if isinstance(self.declared.cut, InputCut):
             return activate(self(x, context), activation)
-        return context.adapters.add_activated(self.format.product(x), self, x, activation)
+        change = context.adapters.begin(self, x)
+        return change.activated(self.format.product(x), activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""
@@ -91,10 +94,6 @@ class Linear(FormatModule[LinearFormat]):
             self.format.add_to(residual, x)
         else:  # rounded where a layer that adds later rounds: bits must not depend on the number of token rows
             residual.add_(self(x, context))
-
-    def _changes(self, x: torch.Tensor, adapters: RowAdapters, first: int = 0) -> Callable[[torch.Tensor], None]:
-        """Adds to output features from `first` on, in place, what the adapters of the token rows add."""
-        return lambda out: adapters.add_to(out, self, x, first)
 
 
 class FusedLinear(Linear):

@@ -75,7 +75,8 @@ def add_adapters(rows: torch.Tensor) -> torch.Tensor:
     tables = AdapterTables(random(4 * room, seed=1), torch.tensor(places, device=DEVICE),
                            torch.full((2, 1), 0.5, device=DEVICE), torch.tensor([[0, 66]], device=DEVICE), max_rank=20)
     slots = RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows])
-    ops.add_adapters(random(ROWS, WIDTH)[rows], out, 0, slots, tables, TargetRange(0, (66,)))
+    inner = ops.reduce_adapters(random(ROWS, WIDTH)[rows], slots, tables, range(1))
+    ops.add_adapters(inner, out, 0, slots, tables, TargetRange(0, (66,)))
     return out
 
 
@@ -98,8 +99,8 @@ def adapters_of(rows: torch.Tensor, sizes: list[tuple[int, int]],
 def add_adapters_gated(rows: torch.Tensor) -> torch.Tensor:
     named = adapters_of(rows, [(WIDTH, 33), (WIDTH, 33)], [33, 66])
     named[1].bounds[1, 0] = 33
-    return ops.add_adapters_gated(random(ROWS, WIDTH)[rows], random(ROWS, 66, seed=3)[rows], "silu", *named,
-                                  TargetRange(0, (33, 66)))
+    inner = ops.reduce_adapters(random(ROWS, WIDTH)[rows], *named, range(2))
+    return ops.add_adapters_gated(inner, random(ROWS, 66, seed=3)[rows], "silu", *named, TargetRange(0, (33, 66)))
 
 
 def add_adapter_embeddings(rows: torch.Tensor) -> torch.Tensor:
@@ -319,6 +320,7 @@ def hyper_streams(rows: torch.Tensor, num_rounds: int = 5) -> torch.Tensor:
 
 SHOWN: dict[str, list[Call]] = {
     "rms_norm": [lambda rows: ops.rms_norm(random(ROWS, WIDTH)[rows], random(WIDTH, seed=1), 1e-6)],
+    "reduce_adapters": [add_adapters],
     "add_adapters": [add_adapters],
     "add_adapters_gated": [add_adapters_gated],
     "add_adapter_embeddings": [add_adapter_embeddings],

@@ -59,8 +59,10 @@ def added(device: torch.device, kind: str, slots: list[int], first: int = 0, sto
     out = torch.randn(MOST_ROWS, ENDS[-1], generator=generator)[: len(slots), first:stop].contiguous().to(device)
     own = torch.tensor(slots, device=device)
     out[own == NO_SLOT] = torch.nan
-    with ops.using(kind, ops.add_adapters):
-        ops.add_adapters(x, out, first, RowSlots.from_slots(own), make_tables(device, num_inputs), TARGETS)
+    rows, tables = RowSlots.from_slots(own), make_tables(device, num_inputs)
+    with ops.using(kind, ops.reduce_adapters, ops.add_adapters):
+        inner = ops.reduce_adapters(x, rows, tables, TARGETS.within(first, stop))
+        ops.add_adapters(inner, out, first, rows, tables, TARGETS)
     return out
 
 
@@ -144,8 +146,10 @@ def test_activations_of_changed_products(device: torch.device, kind: str, activa
     slots = torch.tensor(SLOTS, device=device)
     x, before, found = drawn(device, len(SLOTS), 96), drawn(device, len(SLOTS), 80, seed=6), []
     for each in ("reference", kind):
-        with ops.using(each, ops.add_adapters_gated):
-            found.append(ops.add_adapters_gated(x, before.clone(), activation, RowSlots.from_slots(slots), tables,
+        with ops.using(each, ops.reduce_adapters, ops.add_adapters_gated):
+            rows = RowSlots.from_slots(slots)
+            inner = ops.reduce_adapters(x, rows, tables, range(2))
+            found.append(ops.add_adapters_gated(inner, before.clone(), activation, rows, tables,
                                                 TargetRange(0, (40, 80))))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     with ops.using(kind, ops.silu_mul, ops.gelu_tanh_mul) if kind == "triton" else nullcontext():
@@ -190,14 +194,47 @@ def test_experts_are_changed_as_torch_changes_them(device: torch.device, kind: s
 
 
 def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
-    from outrider.kernels.triton.adapters import add_adapters
+    from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated, reduce_adapters
 
-    x, out = torch.zeros(3, NUM_INPUTS, device=device), torch.zeros(3, 100, device=device)
+    x, out, tables = torch.zeros(3, NUM_INPUTS, device=device), torch.zeros(3, 100, device=device), make_tables(device)
     two, three = (RowSlots.from_slots(torch.zeros(rows, dtype=torch.int64, device=device)) for rows in (2, 3))
+    inner = reduce_adapters(x, three, tables, range(1, 4), pdl=False)
     with pytest.raises(ValueError, match="slots"):
-        add_adapters(x, out, 0, two, make_tables(device), TARGETS, pdl=False)
-    with pytest.raises(ValueError, match="out"):
-        add_adapters(x, out[:2], 0, three, make_tables(device), TARGETS, pdl=False)
+        reduce_adapters(x, two, tables, range(1, 4), pdl=False)
+    with pytest.raises(ValueError, match="targets"):
+        reduce_adapters(x, three, tables, range(1, 5), pdl=False)
+    with pytest.raises(ValueError, match="slots"):
+        add_adapters(inner, out, 0, two, tables, TARGETS, pdl=False)
+    with pytest.raises(ValueError, match="slots"):
+        add_adapters(inner, out[:2], 0, three, tables, TARGETS, pdl=False)
+    with pytest.raises(ValueError, match="inner"):
+        add_adapters(inner, out[:, :40], 0, three, tables, TARGETS, pdl=False)
+    with pytest.raises(ValueError, match="inner"):
+        add_adapters_gated(inner, out, "silu", three, tables, TargetRange(1, (50, 100)), pdl=False)
+
+
+@pytest.mark.parametrize("runs", [[], [1], [16], [17], [3, 40, 1, 16, 16, 33], [1] * 20])
+def test_segments_are_whole_runs_of_a_slot(runs: list[int]) -> None:
+    """Each run of a slot is cut into segments of 16 rows and a last one of the rest; nothing lies behind them."""
+    slots = [slot for slot, count in enumerate(runs, start=NO_SLOT) for _ in range(count)]
+    rows = RowSlots.from_slots(torch.tensor(slots, dtype=torch.int64))
+    wanted, at = [], 0
+    for slot, count in enumerate(runs, start=NO_SLOT):
+        wanted += [[at + begin, min(at + begin + 16, at + count), slot] for begin in range(0, count, 16)]
+        at += count
+    assert rows.segments.tolist() == wanted + [[at, at, NO_SLOT]] * (at - len(wanted))
+    assert len(wanted) <= RowSlots.most_segments(at, max(0, len(runs) - 1))
+
+
+def test_programs_go_through_several_pieces_of_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of three programs and of one write what a launch with one for each piece writes, to the bit."""
+    from outrider.kernels.triton import adapters
+
+    slots = [0, NO_SLOT, 1, 0, 2, 1, *[0] * 20]
+    wanted = added(device, "triton", slots, num_inputs=300)
+    for programs in (3, 1):
+        monkeypatch.setattr(adapters, "_MAX_PROGRAMS", programs)
+        assert added(device, "triton", slots, num_inputs=300).nan_to_num().equal(wanted.nan_to_num())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
@@ -209,7 +246,7 @@ def test_the_compiler_takes_both_kernels() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated
+    from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated, reduce_adapters
     from outrider.kernels.triton.expert_adapters import mix_adapted_experts
     from outrider.kernels.triton.head_adapters import add_head_adapters
     from tests.kernels.compiled import compiling
@@ -220,11 +257,13 @@ def compile_kernels() -> list[str]:
             x = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
             out = torch.zeros(tokens, ENDS[-1], dtype=torch.bfloat16)
             rows = RowSlots.from_slots(torch.zeros(tokens, dtype=torch.int64))
-            add_adapters(x, out, 0, rows, tables, TARGETS, pdl=pdl)
+            inner = reduce_adapters(x, rows, tables, TARGETS.within(0, ENDS[-1]), pdl=pdl)
+            add_adapters(inner, out, 0, rows, tables, TARGETS, pdl=pdl)
             ends = TargetRange(0, (128, 256))
             places, scales = (table[:, :2].contiguous() for table in (tables.places, tables.scales))
             gated = replace(tables, bounds=torch.tensor([[0, 128], [128, 256]]), places=places, scales=scales)
-            add_adapters_gated(x, torch.zeros(tokens, 256, dtype=torch.bfloat16), "silu", rows, gated, ends, pdl=pdl)
+            product = torch.zeros(tokens, 256, dtype=torch.bfloat16)
+            add_adapters_gated(inner[:, :, :2].contiguous(), product, "silu", rows, gated, ends, pdl=pdl)
         heads = [torch.zeros(8, 16, size, dtype=torch.bfloat16) for size in (128, 512)]
         named = RowSlots.from_slots(torch.zeros(8, dtype=torch.int64))
         one, two = (replace(other_tables(torch.device("cpu"), [(1, 1)] * count, [1] * count),

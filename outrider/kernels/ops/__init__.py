@@ -66,6 +66,7 @@ __all__ = [
     "add_adapters",
     "add_adapters_gated",
     "add_head_adapters",
+    "reduce_adapters",
     "mix_adapted_experts",
     "arrange_codes",
     "has_native",
@@ -351,6 +352,12 @@ linear_add = Operation(
 
 # Adapters
 
+reduce_adapters = Operation(
+    adapters.reduce_adapters,
+    Kernel("host", "cpu", "outrider.kernels.adapters_on_host:reduce_adapters"),
+    triton_kernel("outrider.kernels.triton.adapters:reduce_adapters", UP_TO_FLOAT32),
+    exact=ROW_BY_ROW,
+)
 add_adapters = Operation(
     adapters.add_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),

@@ -5,9 +5,11 @@ Token rows name slots, and tables on the device say where the factors of a slot 
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
 alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it.
 
-Token rows are taken in the order of their slots, in tiles. The slots of a tile are shared out to several programs, each
-of which goes through its own one after the other; a program without a slot ends at once. Factors and the order of rows
-are written by no kernel of the layers, so they are fetched while the predecessor still runs (see `RowSlots`).
+A piece of work is a segment of token rows with one slot (see `RowSlots`), and a range of features. Programs go through
+the pieces in turn and end where segments end, so that a launch is as large as the work that may be, and takes as long
+as the work that is. The first kernel needs nothing of the layer's product: it is launched before it, and lies beside
+its beginning. Factors and segments are written by no kernel of the layers, so they are fetched while the predecessor
+still runs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -34,14 +36,16 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
-TILE = 16  # token rows, and ranks, that tensor cores take at least
-# Programs that share the slots of a tile, up to so many token rows of a step, and the most programs that a launch gets
-# by that: programs without a slot take time, too.
+TILE = SEGMENT_ROWS
+# For kernels whose tiles hold several slots: programs that share the slots of a tile, up to so many token rows of a
+# step, and the most programs that a launch gets by that. Programs without a slot take time, too.
 _SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
 _MAX_SHARED = 1024
+_MAX_PROGRAMS = 528  # that go through pieces of work: about as many as run at once
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
 _BLOCK_N = 128
+_MAX_BLOCK_R = 64  # ranks that a program of the second kernel takes at once
 _EXPAND_REGISTERS = 128  # of a thread: ptxas takes twice as many otherwise, and half as many programs run at once
 _GATED = ("silu", "gelu_pytorch_tanh")
 _MAX_STEP = 16  # numbers that one load takes at most
@@ -62,202 +66,236 @@ def own_slots(sorted_slots, place_of_row, M, share):
     return without_largest(slot, tl.program_id(0) % share)
 
 
-@kernel(do_not_specialize=["M", "share", "first_target", "num_targets"])
+@triton.jit
+def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
+    """The sums of all ranges of input features, added in order."""
+    total = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(at + tl.cast(split, tl.int64) * stride, mask=mask, other=0.0)
+    return total
+
+
+@kernel(do_not_specialize=["M", "num_pieces", "share", "first_target", "num_targets"])
 def _shrink_kernel(
-    x, numbers, places, sorted_slots, order, inner, x_stride, M, share, first_target, num_targets, inner_width,
-    K: tl.constexpr, SPLIT: tl.constexpr, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
+    x, numbers, places, segments, order, inner, x_stride, M, num_pieces, share, first_target, num_targets, inner_width,
+    COUNT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
+    PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, token rows in their order, targets, ranks] float32: the sums over SPLIT input features each. A
-    slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x."""
+    """inner [SPLITS, token rows in their order, COUNT targets, ranks] float32: the sums over SPLIT input features each.
+    A slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x. share: pieces of work that
+    share the ranks of an adapter."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) // share * TILE + lane
-    target, begin = tl.program_id(1), tl.program_id(2) * SPLIT
-    column = begin + tl.arange(0, BLOCK_K)
-    token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = own_slots(sorted_slots, place_of_row, M, share)
-    x_at = x + (token // PER_ROW)[:, None] * x_stride + column[None, :]
-    row = tl.program_id(2).to(tl.int64) * M + place_of_row
-    inner_at = inner + (row[:, None] * tl.num_programs(1) + target) * inner_width + lane[None, :]
-    current = tl.max(slot, axis=0)
-    while current >= 0:
-        is_own = slot == current
-        place = places + (current // EXPERTS * num_targets + first_target + target) * PLACES
-        rank = tl.load(place + 2)
-        factor = numbers + tl.multiple_of(tl.load(place) + current % EXPERTS * rank * K, ALIGNMENT)
-        for block in range(0, rank, TILE):
-            in_rank = block + lane < rank
-            a_at = factor + (block + lane)[:, None] * K + column[None, :]
-            a = tl.load(a_at, mask=in_rank[:, None] & (column < K)[None, :], other=0.0)
-            wait_for_inputs(PDL)
-            acc = tl.zeros([TILE, TILE], dtype=tl.float32)
-            for start in tl.static_range(0, SPLIT, BLOCK_K):
-                value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0)
-                acc = tl.dot(value, tl.trans(a), acc, input_precision="ieee")
-                if start + BLOCK_K < SPLIT:
-                    is_there = column + start + BLOCK_K < K
-                    a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
-            tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
-        slot = without_largest(slot, share)
-        current = tl.max(slot, axis=0)
+    piece = tl.program_id(0)
+    while piece < num_pieces:
+        target, rest = piece % COUNT, piece // COUNT
+        split, rest = rest % SPLITS, rest // SPLITS
+        segment = segments + rest // share * 3
+        begin, end, slot = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+        if slot >= 0:
+            place_of_row = begin + lane
+            is_own = place_of_row < end
+            column = split * SPLIT + tl.arange(0, BLOCK_K)
+            token = tl.load(order + place_of_row, mask=is_own, other=0)
+            place = places + (slot // EXPERTS * num_targets + first_target + target) * PLACES
+            rank = tl.load(place + 2).to(tl.int32)
+            factor = numbers + tl.multiple_of(tl.load(place) + slot % EXPERTS * rank * K, ALIGNMENT)
+            x_at = x + (token // PER_ROW)[:, None] * x_stride + column[None, :]
+            row = split.to(tl.int64) * M + place_of_row
+            inner_at = inner + (row[:, None] * COUNT + target) * inner_width + lane[None, :]
+            for block in range(rest % share * TILE, rank, share * TILE):
+                in_rank = block + lane < rank
+                a_at = factor + (block + lane)[:, None] * K + column[None, :]
+                a = tl.load(a_at, mask=in_rank[:, None] & (column < K)[None, :], other=0.0)
+                wait_for_inputs(PDL)
+                acc = tl.zeros([TILE, TILE], dtype=tl.float32)
+                for start in tl.static_range(0, SPLIT, BLOCK_K):
+                    value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0)
+                    acc = tl.dot(value, tl.trans(a), acc, input_precision="ieee")
+                    if start + BLOCK_K < SPLIT:
+                        is_there = column + start + BLOCK_K < K
+                        a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
+                tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
+        piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M", "share", "first", "first_target", "num_targets", "count"])
+@kernel(do_not_specialize=["M", "num_pieces", "num_blocks", "first", "first_target", "num_targets"])
 def _expand_kernel(
-    inner, numbers, places, scales, bounds, sorted_slots, order, out, out_stride, M, share, first, width, first_target,
-    num_targets, inner_width, count, gain, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    inner, numbers, places, scales, bounds, segments, order, out, out_stride, M, num_pieces, num_blocks, first, width,
+    first_target, num_targets, inner_width, gain, COUNT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """first, width: the output features that `out` has. count: targets that `inner` has. gain: a factor of all that is
-    added. STEP: all targets begin and end at multiples of it, and so does `first`."""
+    """first, width: the output features that `out` has. COUNT: targets that `inner` has, of num_blocks pieces each.
+    gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and so does `first`."""
     release_dependents(PDL)
-    lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) // share * TILE + lane
-    place_of_target = tl.program_id(2)
-    target = first_target + place_of_target
-    token = tl.load(order + place_of_row, mask=place_of_row < M, other=0)
-    slot = own_slots(sorted_slots, place_of_row, M, share)
-    low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
-    num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
-    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
-    column = tl.multiple_of((low - first).to(tl.int32), STEP) + feature  # of `out`
-    # Groups of STEP features are whole, there or not, so that they can be loaded together.
-    is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
-    inner_at = inner + (place_of_row.to(tl.int64)[:, None] * count + place_of_target) * inner_width + lane[None, :]
-    out_at = out + token[:, None] * out_stride + column[None, :]
-    slot = tl.where(tl.max(is_there.to(tl.int32), axis=0) > 0, slot, -1)
-    current = tl.max(slot, axis=0)
-    while current >= 0:
-        is_own = slot == current
-        slot_and_target = current // EXPERTS * num_targets + target
-        place = places + slot_and_target * PLACES
-        rank = tl.load(place + 2)
-        factor = numbers + tl.multiple_of(tl.load(place + 1) + current % EXPERTS * rank * num_features, ALIGNMENT)
-        scale = tl.load(scales + slot_and_target) * gain
-        b_at = factor + lane[:, None] * num_features + feature[None, :]
-        b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
-        wait_for_inputs(PDL)
-        if rank > 0:
-            inside = is_own[:, None] & is_there[None, :]
-            before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
-            acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-            for block in range(0, rank, TILE):
-                total = tl.zeros([TILE, TILE], dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    part = inner_at + tl.cast(split, tl.int64) * M * count * inner_width + block
-                    total += tl.load(part, mask=is_own[:, None] & (block + lane < rank)[None, :], other=0.0)
-                acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
-                in_next = block + TILE + lane < rank
-                b_at += TILE * num_features
-                b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
-            tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        slot = without_largest(slot, share)
-        current = tl.max(slot, axis=0)
+    lane, rank_lane = tl.arange(0, TILE), tl.arange(0, BLOCK_R)
+    piece = tl.program_id(0)
+    while piece < num_pieces:
+        place_of_target, rest = piece % COUNT, piece // COUNT
+        segment = segments + rest // num_blocks * 3
+        begin, end, slot = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+        target = first_target + place_of_target
+        low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
+        num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
+        feature = rest % num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
+        column = tl.multiple_of((low - first).to(tl.int32), STEP) + feature  # of `out`
+        # Groups of STEP features are whole, there or not, so that they can be loaded together.
+        is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
+        if (slot >= 0) & (tl.max(is_there.to(tl.int32), axis=0) > 0):
+            place_of_row = begin + lane
+            is_own = place_of_row < end
+            token = tl.load(order + place_of_row, mask=is_own, other=0)
+            slot_and_target = slot // EXPERTS * num_targets + target
+            place = places + slot_and_target * PLACES
+            rank = tl.load(place + 2).to(tl.int32)
+            factor = numbers + tl.multiple_of(tl.load(place + 1) + slot % EXPERTS * rank * num_features, ALIGNMENT)
+            scale = tl.load(scales + slot_and_target) * gain
+            b_at = factor + rank_lane[:, None] * num_features + feature[None, :]
+            b = tl.load(b_at, mask=(rank_lane < rank)[:, None] & is_there[None, :], other=0.0)
+            wait_for_inputs(PDL)
+            if rank > 0:
+                inside = is_own[:, None] & is_there[None, :]
+                out_at = out + token[:, None] * out_stride + column[None, :]
+                before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+                row = place_of_row.to(tl.int64)[:, None] * COUNT + place_of_target
+                inner_at = inner + row * inner_width + rank_lane[None, :]
+                stride = tl.cast(M, tl.int64) * COUNT * inner_width
+                acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+                for block in range(0, rank, BLOCK_R):
+                    in_rank = is_own[:, None] & (block + rank_lane < rank)[None, :]
+                    total = summed_ranges(inner_at + block, stride, in_rank, SPLITS)
+                    acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
+                    if block + BLOCK_R < rank:
+                        b_at += BLOCK_R * num_features
+                        in_next = block + BLOCK_R + rank_lane < rank
+                        b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+                tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
+        piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M", "first_target", "num_targets"])
+@kernel(do_not_specialize=["M", "num_pieces", "num_blocks", "first_target", "num_targets"])
 def _expand_gated_kernel(
-    inner, numbers, places, scales, sorted_slots, order, product, out, product_stride, out_stride, M, width,
-    first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+    inner, numbers, places, scales, segments, order, product, out, product_stride, out_stride, M, num_pieces,
+    num_blocks, width, first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
+    GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
     has. Every token row is written; STEP divides width."""
     release_dependents(PDL)
-    lane = tl.arange(0, TILE)
-    place_of_row = tl.program_id(0) * TILE + lane
-    exists = place_of_row < M
-    token = tl.load(order + place_of_row, mask=exists, other=0)
-    slot = tl.load(sorted_slots + place_of_row, mask=exists, other=-1)
+    lane, rank_lane = tl.arange(0, TILE), tl.arange(0, BLOCK_R)
     width = tl.multiple_of(width, STEP)
-    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_there = tl.max_constancy(feature < width, [STEP])
-    # Sums for gate and up. Slots of a tile come one after the other, and each has rows of its own.
-    gate_added = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-    up_added = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-    current = tl.max(slot, axis=0)
-    while current >= 0:
-        is_own = slot == current
-        for target in tl.static_range(2):
-            slot_and_target = current * num_targets + first_target + target
-            place = places + slot_and_target * PLACES
-            rank = tl.load(place + 2)
-            b_at = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT) + lane[:, None] * width + feature[None, :]
-            b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
-            scale = tl.load(scales + slot_and_target)
-            wait_for_inputs(PDL)
-            inner_at = inner + (place_of_row.to(tl.int64)[:, None] * 2 + target) * inner_width + lane[None, :]
+    piece = tl.program_id(0)
+    while piece < num_pieces:
+        segment = segments + piece // num_blocks * 3
+        begin, end, slot = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+        place_of_row = begin + lane
+        is_own = place_of_row < end
+        token = tl.load(order + place_of_row, mask=is_own, other=0)
+        feature = piece % num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_there = tl.max_constancy(feature < width, [STEP])
+        # Sums for gate and up; none of a segment without an adapter, whose ranks count as 0.
+        slot_and_target = tl.maximum(slot, 0) * num_targets + first_target
+        place = places + slot_and_target * PLACES
+        gate_rank = tl.where(slot >= 0, tl.load(place + 2), 0).to(tl.int32)
+        up_rank = tl.where(slot >= 0, tl.load(place + PLACES + 2), 0).to(tl.int32)
+        factor_at = rank_lane[:, None] * width + feature[None, :]
+        gate_at = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT) + factor_at
+        up_at = numbers + tl.multiple_of(tl.load(place + PLACES + 1), ALIGNMENT) + factor_at
+        gate_b = tl.load(gate_at, mask=(rank_lane < gate_rank)[:, None] & is_there[None, :], other=0.0)
+        up_b = tl.load(up_at, mask=(rank_lane < up_rank)[:, None] & is_there[None, :], other=0.0)
+        gate_scale, up_scale = tl.load(scales + slot_and_target), tl.load(scales + slot_and_target + 1)
+        wait_for_inputs(PDL)
+        inside = is_own[:, None] & is_there[None, :]
+        product_at = product + token[:, None] * product_stride + feature[None, :]
+        gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32)
+        inner_at = inner + place_of_row.to(tl.int64)[:, None] * 2 * inner_width + rank_lane[None, :]
+        stride = tl.cast(M, tl.int64) * 2 * inner_width
+        if gate_rank > 0:
             acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-            for block in range(0, rank, TILE):
-                total = tl.zeros([TILE, TILE], dtype=tl.float32)
-                for split in tl.static_range(SPLITS):
-                    part = inner_at + tl.cast(split, tl.int64) * M * 2 * inner_width + block
-                    total += tl.load(part, mask=is_own[:, None] & (block + lane < rank)[None, :], other=0.0)
-                acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
-                b_at += TILE * width
-                in_next = block + TILE + lane < rank
-                b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
-            if target == 0:
-                gate_added = tl.where(is_own[:, None], scale * acc, gate_added)
-            else:
-                up_added = tl.where(is_own[:, None], scale * acc, up_added)
-        slot = without_largest(slot, 1)
-        current = tl.max(slot, axis=0)
+            for block in range(0, gate_rank, BLOCK_R):
+                in_rank = is_own[:, None] & (block + rank_lane < gate_rank)[None, :]
+                acc = tl.dot(summed_ranges(inner_at + block, stride, in_rank, SPLITS).to(gate_b.dtype), gate_b, acc,
+                             input_precision="ieee")
+                if block + BLOCK_R < gate_rank:
+                    gate_at += BLOCK_R * width
+                    in_next = block + BLOCK_R + rank_lane < gate_rank
+                    gate_b = tl.load(gate_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+            gate += gate_scale * acc
+        if up_rank > 0:
+            acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+            for block in range(0, up_rank, BLOCK_R):
+                in_rank = is_own[:, None] & (block + rank_lane < up_rank)[None, :]
+                acc = tl.dot(summed_ranges(inner_at + inner_width + block, stride, in_rank, SPLITS).to(up_b.dtype),
+                             up_b, acc, input_precision="ieee")
+                if block + BLOCK_R < up_rank:
+                    up_at += BLOCK_R * width
+                    in_next = block + BLOCK_R + rank_lane < up_rank
+                    up_b = tl.load(up_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+            up += up_scale * acc
+        # Rounded as if they had been stored.
+        gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
+        result = gated(gate, up, GELU).to(out.dtype.element_ty)
+        tl.store(out + token[:, None] * out_stride + feature[None, :], result, mask=inside)
+        piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
-    inside = exists[:, None] & is_there[None, :]
-    product_at = product + token[:, None] * product_stride + feature[None, :]
-    # Rounded as if they had been stored.
-    gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32) + gate_added
-    up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32) + up_added
-    gate, up = (gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32))
-    result = gated(gate, up, GELU).to(out.dtype.element_ty)
-    tl.store(out + token[:, None] * out_stride + feature[None, :], result, mask=inside)
 
 
-def add_adapters(x: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, targets: range, *,
+                    pdl: bool | None = None) -> torch.Tensor:
+    """See `kernels.adapters.reduce_adapters`."""
+    pdl = uses_pdl(x.device) if pdl is None else pdl
+    name = "reduce_adapters"
+    require_tensor(name, "x", x, (None, None), x.device, FLOATS)
+    require_tables(name, rows, tables, len(x), x)
+    require(targets.stop <= len(tables.bounds), name, "targets", "are beyond the tables")
+    return _shrink(x, rows, tables, targets, 1, 1, pdl)
+
+
+def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapters`."""
-    pdl = uses_pdl(x.device) if pdl is None else pdl
-    name = "add_adapters"
-    require_tensor(name, "x", x, (None, None), x.device, FLOATS)
-    require_tensor(name, "out", out, (len(x), None), x.device, FLOATS)
-    require_tables(name, rows, tables, len(x), x)
+    pdl = uses_pdl(out.device) if pdl is None else pdl
+    name, asked = "add_adapters", targets.within(first, first + out.shape[1])
+    require_tensor(name, "out", out, (None, None), out.device, FLOATS)
+    _require_inner(name, inner, rows, tables, len(out), len(asked), out.device)
     require(targets.first + len(targets.ends) <= len(tables.bounds), name, "targets", "are beyond the tables")
-    asked = targets.within(first, first + out.shape[1])
-    if len(x) and asked:
-        _expand(_shrink(x, rows, tables, asked, 1, 1, pdl), out, first, rows, tables, targets, asked, 1.0, 1, pdl)
+    if len(out) and asked:
+        _expand(inner, out, first, rows, tables, targets, asked, 1.0, 1, pdl)
 
 
-def takes_gated(x: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                 targets: TargetRange) -> bool:
     """Whether gate and up are two targets, one behind the other."""
     return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
 
 
-def add_adapters_gated(x: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                        targets: TargetRange, *, pdl: bool | None = None) -> torch.Tensor:
     """See `kernels.adapters.add_adapters_gated`."""
-    pdl = uses_pdl(x.device) if pdl is None else pdl
-    name, width = "add_adapters_gated", targets.ends[0]
-    require_tensor(name, "x", x, (None, None), x.device, FLOATS)
-    require_tensor(name, "out", out, (len(x), 2 * width), x.device, (x.dtype,))
-    require_tables(name, rows, tables, len(x), x)
+    pdl = uses_pdl(out.device) if pdl is None else pdl
+    name, width, num_rows = "add_adapters_gated", targets.ends[0], len(out)
+    require_tensor(name, "out", out, (None, 2 * width), out.device, FLOATS)
+    _require_inner(name, inner, rows, tables, num_rows, 2, out.device)
     require(activation in _GATED, name, "activation", f"is {activation!r}")
     require(targets.first + 2 <= len(tables.bounds), name, "targets", "are beyond the tables")
-    result = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    if not len(x):
+    result = torch.empty(num_rows, width, dtype=out.dtype, device=out.device)
+    if not num_rows:
         return result
-    inner = _shrink(x, rows, tables, range(targets.first, targets.first + 2), 1, 1, pdl)
     block = min(_BLOCK_N, max(TILE, next_power_of_two(width)))
-    limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
-    _expand_gated_kernel[(cdiv(len(x), TILE), cdiv(width, block))](
-        inner, tables.numbers, tables.places, tables.scales, rows.sorted_slots, rows.order, out, result, out.stride(0),
-        width, len(x), width, targets.first, len(tables.bounds), inner.shape[3], SPLITS=inner.shape[0], TILE=TILE,
-        BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl,
-        num_warps=4, num_stages=1, **limit, **pdl_options(pdl))  # fmt: skip
+    blocks = cdiv(width, block)
+    pieces = RowSlots.most_segments(num_rows, len(tables.scales)) * blocks
+    _expand_gated_kernel[(min(pieces, _MAX_PROGRAMS),)](
+        inner, tables.numbers, tables.places, tables.scales, rows.segments, rows.order, out, result, out.stride(0),
+        width, num_rows, pieces, blocks, width, targets.first, len(tables.bounds), inner.shape[3],
+        SPLITS=inner.shape[0], TILE=TILE, BLOCK_R=_block_of_ranks(inner), BLOCK_N=block, PLACES=NUM_PLACES,
+        ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl, num_warps=4, num_stages=1,
+        **_limit(), **pdl_options(pdl))  # fmt: skip
     return result
 
 
@@ -302,12 +340,16 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
     splits = cdiv(num_inputs, split)
     width = _whole(tables.max_rank)
     inner = torch.empty(splits, num_rows, len(asked), width, dtype=torch.float32, device=x.device)
-    share = share_of(num_rows, len(asked) * splits, len(tables.scales) * num_experts)
-    _shrink_kernel[(cdiv(num_rows, TILE) * share, len(asked), splits)](
-        x, tables.numbers, tables.places, rows.sorted_slots, rows.order, inner, x.stride(0), num_rows, share,
-        asked.start, len(tables.bounds), width, K=num_inputs, SPLIT=split, EXPERTS=num_experts, PER_ROW=per_row,
-        TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl,
-        num_warps=4, num_stages=1, **pdl_options(pdl))  # fmt: skip
+    pieces = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked) * splits
+    if not pieces:
+        return inner
+    share = max(1, min(width // TILE, _MAX_PROGRAMS // pieces))
+    _shrink_kernel[(min(pieces * share, _MAX_PROGRAMS),)](
+        x, tables.numbers, tables.places, rows.segments, rows.order, inner, x.stride(0), num_rows, pieces * share,
+        share, asked.start, len(tables.bounds), width, COUNT=len(asked), K=num_inputs, SPLIT=split, SPLITS=splits,
+        EXPERTS=num_experts, PER_ROW=per_row, TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES,
+        ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl, num_warps=4, num_stages=1,
+        **pdl_options(pdl))  # fmt: skip
     return inner
 
 
@@ -319,14 +361,22 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
     block = min(_BLOCK_N, max(TILE, next_power_of_two(widest)))
     blocks = cdiv(widest, block)
-    share = share_of(num_rows, len(asked) * blocks, len(tables.scales) * num_experts)
-    limit: dict[str, int] = {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
-    _expand_kernel[(cdiv(num_rows, TILE) * share, blocks, len(asked))](
-        inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.sorted_slots, rows.order, out,
-        out.stride(0), num_rows, share, first, out.shape[1], asked.start, len(tables.bounds), inner_width, len(asked),
-        gain, SPLITS=splits, EXPERTS=num_experts, TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
-        ALIGNMENT=alignment_of(num_experts, widest), STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl,
-        num_warps=4, num_stages=1, **limit, **pdl_options(pdl))  # fmt: skip
+    pieces = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked) * blocks
+    _expand_kernel[(min(pieces, _MAX_PROGRAMS),)](
+        inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.segments, rows.order, out,
+        out.stride(0), num_rows, pieces, blocks, first, out.shape[1], asked.start, len(tables.bounds), inner_width,
+        gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE, BLOCK_R=_block_of_ranks(inner),
+        BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, widest),
+        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=4, num_stages=1, **_limit(),
+        **pdl_options(pdl))  # fmt: skip
+
+
+def _block_of_ranks(inner: torch.Tensor) -> int:
+    return min(_MAX_BLOCK_R, next_power_of_two(inner.shape[3]))
+
+
+def _limit() -> dict[str, int]:
+    return {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
 
 
 def _step(*places: int) -> int:
@@ -356,10 +406,22 @@ def share_of(num_rows: int, programs: int, num_slots: int) -> int:
 
 
 def require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, x: torch.Tensor) -> None:
-    for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
-        require_tensor(name, argument, tensor, (num_rows,), x.device, (torch.int64,))
+    _require_rows(name, rows, tables, num_rows, x.device)
     require_tensor(name, "numbers", tables.numbers, (None,), x.device, (x.dtype,))
+
+
+def _require_inner(name: str, inner: torch.Tensor, rows: RowSlots, tables: AdapterTables, num_rows: int,
+                   num_targets: int, device: torch.device) -> None:
+    _require_rows(name, rows, tables, num_rows, device)
+    width = _whole(tables.max_rank)
+    require_tensor(name, "inner", inner, (None, num_rows, num_targets, width), device, (torch.float32,), 4)
+
+
+def _require_rows(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, device: torch.device) -> None:
+    for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
+        require_tensor(name, argument, tensor, (num_rows,), device, (torch.int64,))
+    require_tensor(name, "segments", rows.segments, (num_rows, 3), device, (torch.int64,), 2)
     num_slots, num_targets = tables.scales.shape
-    require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), x.device, (torch.int64,), 3)
-    require_tensor(name, "scales", tables.scales, (num_slots, num_targets), x.device, (torch.float32,), 2)
-    require_tensor(name, "bounds", tables.bounds, (num_targets, 2), x.device, (torch.int64,), 2)
+    require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), device, (torch.int64,), 3)
+    require_tensor(name, "scales", tables.scales, (num_slots, num_targets), device, (torch.float32,), 2)
+    require_tensor(name, "bounds", tables.bounds, (num_targets, 2), device, (torch.int64,), 2)
