@@ -10,6 +10,7 @@ environment, and generates with a small random model that is written here, so th
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def try_package(package: Path, tool: str, folder: Path) -> None:
     if tool == "uv":
         uv = Path(sys.executable).parent / "uv"
         _run(uv, "venv", "-q", "--python", sys.executable, venv)
-        install = [uv, "pip", "install", "-q", "--python", venv / "bin/python"]
+        install = [uv, "pip", "install", "-q", "--python", venv / "bin/python", *_places_of_pip()]
     else:
         _run(sys.executable, "-m", "venv", venv)
         install = [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -57,6 +58,12 @@ def try_package(package: Path, tool: str, folder: Path) -> None:
     ran = place.python(PROGRAM)
     assert ran.stdout.endswith("8 tokens\n"), f"{ran.stdout}\n{ran.stderr}"
     print(f"{package.name} with {tool}: works, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _places_of_pip() -> list[str]:
+    """Folders of wheels that pip is told of by PIP_FIND_LINKS, as flags for uv, which does not read that variable: a
+    build of torch for a CPU that lies there is not fetched again, or as one for CUDA."""
+    return [word for place in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", place)]
 
 
 def _run(*command: str | Path) -> None:
