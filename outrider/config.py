@@ -203,7 +203,13 @@ class SpeculativeConfig:
         known_method = {} if method is None else {
             "method": [_own_name(each) for each in method] if isinstance(method, list | tuple) else _own_name(method)}
         rest = {key: value for key, value in given.items() if key != "method"}
-        config = cls(**({"num_speculative_tokens": None} | rest | known_method))
+        if "num_speculative_tokens" not in given:
+            raise ValueError("speculative_config: num_speculative_tokens must be given: the most drafts of a request "
+                             f'in a step, 1 to {MAX_DRAFTS}, as {{"method": "ngram", "num_speculative_tokens": 4}}')
+        if "method" not in given and given.get("model") is None:
+            raise ValueError("speculative_config: method must be given, or a 'model' whose files tell it: one of "
+                             f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}")
+        config = cls(**(rest | known_method))
         return replace(config, synthetic_rates=config._rates(), synthetic_acceptance_length=None)
 
     def __post_init__(self) -> None:

@@ -120,7 +120,7 @@ def test_speculative_keys(name: str) -> None:
 
 def test_speculative_keys_that_must_be_there() -> None:
     for key in NGRAM:
-        with pytest.raises(ValueError, match=f"{key} must be .*, got None"):
+        with pytest.raises(ValueError, match=f"{key} must be given"):
             EngineConfig("x", speculative_config={k: v for k, v in NGRAM.items() if k != key})
 
 
@@ -252,4 +252,4 @@ def test_a_long_length_on_the_command_line(folder: Path, capsys: pytest.CaptureF
     byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
     status = cli.main(["generate", str(folder), "--prompt", "x", "--max-model-len", "100000000"])
     line = capsys.readouterr().err.splitlines()[-1]
-    assert status == 2 and "max_model_len (100000000) exceeds the 256 positions the model was made for" in line
+    assert status == 2 and "--max-model-len (100000000) exceeds the 256 positions the model was made for" in line
