@@ -121,6 +121,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     groups = ", ".join(f"{len(group.layers)} layers in pages of {group.page_tokens} tokens" for group in layout.groups)
     return [
         ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),
+        ("computed by", _code_of(source.config["architectures"], config.model_impl)),
         ("runs as", f"{str(dtype).removeprefix('torch.')} on {device}"),
         ("weights", describe_weights(model.weights())),
         ("memory plan", plan.report() + (f" (without {' and '.join(uncounted)})" if uncounted else "")),
@@ -129,3 +130,12 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
                    f"{limits.max_len} tokens a request, {limits.max_drafts} drafts"),
     ]
 
+
+def _code_of(architectures: list[str], model_impl: str) -> str:
+    """Whose code computes a model that could be built."""
+    from outrider.models.registry import has_family
+
+    if has_family(architectures) and model_impl != "transformers":
+        return "a family of outrider"
+    return (f"transformers {version_of('transformers')}, with outrider's attention and layers inside "
+            "(docs/models.md#through-transformers)")

@@ -16,7 +16,7 @@ from outrider.core.status_line import status_line
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.load import find_model, load_tokenizer
+from outrider.engine.load import find_model, load_tokenizer, read_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outrider.models.base import Model
     from outrider.runner.worker import Prepare, Worker
 
-NO_TOKENIZER = "{} has no tokenizer files, and text needs one: copy tokenizer.json beside the weights"
+NO_TOKENIZER = "{} has no tokenizer here, and this command needs one for text: leave out --skip-tokenizer-init"
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,7 @@ def load_or_find(config: EngineConfig, *, needs_text: bool = True) -> Loaded | O
     if config.tensor_parallel_size == 1:
         return load(config, needs_text=needs_text)
     source = find_model(config)
-    found = OnRanks(source, load_tokenizer(config, source), config)
-    if needs_text:
-        found.need_tokenizer()
-    return found
+    return OnRanks(source, _tokenizer(config, source, needs_text), config)
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
@@ -127,11 +124,17 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
                          "take ranks")
     load_torch_libraries_ahead()
     source = find_model(config)
-    tokenizer = load_tokenizer(config, source)
-    if needs_text and tokenizer is None:
-        raise ValueError(NO_TOKENIZER.format(source.name))
+    tokenizer = _tokenizer(config, source, needs_text)
     with collections_paused(), status_line("starting torch"):
         from outrider.runner.target import load_target
     gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
     return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)
 
+
+
+def _tokenizer(config: EngineConfig, source: ModelSource, needs_text: bool) -> Tokenizer | None:
+    if not needs_text:
+        return load_tokenizer(config, source)
+    if config.skip_tokenizer_init:
+        raise ValueError(NO_TOKENIZER.format(source.name))
+    return read_tokenizer(config, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -121,10 +121,14 @@ def build_model(
     return model
 
 
+def has_family(architectures: Sequence[object]) -> bool:
+    """Whether a family here computes the model of a config with these `architectures`, unless transformers is asked."""
+    return bool(architectures) and str(architectures[0]) in _ARCHITECTURES
+
+
 def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     architectures = reader.required("architectures", list)
-    is_family = bool(architectures) and str(architectures[0]) in _ARCHITECTURES
-    if is_family and model_impl != "transformers":
+    if has_family(architectures) and model_impl != "transformers":
         return _class_of(architectures[0])
     if not architectures or model_impl == "outrider":
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
