@@ -16,6 +16,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from outrider import __version__
+from outrider.commands.flag_names import with_flags
 from outrider.commands.parser import (
     Parser,
     UsageError,
@@ -152,6 +153,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
                         help="one prompt a line, or .json (a list), or .jsonl (objects with a prompt)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
+    _add_chat_template(parser, " (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens per second")
     _add_priority(parser)
@@ -168,6 +170,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--url", metavar="URL", help="talk to the model of a server, as http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="a key of the server (with --url)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_chat_template(parser)
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
     _add_priority(parser)
@@ -198,6 +201,10 @@ def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--output-file", "-o", required=True, metavar="FILE", help="one answer a line, in their order")
     add_server_flags(parser, BATCH_SETTINGS)
     add_engine_flags(parser)
+
+
+def _add_chat_template(parser: Parser, when: str = "") -> None:
+    parser.add_argument("--chat-template", metavar="FILE", help=f"a chat template's file or name{when}")
 
 
 def _add_priority(parser: Parser) -> None:
@@ -342,13 +349,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an answer is not lost for a character that a terminal lacks
+    parser = build_parser()
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         if words[:1] in (["help"], ["version"]):
             words[0] = f"--{words[0]}"
-        args = build_parser().parse(words)
+        args = parser.parse(words)
+        parser = getattr(args, "parser", parser)
         if args.command is None or (args.command == "bench" and args.kind is None):
-            getattr(args, "parser", build_parser()).print_help()
+            parser.print_help()
             return BAD_INPUT
         with _logging(args.verbose):
             check_flags(args)  # before torch is imported, which takes seconds
@@ -365,11 +374,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug and not isinstance(error, UsageError):
             raise
-        return _report(error)
+        return _report(error, parser)
 
 
-def _report(error: Exception) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
+def _report(error: Exception, parser: Parser) -> int:
+    text = with_flags(" ".join(str(error).split()), parser) or type(error).__name__
     if isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
         print(f"outrider: error: {text}", file=sys.stderr)
         return BAD_INPUT

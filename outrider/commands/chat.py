@@ -10,11 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from outrider.commands.conversation import Conversation
+from outrider.commands.flag_names import with_flags
 from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load_or_find
 from outrider.commands.parser import engine_config, sampling_params
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
+from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.commands.word_wrap import WordWrap
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
@@ -58,15 +60,15 @@ class PromptProgress:
 
 
 class LocalConversation(Conversation):
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, template: str | None = None) -> None:
         super().__init__(system)
-        self._llm, self._params = llm, params
+        self._llm, self._params, self._template = llm, params, template
 
     def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
         output = RequestOutput("0", None, [], [])  # if it is interrupted before the first token
         said = ""
         with interruptible() as interrupt, suppress(Interrupted):
-            prompt = self._llm.encode_chat(messages)
+            prompt = self._llm.encode_chat(messages, chat_template=self._template)
             with PromptProgress(self._llm.engine.stats, len(prompt)) as progress:
 
                 def before_step() -> None:
@@ -85,11 +87,12 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
-    config = engine_config(args)
+    config, template = engine_config(args), chat_template(args.chat_template)
     loaded = load_or_find(config)
-    loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}])  # without a template it is refused now
+    check_template_name(template, loaded.need_tokenizer())
+    loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}], chat_template=template)  # refused now
     with loaded.llm(config) as llm:
-        return _talk(LocalConversation(llm, params, args.system), args)
+        return _talk(LocalConversation(llm, params, args.system, template), args)
 
 
 def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
@@ -144,7 +147,7 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
     try:
         output = conversation.answer(text, _shower(), args.priority)
     except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
-        print(f"outrider: error: {error} (/reset starts over)", file=sys.stderr)
+        print(f"outrider: error: {with_flags(str(error), args.parser)} (/reset starts over)", file=sys.stderr)
         return
     print()
     if args.stats:

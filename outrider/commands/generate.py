@@ -16,6 +16,7 @@ from tqdm import tqdm
 from outrider.commands.loading import load_or_find
 from outrider.commands.parser import UsageError, engine_config, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
+from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.core import RequestOutput
 from outrider.core.fields import shown
 from outrider.core.status_line import is_terminal
@@ -24,10 +25,11 @@ from outrider.core.status_line import is_terminal
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompts = read_prompts(args)
-    config = engine_config(args)
+    config, template = engine_config(args), chat_template(args.chat_template)
     loaded = load_or_find(config)
     tokenizer = loaded.need_tokenizer()
-    encode = partial(chat_ids, tokenizer, system=args.system) if args.chat else tokenizer.encode
+    check_template_name(template, tokenizer)
+    encode = partial(chat_ids, tokenizer, system=args.system, template=template) if args.chat else tokenizer.encode
     asks = [Ask(encode(text), params, text) for text in prompts]
     streams = is_terminal(sys.stdout) and len(asks) == 1 and params.n == 1 and not args.json
     show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
@@ -44,8 +46,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     given = args.prompt or []
     if given and args.prompts_file:
         raise UsageError("--prompt and --prompts-file exclude each other")
-    if args.system and not args.chat:
-        raise UsageError("--system needs --chat")
+    for flag, value in (("--system", args.system), ("--chat-template", args.chat_template)):
+        if value and not args.chat:
+            raise UsageError(f"{flag} needs --chat")
     if args.prompts_file:
         return _from_file(Path(args.prompts_file))
     if given:

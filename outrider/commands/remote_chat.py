@@ -91,6 +91,8 @@ def _read_usage(event: dict[str, Any], output: RequestOutput) -> None:
 def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
     """Asks the server for its model, so that an address that does not answer is known at once."""
     given = [name for name in ENGINE_FIELDS if name != "model" and hasattr(args, name)]
+    if args.chat_template is not None:
+        raise UsageError("--chat-template is a setting of the server: give it to `outrider serve`, or leave out --url")
     if given:
         raise UsageError(f"--{given[0].replace('_', '-')} is a setting of the engine, and with --url the server has it")
     address = Address.parse(args.url)

@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS.replace('serve', 'run-batch')} ({error.name} is missing)") from None
     engine, config = engine_config(args), replace(server_config(args), api_key=(), max_num_queued_reqs=INT32)
-    template = chat_template(config)
+    template = chat_template(config.chat_template)
     given, written = Path(args.input_file), Path(args.output_file)
     _check_paths(given, written)
-    check_files(engine, config, template)
+    check_files(engine, template)
     with given.open("rb") as source, written.open("ab") as target:  # known to be writable before the model is loaded
         llm = AsyncLLM.around(start_engine(engine))
         target.truncate(0)

@@ -122,9 +122,10 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
         raise RuntimeError(f"{len(errors)} of {len(outputs)} requests failed: {errors[0]}")
 
 
-def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list[int]:
+def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None, template: str | None = None) -> list[int]:
+    """Token ids of a user's message, after a system message if there is one. `template`: the model's own if None."""
     messages = [{"role": "system", "content": system}] if system else []
-    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}], chat_template=template)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
     engine, config, names = settings_of(args)
-    check_files(engine, config, chat_template(config))
+    check_files(engine, chat_template(config.chat_template))
     return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
 
 
@@ -42,7 +42,7 @@ def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, t
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
     if (config.lora_modules or config.lora_root) and not engine.enable_lora:
-        raise ValueError("lora_modules and lora_root need enable_lora, with which the engine has room for adapters")
+        raise ValueError("lora_modules and lora_root need --enable-lora, with which the engine has room for adapters")
     return engine, config, config.served_model_name or (model_name(engine.model),)
 
 

@@ -44,7 +44,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
 
     host = make_host(engine, config, tracing, lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
-    service = Service(host, config, names, chat_template(config), tracing)
+    service = Service(host, config, names, chat_template(config.chat_template), tracing)
     server = WebServer(uvicorn.Config(build_app(service), **web_options(config, tls)), tell)
 
     host.on_failed = server.stop

@@ -1,4 +1,5 @@
-"""Checks the files that `outrider serve` was given, before it says that it serves them. No torch, no weights."""
+"""Reads and checks files that commands are given, before a model is loaded or a server says that it serves it. No
+torch, no weights."""
 
 from __future__ import annotations
 
@@ -8,12 +9,11 @@ from outrider.config import EngineConfig
 from outrider.engine.load import read_tokenizer
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.models.sources import ModelSource, resolve
-from outrider.server.settings import ServerConfig
 
 
-def check_files(engine: EngineConfig, config: ServerConfig, template: str | None) -> None:
+def check_files(engine: EngineConfig, template: str | None) -> None:
     """Raise ValueError for a model, drafter, tokenizer or template that is not there, and for a length that the model
-    does not have. Of a hub id only the small files are fetched."""
+    does not have. Of a hub id only the small files are fetched. `template`: as `chat_template` read it."""
     source = resolve(engine.model, engine.revision, False, engine.download_dir)
     positions = source.reader().text_section().optional("max_position_embeddings", int)
     if engine.max_model_len is not None and positions is not None and engine.max_model_len > positions:
@@ -22,7 +22,7 @@ def check_files(engine: EngineConfig, config: ServerConfig, template: str | None
     if engine.speculative is not None and engine.speculative.model is not None:
         resolve(engine.speculative.model, weights=False)
     if engine.tokenizer is not None or _is_name(template):
-        check_template_name(template, config, _tokenizer(engine, source))
+        check_template_name(template, _tokenizer(engine, source))
 
 
 def _tokenizer(engine: EngineConfig, source: ModelSource) -> Tokenizer | None:
@@ -39,23 +39,25 @@ def _is_name(template: str | None) -> bool:
     return template is not None and "{" not in template
 
 
-def chat_template(config: ServerConfig) -> str | None:
-    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none."""
-    given = config.chat_template
+def chat_template(given: str | None) -> str | None:
+    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none.
+    `given`: the value of --chat-template, which may be a file."""
     if given is None or not ("{" in given or Path(given).is_file()):
         return given
     from outrider.engine.templates import compiled_template
 
     text = given if "{" in given else _read(Path(given))
+    if "{" not in text:
+        raise ValueError(f"--chat-template {given} holds no template of Jinja: every prompt would be its text")
     compiled_template(text)
     return text
 
 
-def check_template_name(template: str | None, config: ServerConfig, tokenizer: Tokenizer | None) -> None:
+def check_template_name(template: str | None, tokenizer: Tokenizer | None) -> None:
     """Refuse a name that is none of the model's templates: it would be taken for a template's text, and every prompt
     would be that name."""
     known = {} if tokenizer is None else tokenizer.chat_templates
-    if template is not None and template == config.chat_template and "{" not in template and template not in known:
+    if _is_name(template) and template not in known:
         raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "
                          f"({', '.join(sorted(known)) or 'it has none'})")
 

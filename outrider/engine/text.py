@@ -237,10 +237,12 @@ class Tokenizer:
             return self.chat_templates[DEFAULT_TEMPLATE]
         if self.chat_templates:
             names = ", ".join(sorted(self.chat_templates))
-            raise ChatTemplateError(f"{self.source} has no default chat template; pass chat_template= one of: {names}")
+            raise ChatTemplateError(f"{self.source} has no default chat template: name one of {names} (--chat-template "
+                                    "NAME; in Python chat_template=)")
         raise ChatTemplateError(f"{self.source} has no chat template, so it may not be a chat model: have it "
                                 "continue a prompt (`outrider generate`, LLM.generate, /v1/completions), or give a "
-                                "template (`outrider serve --chat-template FILE`; in Python chat_template=)")
+                                "template (--chat-template FILE of `outrider chat`, `generate` and `serve`; in Python "
+                                "chat_template=)")
 
 
 def _missing(folder: Path) -> str:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("uds", "ssl_certfile", "root_path"):
         if getattr(config, name):
             raise ValueError(f"--ray: Ray's proxies listen, and know no --{name.replace('_', '-')}")
-    check_files(engine, config, chat_template(config))
+    check_files(engine, chat_template(config.chat_template))
     address = os.environ.get("RAY_ADDRESS")
     if address is not None:
         check_address(address)

@@ -57,7 +57,7 @@ class EngineReplica:
         given = len(ray.get_gpu_ids()) if engine.device != "cpu" else None
         await asyncio.to_thread(check_node, engine, config, versions, given)
         self._host = make_host(engine, config, None, lambda: None)
-        self._app = build_app(Service(self._host, config, names, chat_template(config)))
+        self._app = build_app(Service(self._host, config, names, chat_template(config.chat_template)))
         self._life = asyncio.create_task(self._host.run())
         while isinstance(self._host.state, Loading):  # until then Ray sends no requests
             await asyncio.sleep(LOOK_SECONDS)

@@ -55,7 +55,7 @@ def check_node(engine: EngineConfig, config: ServerConfig, wanted: Mapping[str, 
         problems.append(f"{engine.tensor_parallel_size} GPUs are needed for its ranks, and Ray gave it {num_gpus} "
                         f"({VISIBLE}={environment.get(VISIBLE, '')!r})")
     try:
-        check_files(engine, config, chat_template(config))
+        check_files(engine, chat_template(config.chat_template))
     except (ValueError, OSError) as error:
         problems.append(" ".join(str(error).split()))
     if problems:

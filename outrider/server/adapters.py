@@ -19,7 +19,7 @@ class ServedAdapters:
     def __init__(self, modules: Sequence[str], root: str | None, model_names: Sequence[str]) -> None:
         self._named, self._root, self._model_names = read_modules(modules), root, tuple(model_names)
         for name in self._named.keys() & set(model_names):
-            raise ValueError(f"lora_modules: {name!r} is the name of the model")
+            raise ValueError(f"lora_modules: {name!r} is the name of the model: choose another")
 
     @property
     def names(self) -> list[str]:

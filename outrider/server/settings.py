@@ -57,7 +57,7 @@ class ServerConfig:
         check_fields("", self)
         read_modules(self.lora_modules)
         if self.lora_root is not None and not (self.admin and self.api_key):
-            raise ValueError("lora_root lets clients load adapters: it needs admin and an api_key")
+            raise ValueError("lora_root lets clients load adapters: set admin, and api_key to a key of those who may")
         if self.lora_root is not None and not Path(self.lora_root).is_dir():
             raise ValueError(f"lora_root must be a folder, got {shown(self.lora_root)}")
         for name in self.served_model_name:

@@ -62,7 +62,8 @@ class TrainingSettings:
         given = [field.name for field in fields(self) if field.name in NOT_READ.get(self.method, ())
                  and getattr(self, field.name) != field.default]
         if given:
-            raise ValueError(f"method {self.method!r} does not read {', '.join(given)}: leave it out, or choose "
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"method {self.method!r} does not read {flags}: leave it out, or choose "
                              "another method")
 
     @property

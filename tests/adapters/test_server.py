@@ -104,7 +104,7 @@ def test_clients_without_the_key_or_a_server_without_the_flags_load_nothing(serv
     assert served.http.post("/v1/load_lora_adapter", json=body, headers={"Authorization": "none"}).status_code == 401
     for wrong in ({"lora_root": str(root)}, {"lora_root": str(root), "admin": True},
                   {"lora_root": str(root), "api_key": ("k",)}):
-        with pytest.raises(ValueError, match="lora_root .* needs admin and an api_key"):
+        with pytest.raises(ValueError, match="lora_root .* set admin, and api_key"):
             ServerConfig(**wrong)
 
 

@@ -68,8 +68,8 @@ def test_one_and_true_are_different_values() -> None:
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: a model is cut by tensor_parallel"),
-    (["-tp", "0"], "tensor_parallel_size must be an integer from 1 to 64"),
+    (["--pipeline-parallel-size", "2"], "pipeline_parallel_size=2 is not supported: a model is cut by --tensor-paral"),
+    (["-tp", "0"], "--tensor-parallel-size must be an integer from 1 to 64"),
     (["--enable-lora-bias"], "enable_lora_bias=True is not supported"),
     (["--quantization", "int3"], "quantization must be one of fp8, int4 or None"),
     (["--dtype", "halv"], "did you mean half?"),

@@ -19,7 +19,6 @@ import pytest
 from outrider.cli import build_parser, main
 from outrider.commands.serve import apply_file, server_config
 from outrider.commands.serve_files import chat_template, check_template_name
-from outrider.server.settings import ServerConfig
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 from tests.server.rig import PATIENCE, chat_tokenizer
 
@@ -154,14 +153,14 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    (["--max-model-len", "100000"], r"max_model_len \(100000\) exceeds the 256 positions .*config.json"),
+    (["--max-model-len", "100000"], r"--max-model-len \(100000\) exceeds the 256 positions .*config.json"),
     (["--chat-template", "nope"], "--chat-template 'nope' is no file"),
     (["--speculative-config", '{"model": "/nope", "num_speculative_tokens": 2}'], "there is no file or folder /nope"),
     (["--tokenizer", "/nope"], "there is no file or folder /nope"),
-    (["--served-model-name", " "], "served_model_name must be a name"),
-    (["--api-key", "key\n"], "api_key must be ASCII, without spaces or line breaks"),
-    (["--allowed-origins", "example.org"], r"allowed_origins must be \* or as https://"),
-    (["--otlp-traces-endpoint", "collector:4318"], "otlp_traces_endpoint must be as http"),
+    (["--served-model-name", " "], "--served-model-name must be a name"),
+    (["--api-key", "key\n"], "--api-key must be ASCII, without spaces or line breaks"),
+    (["--allowed-origins", "example.org"], r"--allowed-origins must be \* or as https://"),
+    (["--otlp-traces-endpoint", "collector:4318"], "--otlp-traces-endpoint must be as http"),
     (["--host", "a..b"], "cannot listen at a..b"),
 ])  # fmt: skip
 def test_what_the_files_show_is_said_once_and_before_it_says_that_it_serves(
@@ -184,14 +183,15 @@ def test_what_only_the_worker_finds_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_template_that_is_not_there_is_no_prompt(tmp_path: Path) -> None:
-    config = ServerConfig(chat_template=str(tmp_path / "chat.jinja"))
+    path = str(tmp_path / "chat.jinja")
     with pytest.raises(ValueError, match=r"no file, no template and none of the model's own \(default\)"):
-        check_template_name(chat_template(config), config, chat_tokenizer())
+        check_template_name(chat_template(path), chat_tokenizer())
     (tmp_path / "chat.jinja").write_text("static")
-    check_template_name(chat_template(config), config, chat_tokenizer())
-    for given in ("default", "{{ messages }}", None):
-        config = ServerConfig(chat_template=given)
-        check_template_name(chat_template(config), config, chat_tokenizer())
+    with pytest.raises(ValueError, match="holds no template of Jinja"):
+        chat_template(path)
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    for given in (path, "default", "{{ messages }}", None):
+        check_template_name(chat_template(given), chat_tokenizer())
 
 
 def test_a_file_gives_what_the_flags_do_not(tmp_path: Path) -> None:

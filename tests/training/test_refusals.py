@@ -34,14 +34,16 @@ def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "'medusa' is not one of eagle3" in refused(capsys, TARGET, *out, "--method", "medusa")
     assert "passes must be" in refused(capsys, TARGET, *out, "--passes", 99)
     assert "an integer from 0 to 4096, got 5000" in refused(capsys, TARGET, *out, "--markov-rank", 5000)
-    assert "raise micro_tokens" in refused(capsys, TARGET, *out, "--markov-rank", 0, "--micro-tokens", 64)
+    assert "raise --micro-tokens" in refused(capsys, TARGET, *out, "--markov-rank", 0, "--micro-tokens", 64)
     for method, flags, names in (
-        ("eagle3", ("--layers", 2, "--markov-rank", 4), "layers, markov_rank"), ("block", ("--classic",), "classic"),
-        ("mtp", ("--taps", "1,2", "--freeze-output", "--file-form", "speculators"), "taps, freeze_output, file_form"),
+        ("eagle3", ("--layers", 2, "--markov-rank", 4), "--layers, --markov-rank"),
+        ("block", ("--classic",), "--classic"),
+        ("mtp", ("--taps", "1,2", "--freeze-output", "--file-form", "speculators"),
+         "--taps, --freeze-output, --file-form"),
     ):
         assert f"method '{method}' does not read {names}: leave" in refused(
             capsys, TARGET, *out, "--method", method, *flags)
-    assert "raise micro_tokens" in refused(capsys, TARGET, *out, "--micro-tokens", 64)
+    assert "raise --micro-tokens" in refused(capsys, TARGET, *out, "--micro-tokens", 64)
     assert "there is no file" in refused(capsys, TARGET, *out, "--prompts", tmp_path / "nothing.txt")
     assert "train-drafter` has no flag --speculative-config" in refused(
         capsys, TARGET, *out, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}')

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from outrider import LLM, SamplingParams, cli
 from outrider.benchmarks import throughput
 from outrider.commands import loading, run_prompts
 from outrider.commands.chat import LocalConversation
+from outrider.commands.flag_names import with_flags
 from outrider.commands.parser import (
     ENGINE_FIELDS,
     SAMPLING_FIELDS,
@@ -169,6 +171,10 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "throughput", "--shapes", "8x128"], "'8x128' is not BATCHxINxOUT"),
     (["bench", "spec", "--prompts", "nowhere.json"], "there is no file nowhere.json"),
     (["generate", "--prompt", "x", "--system", "y"], "--system needs --chat"),
+    (["generate", "--prompt", "x", "--chat-template", "default"], "--chat-template needs --chat"),
+    (["generate", "--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens must be given: the most"),
+    (["serve", "--lora-modules", "a=/nowhere"], "--lora-modules: /nowhere is no adapter"),
+    (["serve", "--lora-root", "/"], "--lora-root lets clients load adapters: set admin, and --api-key to a key"),
     (["generate", "--prompt", "x", "--prompts-file", "y"], "exclude each other"),
 ])  # fmt: skip
 def test_mistakes_are_named(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,11 +288,27 @@ def test_chat_keeps_the_conversation_until_reset(folder: Path, capsys: pytest.Ca
     assert prompts[1] > prompts[0] > prompts[2]
 
 
+def test_a_chat_template_of_a_file_or_of_the_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shout.jinja"
+    path.write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    ask = ["generate", folder, "--chat", "--prompt", "abc", "--json", "--max-tokens", 2, *SMALL]
+    counts = [json.loads(outrider(capsys, *ask, *flags).out)["prompt_tokens"] for flags in (
+        [], ["--chat-template", "default"], ["--chat-template", path], ["--chat-template", "{{ messages[0].role }}"])]
+    assert counts == [len("user: abc\nbot: "), len("user: abc\nbot: "), len("ABC"), len("user")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    result = outrider(capsys, "chat", folder, "--stats", "--max-tokens", 2, "--chat-template", path, *SMALL)
+    assert result.status == 0 and "prompt 5 tokens" in result.err
+    for command in (["chat", folder], ["generate", folder, "--chat", "--prompt", "x"]):
+        said = refused(capsys, *command, "--chat-template", "nope")
+        assert "--chat-template 'nope' is no file, no template and none of the model's own (default)" in said
+
+
 def test_a_chat_that_is_too_long_says_so_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'x' * 60}\nhi\n"))
     result = outrider(capsys, "chat", folder, "--max-model-len", 48, "--max-tokens", 3, "--stats", *SMALL)
-    assert result.status == 0 and "max_model_len is 48" in result.err and "/reset" in result.err
+    assert result.status == 0 and "--max-model-len is 48" in result.err and "/reset" in result.err
     assert result.err.count("tokens/s") == 1, "the second question is answered without the first"
 
 
@@ -370,7 +392,9 @@ def test_missing_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (copy / "tokenizer_config.json").unlink()
     assert "chat template" in refused(capsys, "chat", copy)
     (copy / "tokenizer.json").unlink()
-    assert "no tokenizer files" in refused(capsys, "generate", copy, "--prompt", "x")
+    said = outrider(capsys, "generate", copy, "--prompt", "x").err
+    assert said.count("tokenizer.json: copy") == 1 and len(said.splitlines()) == 1, "said once, with what to do"
+    assert "leave out --skip-tokenizer-init" in refused(capsys, "chat", folder, "--skip-tokenizer-init")
     (copy / "model.safetensors").write_bytes(b"\0" * 40)
     assert "damaged" in refused(capsys, "bench", "throughput", copy, "--shapes", "1x4x4")
     (copy / "config.json").unlink()
@@ -391,7 +415,21 @@ def test_what_the_engine_refuses(folder: Path, capsys: pytest.CaptureFixture[str
     ask = ["generate", folder, "--prompt", "x"]
     assert "did you mean method?" in refused(capsys, *ask, "--speculative-config", '{"methd": "ngram"}')
     assert "exceeds the 256 positions" in refused(capsys, *ask, "--max-model-len", 999)
-    assert "max_model_len is 16" in refused(capsys, "generate", folder, "--prompt", "y" * 30, "--max-model-len", 16)
+    assert "--max-model-len is 16" in refused(capsys, "generate", folder, "--prompt", "y" * 30, "--max-model-len", 16)
+
+
+def test_messages_name_flags_where_flags_were_given() -> None:
+    parser = cli.build_parser().parse(["serve"]).parser
+    for said, shown in [
+        ("lora_modules: 'a' is there twice", "--lora-modules: 'a' is there twice"),
+        ("ssl_keyfile goes with ssl_certfile", "--ssl-keyfile goes with --ssl-certfile"),
+        ("tensor_parallel_size=3: no", "--tensor-parallel-size=3: no"),
+        ("seed must be an integer", "--seed must be an integer"),
+        ("the model's seed and its max_position_embeddings", None),  # a word, and a key of another file
+        ("give LLM(folder, skip_tokenizer_init=True), /a/max_model_len/b or 'api_key'", None),
+        ("use speculative_config={'method': ...}", None),
+    ]:  # fmt: skip
+        assert with_flags(said, parser) == (shown or said)
 
 
 def test_failures_have_status_1_and_a_traceback_only_on_request(folder: Path, capsys: pytest.CaptureFixture[str],
@@ -413,7 +451,9 @@ def test_env_is_the_text_for_a_bug_report(folder: Path, capsys: pytest.CaptureFi
     text = outrider(capsys, "env", folder, "--num-pages", 50).out
     for name in ("outrider:", "python:", "torch:", "platform:", "cpu:", "memory:", "memory plan:", "limits:"):
         assert f"\n{name}" in f"\n{text}"
-    assert "50 pages" in text and "LlamaForCausalLM" in text
+    assert "50 pages" in text and "LlamaForCausalLM" in text and "computed by:       a family of outrider\n" in text
+    bridged = outrider(capsys, "env", folder, "--model-impl", "transformers").out
+    assert f"computed by:       transformers {version('transformers')}, with" in bridged
     coded = outrider(capsys, "env", folder, "--quantization", "fp8", "--device", "cpu").out
     (kept,) = [line.split(maxsplit=1)[1] for line in coded.splitlines() if line.startswith("weights:")]
     assert "MiB in fp8 rows" in kept and "MiB in float32" in kept

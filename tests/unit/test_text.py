@@ -272,7 +272,7 @@ def test_a_model_without_template_says_what_to_do() -> None:
     backend = trained(BYTES)
     with pytest.raises(ChatTemplateError, match="no chat template.*generate.*/v1/completions.*--chat-template"):
         Tokenizer(backend).render_chat(CHAT)
-    with pytest.raises(ChatTemplateError, match="one of: rag"):
+    with pytest.raises(ChatTemplateError, match="name one of rag"):
         Tokenizer(backend, chat_templates={"rag": "x"}).render_chat(CHAT)
 
 
