@@ -13,7 +13,7 @@ QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/te
 	tests/unit/test_scheduler.py tests/unit/test_draft_counts.py tests/unit/test_sample_accept.py tests/unit/test_text.py \
 	tests/engine/test_generate.py tests/compat/test_examples.py
 
-.PHONY: help setup quick test test-long test-ray test-browser lint types site dist try-dist mutants demo bench clean
+.PHONY: help setup quick test test-long test-ray test-browser lint types site dist try-dist try-docs mutants demo bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint       ruff                 make types      mypy"
 	@echo "make site       the site from docs/, into build/site; warnings are errors"
 	@echo "make dist       wheel and sdist      make try-dist   installs both in empty environments"
+	@echo "make try-docs   runs the commands of README.md and docs/ from the wheel"
 	@echo "make mutants    break each rule on purpose and see its tests fail"
 	@echo "make bench      throughput and latency of the small model"
 	@echo "make clean      remove .venv and caches"
@@ -75,8 +76,12 @@ dist: $(READY)
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --outdir dist .
 
-try-dist:
+try-dist: $(READY)
 	$(BIN)/python -m tests.compat.packages dist
+
+# Every command of README.md and docs/ that needs no GPU, from the wheel in an empty environment: half an hour.
+try-docs: $(READY)
+	$(BIN)/python -m tests.compat.doc_commands dist
 
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py

@@ -6,10 +6,13 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("outrider ", "pip ", "python ", "bash ", "curl ", "make ", "podman ", "python3 ", "OMP_NUM_THREADS")
+PROGRAMS = (r"outrider|pip|pipx|uv|uvx|python3?|bash|sh|curl|make|podman|docker|kubectl|helm|git|install|systemctl|ray|"
+            r"serve run|[A-Z_]+=\S+")
+COMMAND = re.compile(rf"(?:\$ )?(?:sudo )?(?:{PROGRAMS})(?: (?!=)|$)")
 
 
 @dataclass(frozen=True)
@@ -21,23 +24,48 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Command lines without their comments, continued lines joined."""
+        """Command lines without their comments, continued lines and those inside quotes joined."""
+        return self._parts[0]
+
+    @property
+    def rest(self) -> str:
+        """What is not a command."""
+        return self._parts[1]
+
+    @cached_property
+    def _parts(self) -> tuple[list[str], str]:
+        commands: list[str] = []
+        rest: list[str] = []
         lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
-        shown = [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
-        return [line for line in shown if line.startswith(COMMANDS) or line == "outrider"]
+        while lines:
+            line = lines.pop(0)
+            if not COMMAND.match(line):
+                rest.append(line)
+                continue
+            command = _without_comment(line)
+            while command.count("'") % 2 and lines:
+                command = f"{command} {_without_comment(lines.pop(0))}"
+            commands.append(command)
+        return commands, "\n".join(rest)
 
     @property
     def is_python(self) -> bool:
-        if self.commands:
-            return False
-        try:
-            compile(self.text, self.page, "exec")
-        except SyntaxError:
-            return False
-        return True
+        return not self.commands and compiles(self.text)
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
+
+
+def _without_comment(line: str) -> str:
+    return re.split(r"\s{2,}#", line)[0].strip()
+
+
+def compiles(text: str) -> bool:
+    try:
+        compile(text, "a block", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.compat.readme import ROOT, Place, outside_environment
+from tests.compat.place import Place, outside_environment
 
+ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 # A folder with a config alone is a model of random weights, and token ids need no tokenizer.
 MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
@@ -33,25 +35,41 @@ with LLM("model", load_format="dummy", skip_tokenizer_init=True, speculative_con
 """
 
 
-def try_package(package: Path, tool: str, folder: Path) -> None:
-    """A fresh environment with this package, which answers."""
-    start = time.monotonic()
+def build_wheel(dist: Path) -> None:
+    """The wheel of this tree, made from a copy: a build leaves folders behind, and takes up what others left."""
+    with tempfile.TemporaryDirectory() as made:
+        source = Path(made) / "source"
+        shutil.copytree(ROOT / "outrider", source / "outrider", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source / name)
+        _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", dist, source)
+
+
+def install(package: Path, tool: str, folder: Path, extras: str = "server") -> Place:
+    """A fresh environment with this package and nothing else, and an empty folder to work in."""
     venv = folder / f"{tool}-{package.name}"
-    install: list[str | Path]
+    command: list[str | Path]
     if tool == "uv":
         uv = Path(sys.executable).parent / "uv"
         _run(uv, "venv", "-q", "--python", sys.executable, venv)
-        install = [uv, "pip", "install", "-q", "--python", venv / "bin/python", *_places_of_pip()]
+        command = [uv, "pip", "install", "-q", "--python", venv / "bin/python", *_places_of_pip()]
     else:
         _run(sys.executable, "-m", "venv", venv)
-        install = [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        command = [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     (torch,) = [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")]
-    _run(*install, torch)
-    _run(*install, "-c", CONSTRAINTS, f"{package}[server]")
+    _run(*command, torch)
+    _run(*command, "-c", CONSTRAINTS, f"{package}[{extras}]")
     work = folder / f"work-{venv.name}"
-    (work / "model").mkdir(parents=True)
-    (work / "model/config.json").write_text(json.dumps(MODEL))
-    place = Place(venv / "bin", work)
+    work.mkdir(parents=True)
+    return Place(venv / "bin", work)
+
+
+def try_package(package: Path, tool: str, folder: Path) -> None:
+    """Installs the package into a fresh environment, in which it must answer."""
+    start = time.monotonic()
+    place = install(package, tool, folder)
+    (place.folder / "model").mkdir()
+    (place.folder / "model/config.json").write_text(json.dumps(MODEL))
     for command in ("outrider --version", "outrider env", "outrider models", "outrider serve --help"):
         ran = place.run(command, timeout=600)
         assert ran.returncode == 0 and ran.stdout, f"{command}\n{ran.stdout}\n{ran.stderr}"

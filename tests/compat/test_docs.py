@@ -1,7 +1,7 @@
-"""Every code block of README.md and docs/ is run by a test, needs a GPU and says so, or is no code.
+"""Every command and every piece of Python in README.md and docs/ is run by a test, or says why not.
 
-RUN_BY says for each heading which test runs what stands under it. Flags of every command and imports of every piece of
-Python are checked here, those of benchmarks for a GPU too.
+`doc_commands.py` has every command with the way it is tried; RUN_BY says for each heading which test runs the Python
+under it. Flags of every command and imports of every piece of Python are checked here, those for a GPU too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,88 +21,96 @@ import pytest
 from outrider.cli import build_parser
 from outrider.commands.parser import check_flags
 from outrider.models import registry
-from tests.compat.doc_blocks import ROOT, Block, all_blocks
+from tests.compat.doc_blocks import ROOT, Block, all_blocks, compiles
+from tests.compat.doc_commands import ALONE, NOT_RUN, SERVERS, printed, ways
 
 BLOCKS = all_blocks()
-NO_CODE = "a diagram, a form, or lines of output"
-NEEDS_GPU = "needs a GPU"
-OPERATOR = "needs a container runtime or systemd; tests/server/test_deploy.py reads the files that it uses"
-MEASUREMENT = "takes minutes, and its result is a figure; the script starts and knows its flags"
+NO_CODE = "a diagram, a form, or lines of a file"
 HERE = "tests/compat/test_docs.py"
 EXTENDING = "tests/unit/test_extending.py"
-# Pages whose blocks are all of one sort, then headings of other pages.
-PAGES = {"README.md": "tests/compat/test_readme.py", "docs/architecture.md": NO_CODE, "docs/extending.md": EXTENDING,
-         "docs/training.md": "tests/training/test_trained_head.py"}  # fmt: skip
-RUN_BY = {
+# Blocks that are no commands: which test runs them, and how many there are under the heading, if there are several.
+RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
+    ("README.md", "Use"): "tests/compat/test_readme.py",
+    ("docs/architecture.md", "How Outrider works"): NO_CODE,
+    ("docs/architecture.md", "Two lengths"): NO_CODE,
+    ("docs/architecture.md", "The life of a page"): NO_CODE,
+    ("docs/architecture.md", "The life of a recurrent state"): NO_CODE,
+    ("docs/architecture.md", "Where weights lie"): NO_CODE,
     ("docs/adapters.md", "Adapters (LoRA)"): "tests/adapters/test_server.py",
-    ("docs/benchmarks.md", "Experts spread by a hash"): NEEDS_GPU,
-    ("docs/benchmarks.md", "Sparse attention"): "tests/unit/test_bench.py",
-    ("docs/benchmarks.md", "Over HTTP"): NEEDS_GPU,
-    ("docs/benchmarks.md", "Bursts, by simulation"): "tests/unit/test_bursts.py",
-    ("docs/benchmarks.md", "On a CPU with AVX-512"): MEASUREMENT,
-    ("docs/benchmarks.md", "On ARM"): MEASUREMENT,
-    ("docs/benchmarks.md", "A Q4_K_M file on ARM beside llama.cpp"): MEASUREMENT,
-    ("docs/benchmarks.md", "On x86 beside llama.cpp"): MEASUREMENT,
-    ("docs/benchmarks.md", "n-gram drafts on a CPU"): "tests/compat/test_readme.py",
-    ("docs/benchmarks.md", "Quality of formats"): "tests/engine/test_bench_quality.py",
-    ("docs/benchmarks.md", "The scheduler"): MEASUREMENT,
-    ("docs/deployment.md", "In a container"): OPERATOR,
-    ("docs/deployment.md", "Under systemd"): OPERATOR,
     ("docs/deployment.md", "Watching it"): NO_CODE,
     ("docs/drafters.md", "Drafters"): "tests/compat/test_readme.py",
-    ("docs/drafters.md", "Writing one"): "tests/drafters/test_custom.py",
-    ("docs/exactness.md", "The check"): "tests/engine/test_verify.py",
-    ("docs/exactness.md", "Exact mode"): "tests/engine/test_bench_exactness.py",
-    ("docs/formats.md", "Files and formats"): HERE,
+    ("docs/drafters.md", "Writing one"): ("tests/drafters/test_custom.py", 2),
+    ("docs/extending.md", "A weight format"): (EXTENDING, 2),
+    ("docs/extending.md", "A part of a layer for each rank"): EXTENDING,
+    ("docs/extending.md", "A fused layer"): EXTENDING,
+    ("docs/extending.md", "A cache kind and its mixer"): ("tests/unit/test_extending_cache.py", 3),
+    ("docs/extending.md", "A cache type"): EXTENDING,
+    ("docs/extending.md", "Adapters"): "tests/unit/test_extending_adapters.py",
+    ("docs/extending.md", "An attention backend"): EXTENDING,
+    ("docs/extending.md", "A mask"): EXTENDING,
+    ("docs/extending.md", "A model family"): (HERE, 2),
+    ("docs/extending.md", "A drafter"): EXTENDING,
+    ("docs/extending.md", "A method of training"): EXTENDING,
+    ("docs/extending.md", "A kernel"): EXTENDING,
+    ("docs/extending.md", "A command to the worker"): EXTENDING,
     ("docs/guide.md", "From Python"): HERE,
     ("docs/guide.md", "Scripts written for vLLM"): "tests/compat/test_alias.py",
     ("docs/guide.md", "Logits processors"): "tests/engine/test_logits_processors.py",
-    ("docs/guide.md", "Embeddings"): HERE,
-    ("docs/guide.md", "Embeddings in place of token ids"): HERE,
+    ("docs/guide.md", "Embeddings"): (HERE, 2),
+    ("docs/guide.md", "Embeddings in place of token ids"): (HERE, 2),
     ("docs/guide.md", "Prompts that attend in both directions"): "tests/engine/test_spans.py",
     ("docs/guide.md", "Sleeping"): HERE,
     ("docs/guide.md", "Other weights"): HERE,
-    ("docs/replicas.md", "On one machine"): "tests/server/test_replica_processes.py",
     ("docs/replicas.md", "On Ray"): "tests/ray/test_ray_serve.py",
-    ("docs/replicas.md", "Routers of others"): "tests/engine/test_kv_events.py",
     ("docs/scale.md", "Ranks: one model on several devices of a machine"): "tests/ranks/test_commands.py",
-    ("docs/serving.md", "Serving"): "tests/server/test_serve.py",
+    ("docs/serving.md", "Serving"): "tests/server/test_sdk_clients.py",
     ("docs/serving.md", "Routes"): "tests/server/test_prompt_embeds.py",
     ("docs/serving.md", "Stored responses"): "tests/server/test_stored_responses.py",
-    ("docs/serving.md", "Addresses and TLS"): "tests/server/test_listening.py",
-    ("docs/serving.md", "Sleeping"): "tests/server/test_admin.py",
-    ("docs/serving.md", "Measuring"): "tests/server/test_bench_serve.py",
-    ("docs/serving.md", "Batches without a server"): "tests/server/test_batch.py",
+    ("docs/serving.md", "Batches without a server"): NO_CODE,
     ("docs/serving.md", "Settings"): "tests/server/test_serve.py",
-    ("docs/simulation.md", "Capacity by simulation"): "tests/unit/test_simulation.py",
     ("docs/simulation.md", "The load"): NO_CODE,
-    ("docs/simulation.md", "1, 8, 64 and 1,024 GPUs"): MEASUREMENT,
-    ("docs/stability.md", "Stability and upgrades"): "tests/compat/packages.py",
     ("docs/structured_output.md", "Structured output"): HERE,
+    ("docs/training.md", "Training a drafter"): NO_CODE,
 }
 
 
-def how(block: Block) -> str | None:
-    if block.page in PAGES:
-        return PAGES[block.page]
-    if block.page == "docs/benchmarks.md" and "H200" in block.heading:
-        return NEEDS_GPU
-    return RUN_BY.get((block.page, block.heading))
+def test_every_command_is_run_or_says_why_not() -> None:
+    listed = ways()
+    assert not printed() - listed.keys(), "say in tests/compat/doc_commands.py how these are tried"
+    assert not listed.keys() - printed(), "no page prints these"
+    entries = [*ALONE, *SERVERS, *(ask for asks in SERVERS.values() for ask in asks),
+               *(command for commands in NOT_RUN.values() for command in commands)]
+    assert [command for command, times in Counter(entries).items() if times > 1] == []
+    assert all((ROOT / reason).is_file() for reason in NOT_RUN if reason.startswith("tests/"))
 
 
-def test_every_block_is_run_somewhere_or_says_why_not() -> None:
-    unknown = [f"{block} ({block.heading})" for block in BLOCKS if how(block) is None]
-    assert not unknown, f"say in RUN_BY of {HERE} which test runs these: {unknown}"
-    assert not RUN_BY.keys() - {(block.page, block.heading) for block in BLOCKS}, "headings that are gone"
-    tests = {where for where in [*PAGES.values(), *RUN_BY.values()] if where.startswith("tests/")}
+def test_every_other_block_is_run_somewhere_or_is_no_code() -> None:
+    others = Counter((block.page, block.heading) for block in BLOCKS if block.rest.strip())
+    expected = {place: 1 if isinstance(by, str) else by[1] for place, by in RUN_BY.items()}
+    assert dict(others) == expected, f"say in RUN_BY of {HERE} which test runs a block"
+    tests = {by if isinstance(by, str) else by[0] for by in RUN_BY.values()} - {NO_CODE}
     assert all((ROOT / where).is_file() for where in tests)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)
+def test_beside_commands_a_block_has_only_python(block: Block) -> None:
+    assert compiles(block.rest), f"a command that doc_blocks.py does not know? {block.rest}"
+
+
+def test_a_new_command_is_seen() -> None:
+    def commands(text: str) -> list[str]:
+        return Block("docs/new.md", 1, "New", text).commands
+
+    assert commands("uv pip install outrider   # new\n") == ["uv pip install outrider"]
+    assert commands("A=1 outrider chat  # it's\nx = 1\npip = 3\n") == ["A=1 outrider chat"]
+    assert commands("curl u -d '{\n  \"a\": 1}'\nmake x \\\n  y\n") == ["curl u -d '{ \"a\": 1}'", "make x y"]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)
 def test_flags_of_its_commands_are_understood(block: Block) -> None:
     for command in block.commands:
-        if command.startswith("outrider ") and command.count("'") % 2 == 0:
-            check_flags(build_parser().parse(shlex.split(command.split(" && ")[0].replace("FLAGS", ""))[1:]))
+        if command.startswith("outrider "):
+            check_flags(build_parser().parse(shlex.split(command.split(" && ")[0])[1:]))
         elif script := re.search(r"python (bench/\w+\.py)", command):
             assert (ROOT / script[1]).is_file(), command
 
