@@ -23,6 +23,7 @@ from triton.runtime import interpreter
 
 plain_np_dtype = interpreter._get_np_dtype
 plain_convert_float = interpreter._convert_float
+plain_binary_op = interpreter.InterpreterBuilder.binary_op
 plain_reduce = interpreter.ReduceOps.generic_reduce
 plain_init_block_type = tl.block_type.__init__
 plain_equal_types = tl.dtype.__eq__
@@ -47,6 +48,17 @@ def convert_float(values: np.ndarray, from_dtype: Any, to_dtype: Any, rounding_m
     return rounded.view(torch.uint8).numpy().reshape(values.shape)
 
 
+def binary_op(
+    self: interpreter.InterpreterBuilder, left: interpreter.TensorHandle, right: interpreter.TensorHandle, op: Any
+) -> interpreter.TensorHandle:
+    """What is true or false has the type int1. The interpreter's comparisons have the type of what they compare, so that
+    a scalar which becomes a block is one of numbers, and Triton 3.9 takes no numbers for a mask."""
+    result = plain_binary_op(self, left, right, op)
+    if result.data.dtype == np.bool_:
+        result.dtype = tl.int1
+    return result
+
+
 def make_quick() -> None:
     patch_language_once()
     # Whether integers overflow is computed with every operation, and looked at only in `debug`.
@@ -55,6 +67,7 @@ def make_quick() -> None:
     interpreter._get_np_dtype = np_dtype
     interpreter._convert_float = convert_float
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
+    interpreter.InterpreterBuilder.binary_op = binary_op
     interpreter.InterpreterBuilder.create_dot = dot
     TritonSemantic.broadcast_impl_value = broadcast
     tl.core._unwrap_if_constexpr = unwrap
