@@ -33,6 +33,7 @@ refused by name.
 Other decoders of text are computed by transformers' own code (`pip install 'outrider[transformers]'`), if it routes
 its attention through transformers' attention interface. `model_impl="auto"`, the default, takes a family of the table
 above where there is one and this bridge otherwise; `"transformers"` always takes the bridge, and `"outrider"` never.
+`outrider env MODEL` says which of them computes a model.
 
 Attention, its cache, the embedding and the product that makes logits are the engine's. Linear layers, RMS norms, gated
 MLPs, experts and plain attention with a rope are replaced by layers of this package where their code computes the same,

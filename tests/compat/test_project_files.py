@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,27 @@ def test_every_document_is_a_page_of_the_site() -> None:
 def test_the_changelog_has_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in text and f"## [{outrider.__version__}]" in text
+
+
+def test_a_release_is_refused_unless_tag_version_and_changelog_agree() -> None:
+    steps = read_yaml(GITHUB / "workflows/release.yml")["jobs"]["build"]["steps"]
+    checks = [step["run"] for step in steps if "GITHUB_REF_NAME" in step.get("run", "")]
+    with tempfile.TemporaryDirectory() as made:
+        (Path(made) / "dist").mkdir()
+        (Path(made) / "dist/outrider-1.2.0-py3-none-any.whl").touch()
+        for tag, text, passed in [("v1.2.0", "## [1.2.0] - 2026-11-30", [True, True]),
+                                  ("v1.2.0", "## [1.2.0]", [True, False]), ("v1.3.0", "## [1.2.0]", [False, False])]:
+            (Path(made) / "CHANGELOG.md").write_text(f"# Changelog\n\n{text}\n")
+            ran = [subprocess.run(["bash", "-c", check], cwd=made, env=os.environ | {"GITHUB_REF_NAME": tag},
+                                  capture_output=True).returncode for check in checks]  # fmt: skip
+            assert [code == 0 for code in ran] == passed, (tag, text)
+
+
+def test_the_wheel_has_every_file_of_the_package() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
+    files = [path for path in (ROOT / "outrider").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    left = [path for path in files if path.suffix != ".py" and not any(path.match(pattern) for pattern in patterns)]
+    assert not left, "pyproject.toml, package-data"
 
 
 def test_every_dependency_has_an_upper_bound() -> None:
