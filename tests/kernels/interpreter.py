@@ -51,8 +51,8 @@ def convert_float(values: np.ndarray, from_dtype: Any, to_dtype: Any, rounding_m
 def binary_op(
     self: interpreter.InterpreterBuilder, left: interpreter.TensorHandle, right: interpreter.TensorHandle, op: Any
 ) -> interpreter.TensorHandle:
-    """Truth values have the type int1. The interpreter's comparisons have the type of what they compare, so that a scalar
-    which becomes a block is one of numbers, and Triton 3.9 takes no numbers for a mask."""
+    """Truth values have the type int1. The interpreter's comparisons have the type of what they compare, so that a
+    scalar which becomes a block is one of numbers, and Triton 3.9 takes no numbers for a mask."""
     result = plain_binary_op(self, left, right, op)
     if result.data.dtype == np.bool_:
         result.dtype = tl.int1
