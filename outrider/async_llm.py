@@ -80,6 +80,19 @@ class AsyncLLM(Front):
         self._owner.call(lambda: registry.release(number))
         return [replace(request, adapter=number) for request in checked]
 
+    @asynccontextmanager
+    async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[None, None]:
+        """Keep the adapter of a request loaded while the block runs, for further requests with it."""
+        if request.adapter is None:
+            yield
+            return
+        registry, number = need_registry(self.engine.adapters), request.adapter
+        await asyncio.wrap_future(self._owner.call(lambda: registry.hold(number)))
+        try:
+            yield
+        finally:
+            self._owner.call(lambda: registry.release(number))
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, so that its first request need not wait for it."""
         registry = need_registry(self.engine.adapters)

@@ -17,9 +17,15 @@ from outrider.engine.text import Tokenizer
 
 MAX_BEAMS = 64
 MAX_PENALTY = 50  # a million tokens to this power is still a float
-Generate: TypeAlias = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
-# Yields the beams of a round and how to ask for their next tokens; gets their outputs; returns what it found.
-Rounds: TypeAlias = "Generator[tuple[list[list[int]], SamplingParams], list[RequestOutput], list[BeamSearchOutput]]"
+Rounds: TypeAlias = "Generator[BeamRound, list[RequestOutput], list[BeamSearchOutput]]"
+
+
+class BeamRound(NamedTuple):
+    """The beams whose next tokens a search asks for."""
+
+    token_ids: list[list[int]]  # of each beam, its prompt's first
+    prompts: list[int]  # the place of each beam's prompt among the prompts
+    sampling: SamplingParams
 
 
 @dataclass
@@ -57,14 +63,15 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]  # the best first
 
 
-def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams, generate: Generate,
-                tokenizer: Tokenizer | None, eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
+def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams,
+                generate: Callable[[BeamRound], list[RequestOutput]], tokenizer: Tokenizer | None,
+                eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
     """The `beam_width` best sequences of every prompt, by log-probability over length."""
     rounds = beam_rounds(prompts, params, tokenizer, eos_ids, limits)
     try:
         asked = next(rounds)
         while True:
-            asked = rounds.send(generate(*asked))
+            asked = rounds.send(generate(asked))
     except StopIteration as end:
         return list(end.value)
 
@@ -88,7 +95,8 @@ def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, toke
     running = [[BeamSearchSequence(list(prompt), num_prompt_tokens=len(prompt))] for prompt in prompts]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
     for _ in range(params.max_tokens):
-        outputs = iter((yield [beam.tokens for beams in running for beam in beams], ask))
+        outputs = iter((yield BeamRound([beam.tokens for beams in running for beam in beams],
+                                        [index for index, beams in enumerate(running) for _ in beams], ask)))
         for index, beams in enumerate(running):
             followers = [_followers(beam, next(outputs)) for beam in beams]
             found = sorted((each for own in followers for each in own), key=lambda each: -each.cum_logprob)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Never, TypeVar, cast
 
-from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
@@ -148,19 +148,24 @@ class LLM(Front):
             done = self._finish(self._queue, progress)
         return [cast(RequestOutput, done[request_id]) for request_id in ids]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest answers of each prompt, found by following several at once."""
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
+                    lora_request: AdapterChoice = None) -> list[BeamSearchOutput]:
+        """The likeliest answers of each prompt, found by following several at once. `lora_request`: the adapter of all
+        prompts, or a list with one or None for each."""
         given = _as_list(prompts)
         if any(prompt.get(key) is not None for prompt in given if isinstance(prompt, dict)
-               for key in ("cache_salt", "bidirectional_spans")):
-            raise ValueError("beam_search: a prompt's 'cache_salt' and 'bidirectional_spans' are not supported")
+               for key in ("cache_salt", "bidirectional_spans", "prompt_embeds")):
+            raise ValueError("beam_search: a prompt's 'cache_salt', 'bidirectional_spans' and 'prompt_embeds' are not "
+                             "supported")
+        with self._checked(given, SamplingParams(), 0, lora_request) as checked:
+            def generate(asked: BeamRound) -> list[RequestOutput]:
+                beams = self._check(asked.token_ids, asked.sampling, 0)
+                return cast(list[RequestOutput], self._run_checked(
+                    [replace(beam, adapter=checked[prompt].adapter)
+                     for beam, prompt in zip(beams, asked.prompts, strict=True)], use_tqdm=False))
 
-        def generate(beams: list[list[int]], ask: SamplingParams) -> list[RequestOutput]:
-            return self.generate(beams, ask, use_tqdm=False)
-
-        checked = self._check(given, SamplingParams(), 0)
-        return beam_search([request.token_ids for request in checked], params, generate, self.engine.tokenizer,
-                           self.engine.eos_ids, self.engine.limits)
+            return beam_search([request.token_ids for request in checked], params, generate, self.engine.tokenizer,
+                               self.engine.eos_ids, self.engine.limits)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -273,12 +278,15 @@ class LLM(Front):
     def _run(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
              priority: int | Sequence[int], use_tqdm: bool | Callable[..., Any],
              adapters: AdapterChoice = None) -> list[Output]:
-        caller = Caller()
         with self._checked(prompts, params, priority, adapters) as requests:
-            bar = RequestBar(use_tqdm, len(requests))  # before requests start: a caller's own bar may fail
-            with bar as progress:
-                ids = self._loop.add(caller, requests)
-                done = self._finish(caller, progress)
+            return self._run_checked(requests, use_tqdm)
+
+    def _run_checked(self, requests: list[CheckedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
+        """The outputs of requests, in their order."""
+        caller, bar = Caller(), RequestBar(use_tqdm, len(requests))  # a caller's own bar may fail: nothing runs yet
+        with bar as progress:
+            ids = self._loop.add(caller, requests)
+            done = self._finish(caller, progress)
         return [done[request_id] for request_id in ids]
 
     def _finish(self, caller: Caller, progress: RequestBar) -> dict[str, Output]:

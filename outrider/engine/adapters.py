@@ -1,7 +1,8 @@
 """AdapterRegistry: the engine's names of adapters and their loads. No torch.
 
 Every load has a fresh number, which requests carry and pages are keyed by, so an adapter that is read again under the
-same name shares nothing with the one before. Called where `Engine.step` is.
+same name shares nothing with the one before. The load before is served until the new one has been read, and stays if
+the new one cannot be read. Called where `Engine.step` is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class AdapterLoad:
     name: str
     path: str
     num_requests: int = 0  # that were added and have not ended
-    num_holders: int = 0  # fronts that are about to add requests
+    num_holders: int = 0  # fronts that are about to add requests, or will add more
     is_replaced: bool = False  # dropped as soon as its last request ends
     answer: Future[int | None] | None = None  # the worker's, whether it has been read
 
@@ -54,7 +55,7 @@ class AdapterRegistry:
         self._max_loaded, self._order, self._forget = max_loaded, order, forget
         self._numbers = count(1)
         self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
-        self._current: dict[str, int] = {}  # number of the load by name
+        self._current: dict[str, int] = {}  # number of the newest load by name, among those that have been read
         self._paths: dict[str, str] = {}  # of names that were given to keep, loaded or not
 
     # Names
@@ -84,30 +85,34 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> None:
         """No new request may ask for the adapter; those that run end with it."""
-        if self._paths.pop(name, None) is None and name not in self._current:
+        loads = [load for load in self._loads.values() if load.name == name and not load.is_replaced]
+        if self._paths.pop(name, None) is None and not loads:
             raise UnknownAdapter(f"there is no adapter {name!r}")
-        self._replace(name)
+        self._current.pop(name, None)
+        for load in loads:
+            self._replace(load)
 
     # Loads
 
     def begin(self, asked: LoRARequest) -> int:
         """Begin to load an adapter unless it is there. Returns the number of its load, which is kept until
         `release`."""
-        number = self._current.get(asked.lora_name)
-        if number is not None and self._loads[number].path == asked.lora_path and not asked.load_inplace:
-            self._loads.move_to_end(number)
-            self._loads[number].num_holders += 1
-            return number
-        if number is None or not self._loads[number].is_idle:
-            self._make_room()  # before anything is replaced: a load that is refused changes nothing
-        if number is not None:
-            self._replace(asked.lora_name)
-        number = next(self._numbers)
-        self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
-        self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path, num_holders=1)
-        self._current[asked.lora_name] = number
-        self._names[number] = asked.lora_name
+        number = None if asked.load_inplace else self._find(asked)
+        if number is None:
+            self._make_room(asked.lora_name)
+            number = next(self._numbers)
+            self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
+            self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path)
+            self._names[number] = asked.lora_name
+        self._loads.move_to_end(number)
+        self._loads[number].num_holders += 1
         return number
+
+    def hold(self, number: int | None) -> None:
+        """Keep a load until `release`, for requests that are not added yet."""
+        self.check(number)
+        if number is not None:
+            self._loads[number].num_holders += 1
 
     def is_ready(self, number: int) -> bool:
         """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
@@ -129,13 +134,16 @@ class AdapterRegistry:
             raise
         if size is not None:
             self.sizes[number] = size
+            self._serve(load)
         return size is not None
 
-    def release(self, number: int) -> None:
+    def release(self, number: int | None) -> None:
         """A front has added its requests, or given up."""
-        load = self._loads.get(number)
+        load = None if number is None else self._loads.get(number)
         if load is not None and load.num_holders:
             load.num_holders -= 1
+            if load.is_idle and load.number not in self.sizes and load.name in self._current:
+                load.is_replaced = True  # no front waits for this reload any more: the load before stays
             self._drop_replaced(load)
 
     # Requests
@@ -164,20 +172,42 @@ class AdapterRegistry:
 
     # Inside
 
-    def _make_room(self) -> None:
+    def _find(self, asked: LoRARequest) -> int | None:
+        """The load of an adapter: the one that is served under its name, else one that is being read."""
+        current = self._current.get(asked.lora_name)
+        reading = (number for number in reversed(self._loads) if number not in self.sizes)
+        for number in reading if current is None else (current, *reading):
+            load = self._loads[number]
+            if (load.name, load.path) == (asked.lora_name, asked.lora_path) and not load.is_replaced:
+                return number
+        return None
+
+    def _make_room(self, name: str) -> None:
+        """Drop loads until there is room for one more. A load that takes the place of an idle one of its name may be
+        one too many until it has been read, because the one before is kept until then."""
+        before = self._loads.get(self._current.get(name, 0))
+        if before is not None and before.is_idle and len(self._loads) == self._max_loaded:
+            return
         while len(self._loads) >= self._max_loaded:
-            idle = next((load for load in self._loads.values() if load.is_idle), None)
+            idle = next((load for load in self._loads.values() if load.is_idle and load is not before), None)
             if idle is None:
                 raise ValueError(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and all of them have "
                                  "requests: raise max_cpu_loras")
             self._drop(idle)
 
-    def _replace(self, name: str) -> None:
-        number = self._current.pop(name, None)
-        if number is not None:
-            load = self._loads[number]
-            load.is_replaced = True
-            self._drop_replaced(load)
+    def _serve(self, load: AdapterLoad) -> None:
+        """Give new requests a load that has been read, in place of the one before."""
+        number = self._current.get(load.name, 0)
+        if load.is_replaced or load.number < number:  # removed, or read again, while it was read
+            self._replace(load)
+            return
+        self._current[load.name] = load.number
+        if number:
+            self._replace(self._loads[number])
+
+    def _replace(self, load: AdapterLoad) -> None:
+        load.is_replaced = True
+        self._drop_replaced(load)
 
     def _drop_replaced(self, load: AdapterLoad) -> None:
         if load.is_replaced and load.is_idle:

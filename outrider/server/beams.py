@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
@@ -56,25 +57,27 @@ async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[C
     """The finished output of each prompt, its likeliest answer first."""
     params = beam_params(body, requests[0].sampling.max_tokens or llm.engine.limits.max_len)
     tokenizer = llm.engine.checks.need_tokenizer()
-    found = await _search(llm, params, requests, request_id)
+    async with llm.holding_adapter(requests[0]):
+        found = await _search(llm, params, requests, request_id)
     return [_output(request, beams, params, tokenizer, skip_special_tokens)
             for request, beams in zip(requests, found, strict=True)]
 
 
 async def _search(llm: AsyncLLM, params: BeamSearchParams, requests: Sequence[CheckedRequest],
                   request_id: str) -> list[BeamSearchOutput]:
-    first = requests[0]
+    first = requests[0]  # of one body, so all of them have its adapter, salt and priority
     rounds = beam_rounds([request.token_ids for request in requests], params, None, llm.engine.eos_ids,
                          llm.engine.limits)
     names = (f"{request_id}-{number}" for number in count())
     try:
-        beams, ask = next(rounds)
+        asked = next(rounds)
         while True:
-            checked = await llm.check([{"prompt_token_ids": beam, "cache_salt": first.cache_salt} for beam in beams],
-                                      ask, first.priority)
+            checked = await llm.check([{"prompt_token_ids": beam, "cache_salt": first.cache_salt}
+                                       for beam in asked.token_ids], asked.sampling, first.priority)
             async with asyncio.TaskGroup() as group:  # if one fails, the others are aborted
-                tasks = [group.create_task(_followed(llm, request, next(names))) for request in checked]
-            beams, ask = rounds.send([task.result() for task in tasks])
+                tasks = [group.create_task(_followed(llm, replace(request, adapter=first.adapter), next(names)))
+                         for request in checked]
+            asked = rounds.send([task.result() for task in tasks])
     except StopIteration as end:
         return cast("list[BeamSearchOutput]", end.value)
     except ExceptionGroup as several:

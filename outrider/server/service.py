@@ -166,8 +166,6 @@ class Service:
                             **more: Any) -> list[CheckedRequest]:
         """One request for each prompt. `more`: sampling parameters that the body spells differently."""
         limits = self.host.llm.engine.limits
-        if body.use_beam_search and self.adapters.find(body.model_name) is not None:
-            raise ApiError(400, "use_beam_search is not supported with an adapter", param="use_beam_search")
         if body.use_beam_search:
             params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
         else:

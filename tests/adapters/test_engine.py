@@ -17,6 +17,7 @@ import torch
 from outrider.adapters import LoRARequest
 from outrider.adapters.rows import StepAdapters
 from outrider.adapters.store import AdapterStore
+from outrider.beam_search import BeamSearchParams
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.step import AdapterReach
@@ -288,6 +289,79 @@ def test_a_reload_without_room_leaves_the_adapter_as_it_is(folders: list[Path]) 
         assert renewed != number, "its own place is room enough once nobody has it"
         registry.release(renewed)
         assert generated(llm, [PROMPT], [folders[0]]) == [text_of("llama", folders[0], tuple(PROMPT))]
+
+
+@pytest.mark.parametrize("max_cpu_loras", [2, 4])
+def test_a_reload_that_fails_leaves_the_adapter_as_it_is(max_cpu_loras: int, folders: list[Path],
+                                                         tmp_path: Path) -> None:
+    """Also for a request that runs meanwhile, and, where there is none, if the host's memory is full."""
+    path, other = tmp_path / "own", folders[1]
+    shutil.copytree(folders[0], path)
+    with served(max_cpu_loras=max_cpu_loras) as (rig, llm):
+        assert generated(llm, [PROMPT, PROMPT], [path, other]) == [
+            text_of("llama", each, tuple(PROMPT)) for each in (folders[0], other)]
+        sizes = dict(registry_of(rig).sizes)
+        (path / "adapter_model.safetensors").write_bytes(b"broken")
+        running = llm.follow([PROMPT] * (max_cpu_loras > 2), greedy(12), lora_request=request_for(path))
+        for asked in (request_for(path, load_inplace=True), LoRARequest("own", 1, str(tmp_path))):
+            with pytest.raises(ValueError, match="is truncated or damaged|is no adapter"):
+                llm.generate([PROMPT], greedy(2), lora_request=asked, use_tqdm=False)
+        for last in list(running)[-1:]:
+            assert last.outputs[0].token_ids == text_of("llama", folders[0], tuple(PROMPT))
+        (again,) = llm.generate([PROMPT], greedy(12), lora_request=request_for(path), use_tqdm=False)
+        assert again.outputs[0].token_ids == text_of("llama", folders[0], tuple(PROMPT))
+        assert again.num_cached_tokens, "the load is another one"
+        assert registry_of(rig).sizes == sizes and isinstance(rig.step.adapters, AdapterStore)
+        assert rig.step.adapters.num_loaded == 2
+
+
+def test_an_adapter_is_served_until_its_reload_has_been_read(folders: list[Path]) -> None:
+    asked, again = request_for(folders[0]), request_for(folders[0], load_inplace=True)
+    assert asked is not None and again is not None
+    with served() as (rig, _):
+        registry = registry_of(rig)
+
+        def wait_for(number: int) -> int:
+            while not registry.is_ready(number):
+                rig.engine.step()
+            return number
+
+        def free(*numbers: int) -> None:
+            for number in numbers:
+                registry.release(number)
+
+        first = wait_for(registry.begin(asked))
+        given_up = registry.begin(again)
+        free(given_up)
+        second, third = registry.begin(again), registry.begin(again)
+        assert [registry.begin(asked), registry.begin(asked)] == [first] * 2
+        free(first, first)
+        assert wait_for(third) == registry.begin(asked) != wait_for(second), "the newest reload is served"
+        free(first, second, third)
+        assert list(registry.sizes) == [third], "loads before it are dropped"
+        fourth = registry.begin(again)
+        registry.remove(folders[0].name)
+        assert wait_for(fourth) != registry.begin(asked), "a reload that began before the removal is not found"
+        free(fourth, third, fourth + 1)
+        assert not registry.sizes
+
+
+def test_a_beam_search_has_the_adapters_of_its_prompts(folders: list[Path]) -> None:
+    own, params = [folders[0], None, folders[1]], BeamSearchParams(2, 6)
+    wanted = []
+    for folder in own:
+        with Rig(model_of("llama") if folder is None else merged(model_of("llama"), folder)) as rig:
+            wanted += LLM.around(rig.engine).beam_search([PROMPT], params)
+    with served() as (rig, llm):
+        found = llm.beam_search([PROMPT] * 3, params, lora_request=[request_for(folder) for folder in own])
+        assert [[beam.tokens for beam in each.sequences] for each in found] == [
+            [beam.tokens for beam in each.sequences] for each in wanted]
+        (one,) = llm.beam_search(PROMPT, params, request_for(folders[1], load_inplace=True))
+        assert one.sequences[0].tokens == wanted[2].sequences[0].tokens
+        with pytest.raises(ValueError, match="2 lora_requests for 1 prompts"):
+            llm.beam_search([PROMPT], params, lora_request=[None] * 2)
+        assert all(load.is_idle for load in registry_of(rig)._loads.values())
+    assert len({tuple(each.sequences[0].tokens) for each in wanted}) == 3
 
 
 def test_adapters_with_requests_are_never_dropped(folders: list[Path]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.async_llm import AsyncLLM
+from outrider.beam_search import BeamSearchParams
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
@@ -97,6 +98,23 @@ def test_a_broken_adapter_is_refused_by_its_name(served: Served, texts: dict[str
     error = served.error("/v1/load_lora_adapter", lora_name="bad", lora_path="bad")
     assert "holds NaN or Inf" in error["message"]
     assert text(served, "sql") == texts["sql"]
+
+
+def test_a_broken_reload_leaves_the_adapter_as_it_is(served: Served, texts: dict[str, str]) -> None:
+    before = served.http.get("/v1/models/sql").json()["root"]
+    error = served.error("/v1/load_lora_adapter", lora_name="sql", lora_path="bad", load_inplace=True)
+    assert "holds NaN or Inf" in error["message"] and text(served, "sql") == texts["sql"]
+    assert served.http.get("/v1/models/sql").json()["root"] == before
+
+
+def test_a_beam_search_has_the_adapter_that_its_body_names(served: Served, root: Path) -> None:
+    with tiny_engine(**ADAPTERS) as rig:
+        (found,) = LLM.around(rig.engine).beam_search([PROMPT], BeamSearchParams(2, 6),
+                                                      LoRARequest("sql", 1, str(root / "sql")))
+    ask = {"prompt": PROMPT, "n": 2, "max_tokens": 6, "use_beam_search": True, "return_token_ids": True}
+    own, base = (served.post("/v1/completions", model=model, **ask).json()["choices"] for model in ("sql", "tiny"))
+    assert [choice["token_ids"] for choice in own] == [beam.tokens[len(PROMPT) :] for beam in found.sequences]
+    assert own[0]["token_ids"] != base[0]["token_ids"]
 
 
 def test_clients_without_the_key_or_a_server_without_the_flags_load_nothing(served: Served, root: Path) -> None:
