@@ -190,7 +190,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
 
 # Settings of the server that change the answers to a batch, or bound them.
 BATCH_SETTINGS = ("served_model_name", "chat_template", "max_body_bytes", "max_prompts", "request_timeout", "pooling",
-                  "tool_call_parser", "reasoning_parser")
+                  "tool_call_parser", "reasoning_parser", "lora_modules")
 
 
 def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:

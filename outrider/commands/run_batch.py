@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from outrider.async_llm import AsyncLLM
 from outrider.commands.parser import UsageError, engine_config
-from outrider.commands.serve import NEEDS, model_name, server_config
+from outrider.commands.serve import NEEDS, check_adapters, model_name, server_config
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.core.fields import INT32
 from outrider.engine.grammar.deep_thread import end_process
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS.replace('serve', 'run-batch')} ({error.name} is missing)") from None
     engine, config = engine_config(args), replace(server_config(args), api_key=(), max_num_queued_reqs=INT32)
+    check_adapters(engine, config)
     template = chat_template(config.chat_template)
     given, written = Path(args.input_file), Path(args.output_file)
     _check_paths(given, written)

@@ -41,9 +41,13 @@ def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, t
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
     engine, config = engine_config(args).for_streams(), server_config(args)
+    check_adapters(engine, config)
+    return engine, config, config.served_model_name or (model_name(engine.model),)
+
+
+def check_adapters(engine: EngineConfig, config: ServerConfig) -> None:
     if (config.lora_modules or config.lora_root) and not engine.enable_lora:
         raise ValueError("lora_modules and lora_root need --enable-lora, with which the engine has room for adapters")
-    return engine, config, config.served_model_name or (model_name(engine.model),)
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

@@ -128,7 +128,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "enable_dbo": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_eplb": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_lora_bias": Refused("biases of adapters are not served", (None, False), is_switch=True),
-    "fully_sharded_loras": Explained("adapters are held by one rank", is_switch=True),
+    "fully_sharded_loras": Explained("the factors of adapters are cut as their weights are", is_switch=True),
     "hf_config_path": Refused(OWN_CONFIG),
     "ignore_patterns": Explained("only the files that a model needs are fetched"),
     "kv_sharing_fast_prefill": Refused("layers that share a cache are always computed alike", (None, False),

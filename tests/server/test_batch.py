@@ -12,7 +12,9 @@ import pytest
 
 from outrider.cli import main
 from outrider.server.batch import answer_lines, read_lines
+from tests.adapters.folders import write_adapter
 from tests.engine.harness import CONFIGS, save_folder
+from tests.models.oracle import load
 from tests.server.rig import TEMPLATE, chat_tokenizer
 from tests.server.test_serve import FLAGS
 
@@ -36,6 +38,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     lines = [
         line("long", "/v1/completions", {"prompt": "a", "max_tokens": 60, "ignore_eos": True}),
         line("chat", "/v1/chat/completions", {"model": "tiny-bytes", **CHAT}), "",
+        line("adapter", "/v1/chat/completions", {"model": "own", **CHAT}),
         line("vector", "/v1/embeddings", {"input": ["a", "b"]}),
         line("score", "/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
         line("rank", "/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
@@ -50,9 +53,10 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("\n".join(lines))
     written.write_text("an earlier answer\n")
+    own = write_adapter(tmp_path / "own", load(folder), seed=1)
     assert main(["run-batch", "--model", str(folder), "-i", str(given), "-o", str(written), "--max-body-bytes", "2000",
-                 *FLAGS]) == 1
-    assert "16 lines answered, 9 of them with an error" in capsys.readouterr().err
+                 "--enable-lora", "--lora-modules", f"own={own}", *FLAGS]) == 1
+    assert "17 lines answered, 9 of them with an error" in capsys.readouterr().err
     answers = [json.loads(each) for each in written.read_text().splitlines()]
     asked = [each for each in lines if each]
     ids = [json.loads(each)["custom_id"] if "custom_id" in each else None for each in asked]
@@ -63,6 +67,8 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     assert bodies["chat"]["choices"] == bodies["last"]["choices"] and bodies["chat"]["usage"]["completion_tokens"] == 4
     assert bodies["response"]["output"][0]["content"][0]["text"] == bodies["chat"]["choices"][0]["message"]["content"]
     assert len(bodies["vector"]["data"]) == len(bodies["score"]["data"]) == len(bodies["rank"]["results"]) == 2
+    assert bodies["adapter"]["model"] == "own"
+    assert bodies["adapter"]["choices"][0]["message"]["content"] != bodies["chat"]["choices"][0]["message"]["content"]
     assert by_id["other model"]["error"]["code"] == 404
     wrong = {name: by_id[name]["error"]["param"] for name in ("field", "streamed", "route", "method", "no url")}
     assert wrong == {"field": "max_token", "streamed": "stream", "route": "url", "method": "method", "no url": "url"}
@@ -76,10 +82,12 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     (["-i", "https://host/in.jsonl", "-o", "{}/out.jsonl"], "on this machine"),
     (["-i", "{}/in.jsonl", "-o", "{}/none/out.jsonl"], "out.jsonl"),
     (["-i", "{}/in.jsonl"], "--output-file"),
+    (["-i", "{}/in.jsonl", "-o", "{}/out.jsonl", "--lora-modules", "own={}"], "need enable_lora"),
 ])  # fmt: skip
 def test_files_are_checked_before_the_model_is_loaded(folder: Path, tmp_path: Path, flags: list[str], said: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.jsonl").write_text("")
+    for name in ("in.jsonl", "adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
     assert main(["run-batch", str(folder), *(flag.format(tmp_path) for flag in flags)]) == 2
     assert said in capsys.readouterr().err
 
