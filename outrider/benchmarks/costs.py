@@ -24,6 +24,7 @@ from outrider.core import Limits
 from outrider.core.costs import ReadCost
 from outrider.engine.engine import Engine
 from outrider.engine.start import start_engine
+from outrider.runner.commands import PrepareIdle
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.interface import BoundedSteps
 from outrider.simulation.cost_table import MOST_REQUESTS, CostTable, DecodeSteps, HostCosts, PromptSteps
@@ -40,6 +41,7 @@ FEW_REQUESTS = 16  # requests of the smallest steps with prompts that are measur
 MOST_AMONG_MANY = 1024  # tokens of the largest steps with prompts that are measured among many requests
 SHORT_PROMPT = 128  # prompts of steps with prompts: their attention takes little time
 REPEATS = 3
+IDLE_SECONDS = 60.0  # without requests, so that a worker captures whatever steps lacked
 NO_HOST = HostCosts(0.0, 0.0)
 
 
@@ -221,14 +223,21 @@ class CostBench:
 
     def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int, num_decoding: int = 1) -> float:
         """Seconds of a step of so many tokens: those of requests that decode, and new prompts of a length. The first
-        run only prepares."""
+        run only prepares: what it lacked is captured behind it."""
         if self._limits.max_requests == 1:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
         whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
         lengths = [length] * whole + [rest] * (rest > 0)
         context = self._context(num_decoding)
-        return median([self._device(timed.prompt_seconds(lengths, num_decoding, context))
-                       for _ in range(1 + REPEATS)][1:])
+        timed.prompt_seconds(lengths, num_decoding, context)
+        self._capture_met_sizes()
+        return median(self._device(timed.prompt_seconds(lengths, num_decoding, context)) for _ in range(REPEATS))
+
+    def _capture_met_sizes(self) -> None:
+        """Let the worker capture the sizes that steps had no graph for, as it does while a server is idle. Otherwise
+        the times would be those of the wider graphs that stand in for them."""
+        while self._worker.command(PrepareIdle(IDLE_SECONDS)).result() is not None:
+            pass
 
     def _short(self, tokens: int, most_requests: int | None = None) -> int:
         """The length of short prompts that have so many tokens together: longer where few requests may run."""

@@ -132,8 +132,8 @@ class UpdateWeights(Command[UpdateReport]):
 
 @dataclass(frozen=True)
 class PrepareIdle(Command["float | None"]):
-    """Let a worker of several ranks prepare for later steps: see `Runner.idle`. One of a single rank does so by
-    itself."""
+    """Let a worker prepare for later steps: see `Runner.idle`. One of a single rank also does so by itself, while no
+    message comes."""
 
     quiet_seconds: float
 

@@ -15,6 +15,7 @@ from outrider.benchmarks.step_times import ObservedStep, Pace, TimedEngine
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch
 from outrider.core.costs import MixedStepCosts, ReadCost
+from outrider.runner.graphs.chooser import LONG_QUIET
 from outrider.runner.interface import BoundedSteps
 from outrider.runner.worker import Worker
 from outrider.simulation.cluster import Cluster
@@ -102,6 +103,21 @@ class RecordedEngine:
         assert min(lengths) > 0 and context == 512
         self.steps.append((sum(lengths) + num_decoding * (1 + self.num_drafts), len(lengths) + num_decoding))
         return Pace(1e-6 * self.steps[-1][1], 0.0)
+
+
+def test_a_size_without_a_graph_is_captured_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step runs on a wider graph; each call of `idle` captures one size."""
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig:
+        bench, timed, left = CostBench(rig.engine, EngineConfig("tiny"), print), RecordedEngine(0), [1, 1]
+
+        def idle(quiet_seconds: float) -> float | None:
+            assert len(timed.steps) == 1 and quiet_seconds >= LONG_QUIET
+            return 0.0 if left and left.pop() else None
+
+        monkeypatch.setattr(rig.engine.runner, "idle", idle)
+        monkeypatch.setattr(bench, "_context", lambda num_requests: 512)
+        bench._prompt_seconds(timed, 8, 33)  # type: ignore[arg-type]
+        assert not left and len(timed.steps) == 1 + costs.REPEATS
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
