@@ -7,12 +7,13 @@ timed where the engine sees them, so that everything between two results is part
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median
 
 from outrider.benchmarks.model_facts import MeasureFacts
 from outrider.benchmarks.step_times import Pace, TimedEngine
@@ -36,7 +37,8 @@ MOST_CHOSEN = 2048  # tokens of the largest captured size that is measured besid
 CPU_TOKENS = (8, 16, 32, 64, 128, 256, 512)
 SHORT_CONTEXT = 32  # tokens behind which steps decode on a CPU, and before longer contexts are measured
 LONG_CONTEXTS = {"cuda": (32, 4096), "cpu": (4, 768)}  # requests and tokens behind which they decode, for reading
-MIDDLE_CONTEXT = 512  # tokens behind which steps decode on a GPU; those behind them cost less each
+MIDDLE_CONTEXT = 512  # mean of the tokens behind which requests decode on a GPU; those behind them cost less each
+SPREAD = 0.5  # of the contexts' lengths around their mean: sigma of a lognormal distribution
 FEW_REQUESTS = 16  # requests of the smallest steps with prompts that are measured; those with fewer take hardly less
 MOST_AMONG_MANY = 1024  # tokens of the largest steps with prompts that are measured among many requests
 SHORT_PROMPT = 128  # prompts of steps with prompts: their attention takes little time
@@ -90,28 +92,34 @@ class CostBench:
         """Paces by the number of requests, ascending."""
         most = self._limits.max_requests
         counts = sorted({*(n for n in (CUDA_REQUESTS if self._is_cuda else CPU_REQUESTS) if n < most), most})
-        prompts = [timed.prompt(self._context(1)) for _ in range(most)]
+        all_contexts = {count: self._contexts(count) for count in counts}
+        prompts = [timed.prompt(max(own[index] for own in all_contexts.values() if index < len(own)))
+                   for index in range(most)]
         paces: dict[int, Pace] = {}
-        for count in reversed(counts):  # the largest first: later prompts are found in the cache
-            context = self._context(count)
-            paces[count] = timed.decode_pace([prompt[:context] for prompt in prompts[:count]], self._num_steps)
-            self._say(f"{count} requests decode with {drafts} drafts behind {context} tokens: "
+        for count, contexts in reversed(all_contexts.items()):  # later prompts are found in the cache
+            paces[count] = timed.decode_pace([prompt[:own] for prompt, own in zip(prompts, contexts, strict=False)],
+                                             self._num_steps)
+            self._say(f"{count} requests decode with {drafts} drafts behind {sum(contexts) // count} tokens: "
                       f"{paces[count].interval * 1e3:.2f} ms, "
                       f"of these {paces[count].host * 1e3:.2f} ms of the host")
         return dict(sorted(paces.items()))
 
-    def _context(self, num_requests: int) -> int:
-        """Tokens behind which so many requests decode when steps are measured. On a GPU kernels are chosen by the
-        number of requests, and their times differ by it only behind contexts as servers have them."""
+    def _contexts(self, num_requests: int) -> list[int]:
+        """Tokens behind which so many requests decode when steps are measured, the longest first. On a GPU kernels are
+        chosen by the number of requests, and their times differ by it only behind contexts as servers have them: a step
+        of many requests waits for the longest one."""
         if not self._is_cuda:
-            return SHORT_CONTEXT
+            return [SHORT_CONTEXT] * num_requests
         room = (self._info.num_pages - 1) // 2 * 16 // num_requests
-        return max(1, min(MIDDLE_CONTEXT, self._limits.max_len // 4, room))
+        mean = min(MIDDLE_CONTEXT, self._limits.max_len // 4, room)
+        shares = [math.exp(SPREAD * NormalDist().inv_cdf(1 - (index + 0.5) / num_requests) - SPREAD**2 / 2)
+                  for index in range(num_requests)]
+        return [max(1, min(round(mean * share), self._limits.max_len // 2)) for share in shares]
 
     def _reading_seconds(self, reading: tuple[ReadCost, ...], num_requests: int) -> float:
         """The part of a measured step that the contexts of so many requests take."""
-        context = self._context(num_requests)
-        return num_requests * sum(cost.seconds * min(context, cost.window or context) for cost in reading)
+        return sum(cost.seconds * min(context, cost.window or context)
+                   for context in self._contexts(num_requests) for cost in reading)
 
     def _device(self, pace: Pace, host: HostCosts = NO_HOST) -> float:
         """Seconds of the device. With one step in flight, the host's seconds follow those of the device. With two, the
@@ -228,10 +236,10 @@ class CostBench:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
         whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
         lengths = [length] * whole + [rest] * (rest > 0)
-        context = self._context(num_decoding)
-        timed.prompt_seconds(lengths, num_decoding, context)
+        contexts = self._contexts(num_decoding)
+        timed.prompt_seconds(lengths, contexts)
         self._capture_met_sizes()
-        return median(self._device(timed.prompt_seconds(lengths, num_decoding, context)) for _ in range(REPEATS))
+        return median(self._device(timed.prompt_seconds(lengths, contexts)) for _ in range(REPEATS))
 
     def _capture_met_sizes(self) -> None:
         """Let the worker capture the sizes that steps had no graph for, as it does while a server is idle. Otherwise

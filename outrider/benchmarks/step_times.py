@@ -106,9 +106,7 @@ class TimedEngine:
     def decode_pace(self, prompts: list[list[int]], num_steps: int) -> Pace:
         """The pace of steps in which all of the prompts decode, so many one after the other."""
         self._runner.steps.clear()
-        free = max(1, self.limits.max_batched_tokens - len(prompts) * (1 + self.limits.max_drafts))
-        num_prompt_steps = -(-sum(map(len, prompts)) // free)  # the first may decode while the last are computed
-        self._add(prompts, (num_steps + num_prompt_steps + 8) * (1 + self.limits.max_drafts))
+        self._add(prompts, self._answer_len([len(prompt) for prompt in prompts], num_steps + 8))
         while len(self._decoding(len(prompts))) < num_steps + 2:
             assert self.engine.has_work, "the answers were too short"
             self.engine.step()
@@ -118,6 +116,12 @@ class TimedEngine:
             self.engine.step()
         return Pace.from_steps(steps)
 
+    def _answer_len(self, lengths: Sequence[int], num_steps: int) -> int:
+        """Tokens of answers that last for so many steps in which all prompts of these lengths decode: the first may
+        decode while the last are computed."""
+        free = max(1, self.limits.max_batched_tokens - len(lengths) * (1 + self.limits.max_drafts))
+        return (num_steps + -(-sum(lengths) // free)) * (1 + self.limits.max_drafts)
+
     def _add(self, prompts: Sequence[list[int]], output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False, seed=0)
         checked = self.engine.checks.check_all([{"prompt_token_ids": prompt} for prompt in prompts],
@@ -125,16 +129,17 @@ class TimedEngine:
         self.engine.add({f"costs-{self._num_added + index}": one for index, one in enumerate(checked)})
         self._num_added += len(prompts)
 
-    def prompt_seconds(self, lengths: Sequence[int], num_decoding: int = 1, context: int = 1) -> Pace:
-        """The pace of the step that computes new prompts of these lengths, beside requests that decode behind so many
-        tokens: so that the device has no pause before it."""
+    def prompt_seconds(self, lengths: Sequence[int], contexts: Sequence[int]) -> Pace:
+        """The pace of the step that computes new prompts of these lengths, beside requests that decode behind contexts
+        of these lengths: so that the device has no pause before it."""
         self._runner.steps.clear()
-        while len(self._contexts) < num_decoding:
+        while len(self._contexts) < len(contexts):
             self._contexts.append(self.prompt(self.limits.max_len))
         # The same contexts every time, which the prefix cache then has.
-        self._add([own[:context] for own in self._contexts[:num_decoding]],
-                  PROMPT_BACKGROUND * (1 + self.limits.max_drafts))
-        while len(self._decoding(num_decoding)) < 2:
+        self._add([own[:length] for own, length in zip(self._contexts, contexts, strict=False)],
+                  self._answer_len(contexts, PROMPT_BACKGROUND))
+        while len(self._decoding(len(contexts))) < 2:
+            assert self.engine.has_work, "the answers were too short"
             self.engine.step()
         num_before = len(self._runner.steps)
         self._add([self.prompt(length) for length in lengths], 1)

@@ -85,6 +85,13 @@ def test_a_gpu_is_measured_at_the_sizes_that_its_steps_are_padded_to() -> None:
     assert bench._prompt_sizes() == [64, 128, 192, 256, 512, 1024]
 
 
+def test_prompts_are_measured_beside_requests_whose_contexts_take_many_steps() -> None:
+    """The first of them still decode when the last begin."""
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS, max_num_batched_tokens=8) as rig:
+        timed = TimedEngine(EngineConfig("tiny"), rig.engine.runner, 0)  # type: ignore[arg-type]
+        assert timed.prompt_seconds([3], [120, 60, 60]).interval > 0
+
+
 def test_few_requests_have_longer_prompts() -> None:
     with Rig(tiny_model("llama", torch.float32), **(SETTINGS | {"max_num_seqs": 1})) as rig:
         bench = CostBench(rig.engine, EngineConfig("tiny"), print)
@@ -99,9 +106,9 @@ class RecordedEngine:
         self.num_drafts = num_drafts
         self.steps: list[tuple[int, int]] = []  # tokens and requests
 
-    def prompt_seconds(self, lengths: list[int], num_decoding: int, context: int) -> Pace:
-        assert min(lengths) > 0 and context == 512
-        self.steps.append((sum(lengths) + num_decoding * (1 + self.num_drafts), len(lengths) + num_decoding))
+    def prompt_seconds(self, lengths: list[int], contexts: list[int]) -> Pace:
+        assert min(lengths) > 0
+        self.steps.append((sum(lengths) + len(contexts) * (1 + self.num_drafts), len(lengths) + len(contexts)))
         return Pace(1e-6 * self.steps[-1][1], 0.0)
 
 
@@ -115,7 +122,6 @@ def test_a_size_without_a_graph_is_captured_before_it_is_measured(monkeypatch: p
             return 0.0 if left and left.pop() else None
 
         monkeypatch.setattr(rig.engine.runner, "idle", idle)
-        monkeypatch.setattr(bench, "_context", lambda num_requests: 512)
         bench._prompt_seconds(timed, 8, 33)  # type: ignore[arg-type]
         assert not left and len(timed.steps) == 1 + costs.REPEATS
 
@@ -132,8 +138,9 @@ def test_steps_with_prompts_are_measured_in_every_number_of_requests_that_they_a
         bench._info = replace(bench._info, num_pages=50_000)
         reading = (ReadCost(None, 1e-12), ReadCost(256, 1e-12))
         few, some, many = bench._prompts(timed, num_drafts, reading, ())  # type: ignore[arg-type]
-        assert bench._reading_seconds(reading, 35) == pytest.approx(35 * 768e-12)
-    assert few.seconds[0] == pytest.approx(2e-6 - 768e-12), "what contexts take is told by `reading`"
+        lone, *others = bench._contexts(1)
+        assert lone > 256 and not others
+    assert few.seconds[0] == pytest.approx(2e-6 - (lone + 256) * 1e-12), "what contexts take is told by `reading`"
     assert [own.requests for own in (few, some)] == [16, 64] and many.requests > 256
     assert few.tokens == (64, 128, 192, 256, 320, 384, 448, 512, 1024, 2048, 4096, 8192)
     assert some.tokens[-1] == many.tokens[-1] == 1024, "steps among many requests are bounded"
@@ -142,6 +149,22 @@ def test_steps_with_prompts_are_measured_in_every_number_of_requests_that_they_a
         assert any(16 < requests <= 64 for requests in found), size
     assert any(64 < requests <= 256 for requests in counts[1024])
     assert {tokens for tokens, _ in timed.steps} == {*few.tokens}, "a step has the tokens of its size"
+
+
+def test_requests_decode_behind_contexts_of_many_lengths() -> None:
+    with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig:
+        bench = CostBench(rig.engine, EngineConfig("tiny"), print)
+        assert bench._contexts(3) == [costs.SHORT_CONTEXT] * 3
+        limits = replace(bench._limits, max_requests=256, max_len=4096)
+        bench._is_cuda, bench._info = True, replace(bench._info, limits=limits, num_pages=50_000)
+        few, many = bench._contexts(64), bench._contexts(256)
+        assert sum(many) / 256 == pytest.approx(512, rel=0.02) and sum(few) / 64 == pytest.approx(512, rel=0.04)
+        assert 1200 < few[0] < many[0] < 2048, "the longest of more requests is longer"
+        assert all(mine <= other for mine, other in zip(few, many, strict=False)), "found in the prefix cache"
+        reading = (ReadCost(None, 1e-12), ReadCost(300, 1e-12))
+        assert bench._reading_seconds(reading, 64) == pytest.approx(1e-12 * sum(own + min(own, 300) for own in few))
+        bench._info = replace(bench._info, limits=replace(limits, max_len=64), num_pages=300)
+        assert 1 <= min(bench._contexts(256)) <= max(bench._contexts(256)) <= 32
 
 
 def test_a_disturbed_step_does_not_make_larger_ones_slower() -> None:
