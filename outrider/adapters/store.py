@@ -4,6 +4,7 @@ their load, and places them on the device when the scheduler says so.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,9 +14,11 @@ import torch
 
 from outrider.adapters.arena import AdapterArena
 from outrider.adapters.host_adapter import HostAdapter, read_adapter
+from outrider.adapters.peft_folder import AdapterError
 from outrider.adapters.rows import StepAdapters
 from outrider.adapters.targets import Targets
 from outrider.core import Limits
+from outrider.core.lora_request import AdapterRead
 from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.kernels import ops
 from outrider.kernels.adapters import NO_SLOT
@@ -23,6 +26,7 @@ from outrider.kernels.buffers import to_device
 from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model
 
+log = logging.getLogger("outrider")
 OPERATIONS: tuple[ops.Operation[..., Any], ...] = (
     ops.reduce_adapters, ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
 )  # fmt: skip
@@ -45,16 +49,18 @@ class AdapterStore(LoadedAdapters):
             read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=self.arena.num_numbers,
             dtype=self._dtype, pin=self._device.type == "cuda")
 
-    def poll(self, number: int) -> int | None:
-        """The size of an adapter that has been read, or None while it is read. Raises what was wrong with it."""
+    def poll(self, number: int) -> AdapterRead | None:
+        """How the reading of an adapter ended, or None while it is read."""
         load = self._loads[number]
         if not load.done():
             return None
         try:
-            return load.result().size
-        except BaseException:
-            del self._loads[number]
-            raise
+            return AdapterRead(load.result().size)
+        except AdapterError as error:
+            return AdapterRead(error=str(error))
+        except Exception as error:  # no memory, say: nothing but this adapter suffers from it
+            log.exception("an adapter could not be read")
+            return AdapterRead(error=f"the adapter could not be read: {type(error).__name__}: {error}")
 
     def drop(self, number: int) -> None:
         """Forget an adapter. No request has it any more."""

@@ -1,4 +1,5 @@
-"""LoRARequest: names the adapter of a request. Field names follow vLLM's. No torch."""
+"""LoRARequest: names the adapter of a request. Field names follow vLLM's. AdapterRead: a worker's answer about the
+reading of one. No torch."""
 
 from __future__ import annotations
 
@@ -35,6 +36,15 @@ class LoRARequest:
     @property
     def path(self) -> str:
         return self.lora_path
+
+
+@dataclass(frozen=True)
+class AdapterRead:
+    """A reading of an adapter that is over. Errors are data, since ranks read at their own pace, and a command that
+    fails on some ranks alone would end all of them."""
+
+    size: int = 0  # numbers that it takes on the device
+    error: str | None = None  # what is wrong with the adapter
 
 
 AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"

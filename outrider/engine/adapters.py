@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from outrider.core.lora_request import LoRARequest
+from outrider.core.lora_request import AdapterRead, LoRARequest
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 from outrider.runner.commands import Answer, Command
 
@@ -35,7 +35,7 @@ class AdapterLoad:
     num_requests: int = 0  # that were added and have not ended
     num_holders: int = 0  # fronts that are about to add requests, or will add more
     is_replaced: bool = False  # dropped as soon as its last request ends
-    answer: Future[int | None] | None = None  # the worker's, whether it has been read
+    answer: Future[AdapterRead | None] | None = None  # the worker's, whether it has been read
 
     @property
     def is_idle(self) -> bool:
@@ -126,16 +126,16 @@ class AdapterRegistry:
         if not load.answer.done():
             return False
         answer, load.answer = load.answer, None
-        try:
-            size = answer.result()
-        except Exception:
+        read = answer.result()
+        if read is None:
+            return False
+        if read.error is not None:
             self._take_out(number)
-            self._order(DropAdapter(number))  # some ranks may have read it, or still do
-            raise
-        if size is not None:
-            self.sizes[number] = size
-            self._serve(load)
-        return size is not None
+            self._order(DropAdapter(number))
+            raise ValueError(read.error)
+        self.sizes[number] = read.size
+        self._serve(load)
+        return True
 
     def release(self, number: int | None) -> None:
         """A front has added its requests, or given up."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.lora_request import AdapterRead
 from outrider.runner.commands import Command
 
 
@@ -22,19 +23,25 @@ class BeginAdapter(Command[None]):
 
 
 @dataclass(frozen=True)
-class PollAdapter(Command["int | None"]):
-    """The size of an adapter that has been read, or None while it is read. Raises what was wrong with it."""
+class PollAdapter(Command["AdapterRead | None"]):
+    """How the reading of an adapter ended, or None while it is read. The answer stays the same until `DropAdapter`."""
 
     number: int
 
-    def carry_out(self, worker: Any) -> int | None:
-        size: int | None = worker.device_step.adapters.poll(self.number)
-        return size
+    def carry_out(self, worker: Any) -> AdapterRead | None:
+        read: AdapterRead | None = worker.device_step.adapters.poll(self.number)
+        return read
 
-    def combine(self, answers: Sequence[int | None]) -> int | None:
+    def combine(self, answers: Sequence[AdapterRead | None]) -> AdapterRead | None:
         """Ranks hold different parts: the largest must fit, and all must be there."""
-        sizes = [answer for answer in answers if answer is not None]
-        return max(sizes) if len(sizes) == len(answers) else None
+        ended = [answer for answer in answers if answer is not None]
+        if len(ended) < len(answers):
+            return None
+        errors = {rank: read.error for rank, read in enumerate(ended) if read.error is not None}
+        if not errors:
+            return max(ended, key=lambda read: read.size)
+        rank, error = next(iter(errors.items()))
+        return AdapterRead(error=error if len(errors) == len(ended) else f"rank {rank}: {error}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -260,6 +261,13 @@ def test_broken_adapters_are_refused_and_harm_nobody(folders: list[Path], tmp_pa
             with pytest.raises(ValueError, match=words):
                 generated(llm, [PROMPT], [folder])
         assert registry_of(rig).sizes == {} and not rig.engine.has_work
+        store = rig.step.adapters
+        assert isinstance(store, AdapterStore)
+        store.begin(99, "nan", str(nan))
+        while (read := store.poll(99)) is None:
+            time.sleep(0.01)
+        assert read.error is not None and store.poll(99) == read, "the answer stays, for ranks that end later"
+        store.drop(99)
         assert generated(llm, [PROMPT], [folders[0]]) == [text_of("llama", folders[0], tuple(PROMPT))]
 
 

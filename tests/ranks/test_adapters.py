@@ -10,9 +10,11 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.config import EngineConfig
+from outrider.core.lora_request import AdapterRead
 from outrider.engine.start import start_engine
 from outrider.formats import RankGroup
 from outrider.llm import LLM
+from outrider.runner.adapter_commands import PollAdapter
 from tests.adapters.folders import write_adapter, write_adapter_of_all
 from tests.engine.harness import CONFIGS, Rig, greedy, prompt_of, random_model, save_folder
 from tests.models import oracle
@@ -41,6 +43,15 @@ def test_text_is_that_of_one_rank(ranks: RankPool, family: str, tmp_path: Path) 
     wanted = run_adapters(None, family, folders)
     assert len(set(map(tuple, wanted))) == 3, "the adapters change nothing"
     assert ranks.run(2, run_adapters, family, folders) == [wanted] * 2
+
+
+def test_a_broken_adapter_is_refused_when_all_ranks_have_read_it() -> None:
+    """Ranks read at their own pace: a failure of the first to end must not be taken for one of that rank alone."""
+    poll, good, bad = PollAdapter(1), AdapterRead(5), AdapterRead(error="tensor x holds NaN")
+    assert poll.combine([bad, None]) is None and poll.combine([None, good]) is None
+    assert poll.combine([good, AdapterRead(7)]) == AdapterRead(7)
+    assert poll.combine([bad, bad]) == bad
+    assert poll.combine([good, bad]) == AdapterRead(error="rank 1: tensor x holds NaN")
 
 
 @pytest.mark.long
