@@ -55,14 +55,17 @@ class PromptWork:
         self._attention = [layer for layer in model.attention_layers if isinstance(layer, AttentionLayer)]
 
     def total(self, lengths: Sequence[int]) -> float:
-        pairs = {window: sum(visible_pairs(length, window) for length in lengths)
-                 for window in {layer.window for layer in self._attention}}
-        attention = sum(4 * layer.num_heads * layer.head_dim * pairs[layer.window] for layer in self._attention)
+        kinds = {(layer.window, layer.is_chunked) for layer in self._attention}
+        pairs = {kind: sum(visible_pairs(length, *kind) for length in lengths) for kind in kinds}
+        attention = sum(4 * layer.num_heads * layer.head_dim * pairs[layer.window, layer.is_chunked]
+                        for layer in self._attention)
         return sum(lengths) * self.token_operations + attention
 
 
-def visible_pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and a key that it sees, over a whole prompt."""
+def visible_pairs(length: int, window: int | None, is_chunked: bool = False) -> int:
+    """Pairs of a token and a key that it sees, over a whole prompt. is_chunked: the window does not slide."""
+    if is_chunked and window is not None:
+        return length // window * visible_pairs(window, None) + visible_pairs(length % window, None)
     full = min(length, window or length)
     return full * (full + 1) // 2 + (length - full) * full
 

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 
 from outrider.cache.events import ADAPTER, AllRemoved, CacheEvent, PageRemoved, PageStored
 from outrider.cache.groups import CacheLayout
-from outrider.cache.kinds import FullSpec, LatentSpec, PagedSpec
+from outrider.cache.kinds import ChunkedSpec, FullSpec, LatentSpec, PagedSpec
 
 Event = dict[str, Any]
 MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, whatever the device
@@ -90,6 +90,8 @@ def _kind(spec: PagedSpec) -> tuple[str, int | None]:
     window = spec.visible_tokens
     if isinstance(spec, LatentSpec):
         return ("mla_attention" if window is None else "sliding_window_mla"), window
+    if isinstance(spec, ChunkedSpec):
+        return "chunked_local_attention", None
     if isinstance(spec, FullSpec):
         return ("full_attention" if window is None else "sliding_window"), window
     return "unknown", window

@@ -198,12 +198,14 @@ def paged_attention(
     softcap: float = 0.0,
     key_starts: Tensor | None = None,
     sinks: Tensor | None = None,
+    is_chunked: bool = False,
 ) -> Tensor:
     """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
 
     Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]; its position is
     lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position,
-    none before key_starts[r]. sinks [heads]: the score of one more key that every token sees, whose value is 0.
+    none before key_starts[r]. is_chunked: the window does not slide, it begins at position - position % window.
+    sinks [heads]: the score of one more key that every token sees, whose value is 0.
     page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
     """
     if lengths.shape[0] == 0:
@@ -212,7 +214,8 @@ def paged_attention(
     key = torch.arange(page_table.shape[1] * k_cache.shape[1], device=q.device)
     visible = is_live[:, None] & (key <= position[:, None])
     if window > 0:
-        visible &= key > position[:, None] - window
+        first = position - position % window if is_chunked else position - window + 1
+        visible &= key >= first[:, None]
     if key_starts is not None:
         visible &= key >= key_starts[request][:, None]
     table = page_table.clamp(0, k_cache.shape[0] - 1)

@@ -14,6 +14,7 @@ import torch
 
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import (
+    ChunkedSpec,
     FullSpec,
     IndexedLatentSpec,
     IndexedSpec,
@@ -67,6 +68,7 @@ class LayerParams(Protocol):
 _MIXERS: dict[type[PagedSpec], type[Mixer]] = {
     FullSpec: PagedMixer,
     SlidingSpec: PagedMixer,
+    ChunkedSpec: PagedMixer,
     IndexedSpec: IndexedMixer,
     LatentSpec: LatentMixer,
     IndexedLatentSpec: LatentMixer,

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from outrider.cache.groups import CacheLayout, Group, Place, PlacedPart
 from outrider.cache.kinds import (
     CacheType,
+    ChunkedSpec,
     ElementType,
     FullSpec,
     IndexedLatentSpec,
@@ -35,9 +36,10 @@ from outrider.runner.interface import (
 )
 
 CLASSES: tuple[type[Any], ...] = (
-    BoundedSteps, CacheLayout, CacheType, DraftCost, ElementType, FixedDrafting, FullSpec, Group, IndexedLatentSpec,
-    IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place, PlacedPart, ReadCost,
-    RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps, WorkerInfo,
+    BoundedSteps, CacheLayout, CacheType, ChunkedSpec, DraftCost, ElementType, FixedDrafting, FullSpec, Group,
+    IndexedLatentSpec, IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place,
+    PlacedPart, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps,
+    WorkerInfo,
 )  # fmt: skip
 
 

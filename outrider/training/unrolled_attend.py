@@ -27,6 +27,7 @@ class UnrolledLayer:
     each; a later pass has fewer, the first ones."""
 
     def __init__(self, layer: AttentionLayer, num_texts: int) -> None:
+        assert not layer.is_chunked, "draft heads attend to their whole context, or slide"
         self.layer, self._num_texts = layer, num_texts
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from outrider import LLM
 from outrider.adapters import LoRARequest
 from outrider.cache.events import AllRemoved, CacheEvents, PageContent, PageStored
 from outrider.cache.groups import LayerCache, plan_groups
-from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
 from outrider.cache.prefix import PageHashes
 from outrider.config import EngineConfig, KVEventsConfig
@@ -198,6 +198,12 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
 
 def layout_of_two() -> Any:
     return plan_groups([LayerCache(0, FullSpec(2, 8, 4)), LayerCache(1, SlidingSpec(2, 8, 4, 32))], 16)
+
+
+def test_a_group_of_chunked_layers_is_named_as_such() -> None:
+    writer = EventWriter(plan_groups([LayerCache(0, ChunkedSpec(2, 8, 4, 32))], 16))
+    (event,) = writer.write([PageStored(0, bytes(16), PageContent(None, (1, 2), ()))])
+    assert event["kv_cache_spec_kind"] == "chunked_local_attention" and "kv_cache_spec_sliding_window" not in event
 
 
 def test_blocks_in_a_row_share_an_event_and_others_do_not() -> None:

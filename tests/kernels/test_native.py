@@ -536,6 +536,7 @@ class LayerCase:
     has_bias: bool = False
     has_norms: bool = False
     window: int = 0
+    is_chunked: bool = False
     gelu: bool = False
     heads: int = 9
     kv_heads: int = 3
@@ -575,7 +576,7 @@ class LayerCase:
         counts = torch.tensor(self.scheduled)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         requests = native.Requests(table, starts, torch.tensor(self.lengths), counts)
-        return weights, rope, native.Attention(requests, 0.2, self.window)
+        return weights, rope, native.Attention(requests, 0.2, self.window, is_chunked=self.is_chunked)
 
 
 def layer_in_parts(
@@ -593,7 +594,8 @@ def layer_in_parts(
     ops.rope_write(qkv, *rope)
     q = qkv[:, : weights.out.inputs].view(qkv.shape[0], -1, dim)
     table, starts, lengths, live, _ = attention.requests._owners
-    mixed = ops.paged_attention(q, rope.k_cache, rope.v_cache, table, starts, lengths, live, *attention[1:])
+    mixed = ops.paged_attention(q, rope.k_cache, rope.v_cache, table, starts, lengths, live, *attention[1:4],
+                                is_chunked=attention.is_chunked)
     x = ops.add_rms_norm(native.product(mixed.flatten(1), weights.out), residual, mlp_norm, 1e-5)
     gated = ops.gelu_tanh_mul if gelu else ops.silu_mul
     return native.product(gated(native.product(x, gate_up)), down)
@@ -604,9 +606,9 @@ def whole_layer(
     attention: native.Attention,
 ) -> Tensor | None:  # fmt: skip
     norms = None if rope.q_norm is None or rope.k_norm is None else (rope.q_norm, rope.k_norm)
-    _, scale, window, softcap, _ = attention
+    _, scale, window, softcap, _, is_chunked = attention
     bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, norms, rope.eps, scale=scale, window=window,
-                                   softcap=softcap)  # fmt: skip
+                                   is_chunked=is_chunked, softcap=softcap)  # fmt: skip
     step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
     assert bound is not None and step is not None
     return native.decoder_layer(bound, step, delta, residual)
@@ -621,6 +623,7 @@ def whole_layer(
         LayerCase([5], [40], has_bias=True),
         LayerCase([1, 3, 4], [33, 3, 150], has_norms=True),
         LayerCase([1, 2], [50, 70], window=30, gelu=True),
+        LayerCase([1, 5], [50, 63], window=30, is_chunked=True),
         LayerCase([9, 21], [9, 140]),
         LayerCase([1, 2], [50, 70], inner=101),
         LayerCase([1, 2], [50, 70], inner=208, kind="Q4_1"),

@@ -23,6 +23,7 @@ from outrider.kernels.triton import attention, collected_launch  # noqa: E402
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache  # noqa: E402
 from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
 from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
+from outrider.kernels.triton.windows import CHUNKED, NO_WINDOW, SLIDING  # noqa: E402
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
@@ -34,7 +35,7 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     constants = {
         "GROUP": 4, "GROUP_PAD": 4, "D": head_dim, "PAGE": 16, "Q_TILE": config.block_m // 4,
         "BLOCK_N": config.block_n, "STAGES": config.num_stages, "SPLIT": config.value_split, "KV_HEADS": 8,
-        "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_STARTS": False, "HAS_SINKS": False, "SEARCH": 256,
+        "WINDOW_KIND": NO_WINDOW.value, "HAS_SOFTCAP": False, "HAS_STARTS": False, "HAS_SINKS": False, "SEARCH": 256,
         "PRODUCER_REGS": config.producer_regs, "CONSUMER_REGS": config.consumer_regs,
     } | options  # fmt: skip
     function = hopper._prefill_kernel.function
@@ -50,8 +51,10 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
-COMPILED: list[tuple[int, dict[str, bool]]] = [(128, {}), (512, {"HAS_WINDOW": True, "HAS_STARTS": True}), (256, {}),
-                                               (64, {"HAS_WINDOW": True, "HAS_SINKS": True})]
+COMPILED: list[tuple[int, dict[str, int]]] = [
+    (128, {}), (512, {"WINDOW_KIND": SLIDING.value, "HAS_STARTS": True}), (256, {"WINDOW_KIND": CHUNKED.value}),
+    (64, {"WINDOW_KIND": SLIDING.value, "HAS_SINKS": True}),
+]  # fmt: skip
 
 
 def test_compiles_for_the_card() -> None:

@@ -34,6 +34,7 @@ from outrider.kernels.triton.prefill import (  # noqa: E402
     prefill_attention,
     query_tiles,
 )
+from outrider.kernels.triton.windows import window_kind  # noqa: E402
 from outrider.mixers.paged.base import AttentionLayer, KeyValueCache  # noqa: E402
 from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
 
@@ -60,6 +61,7 @@ class Batch:
 def make_batch(
     device: torch.device, dtype: torch.dtype, requests: list[tuple[int, int, int]], *, heads: int = 4,
     kv_heads: int = 2, dim: int = 16, page_size: int = 16, window: int | None = None, poison: float = NAN,
+    is_chunked: bool = False,
 ) -> Batch:
     """Requests are (length, scheduled, live). Whatever no live query may see holds `poison`, the table's tail too."""
     generator = torch.Generator().manual_seed(7)
@@ -72,6 +74,8 @@ def make_batch(
     table = torch.full((len(requests), columns + 3), 1 << 30 if poison != poison else -7, dtype=torch.int32)
     for r, (length, _, live) in enumerate(requests):
         first = 0 if window is None else max(0, length - live - window + 1)
+        if is_chunked and window is not None:
+            first = (length - live) // window * window
         for position in range(first, length if live else 0):
             page = int(order[r * columns + position // page_size])
             table[r, position // page_size] = page
@@ -165,7 +169,8 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
     num_heads, head_dim = batch.q.shape[1:]
     given = {"max_query": int(batch.query_starts.diff().max()), "config": SMALL,
              "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options  # fmt: skip
-    by = {name: given[name] for name in ("max_query", "max_length", "window", "key_starts", "config") if name in given}
+    by = {name: given[name] for name in ("max_query", "max_length", "window", "is_chunked", "key_starts", "config")
+          if name in given}
     with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
         splits = list_splits(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim,
                              batch.k_cache.element_size(), **by)  # fmt: skip
@@ -240,12 +245,12 @@ def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
 
 
 @triton.jit
-def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, HAS_WINDOW: tl.constexpr):
+def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, WINDOW_KIND: tl.constexpr):
     at = tl.arange(0, 128)
     length = tl.load(lengths + at)
     first_key = length * 0  # of the lengths' shape, as the compiler needs: the base takes its shape from it
     base, size, active = split_geometry(length, 1, window, first_key, split_size, coarse_size, num_splits, 16,
-                                        HAS_WINDOW)  # fmt: skip
+                                        WINDOW_KIND)  # fmt: skip
     tl.store(out + at, base)
     tl.store(out + 128 + at, size)
     tl.store(out + 256 + at, active)
@@ -255,7 +260,7 @@ def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, 
 def test_splits_are_even_and_cover_all_keys(device: torch.device, window: int | None) -> None:
     lengths = torch.arange(128, dtype=torch.int32, device=device) * 7 + 3
     out = torch.zeros(3, 128, dtype=torch.int32, device=device)
-    _geometry_kernel[(1,)](lengths, out, window or 0, 64, 256, 5, HAS_WINDOW=window is not None)
+    _geometry_kernel[(1,)](lengths, out, window or 0, 64, 256, 5, WINDOW_KIND=window_kind(window, False))
     for length, base, size, active in zip(lengths.tolist(), *out.tolist(), strict=True):
         lowest = 0 if window is None else max(0, length - window)
         assert base <= lowest < base + 16 and base % 16 == size % 16 == 0
@@ -277,7 +282,7 @@ def test_splits_with_many_rows_are_long(device: torch.device) -> None:
     lengths = torch.zeros(128, dtype=torch.int32, device=device)
     lengths[:4] = torch.tensor([100, 2000, 8000, 60000])
     out = torch.zeros(3, 128, dtype=torch.int32, device=device)
-    _geometry_kernel[(1,)](lengths, out, 0, 1024, 256, 64, HAS_WINDOW=False)
+    _geometry_kernel[(1,)](lengths, out, 0, 1024, 256, 64, WINDOW_KIND=window_kind(None, False))
     assert out[2, :4].tolist() == [1, 2, 8, 59] and out[1, 2:4].tolist() == [1008, 1024]
 
 

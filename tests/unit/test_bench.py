@@ -130,6 +130,7 @@ def test_operations_of_prompts() -> None:
     for length, window in ((20, 5), (5, 20), (7, 7), (9, None)):
         seen = sum(min(position + 1, window or length) for position in range(length))
         assert visible_pairs(length, window) == seen
+    assert visible_pairs(20, 6, is_chunked=True) == sum(position % 6 + 1 for position in range(20))
     hybrid = meta_model(read_config(CONFIGURED / "nemotronh-15b-a2b"))
     linears = [linear for linear in find_modules([hybrid], Linear) if linear is not hybrid.lm_head]
     dense = sum(linear.in_features * linear.out_features for linear in linears)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.kinds import FullKind, FullSpec, Kind, SlidingKind, SlidingSpec, kind_of
+from outrider.cache.kinds import ChunkedKind, ChunkedSpec, FullKind, FullSpec, Kind, SlidingKind, SlidingSpec, kind_of
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Bound, Limits, Settled
@@ -25,6 +25,10 @@ def sliding(page_tokens: int, window: int) -> SlidingKind:
     return SlidingKind(SlidingSpec(1, 1, 1, window), page_tokens)
 
 
+def chunked(page_tokens: int, chunk: int) -> ChunkedKind:
+    return ChunkedKind(ChunkedSpec(1, 1, 1, chunk), page_tokens)
+
+
 def limits_of(budget: int, max_len: int, max_drafts: int = 0, steps: int = 2) -> Limits:
     return Limits(1, budget, max_len, max_drafts, 10, steps_in_flight=steps)
 
@@ -32,6 +36,11 @@ def limits_of(budget: int, max_len: int, max_drafts: int = 0, steps: int = 2) ->
 def visible(window: int, settled: int, end: int) -> set[int]:
     """Positions that queries at settled, ..., end - 1 see; window 0 is all."""
     return {key for query in range(settled, end) for key in range(query + 1) if not window or key > query - window}
+
+
+def seen_in_chunks(chunk: int, settled: int, end: int) -> set[int]:
+    """Positions that queries at settled, ..., end - 1 see of the chunks that they lie in."""
+    return {key for query in range(settled, end) for key in range(query // chunk * chunk, query + 1)}
 
 
 def most_pages(page_tokens: int, window: int, limits: Limits) -> int:
@@ -103,6 +112,38 @@ def test_next_drop_is_when_first_needed_moves(window: int) -> None:
         assert kind.next_drop(settled) == moved
 
 
+@pytest.mark.parametrize("chunk", range(1, 12))
+@pytest.mark.parametrize("page_tokens", [1, 2, 4])
+def test_pages_of_earlier_chunks_are_dropped_at_an_edge(chunk: int, page_tokens: int) -> None:
+    kind = chunked(page_tokens, chunk)
+    for settled in range(30):
+        assert kind.first_needed(settled) == min(seen_in_chunks(chunk, settled, settled + 5)) // page_tokens
+        moved = next(n for n in range(settled + 1, 99) if kind.first_needed(n) > kind.first_needed(settled))
+        assert kind.next_drop(settled) == moved
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_chunks_hold_no_more_than_their_capacity(page_tokens: int) -> None:
+    for drafts in (0, 3):
+        limits = limits_of(5, 56, drafts)
+        for chunk in range(1, 14):
+            ends = ((n, min(n + limits.max_unsettled_tokens + limits.max_lookahead, 56)) for n in range(56))
+            held = (len({at // page_tokens for at in seen_in_chunks(chunk, *span)}) for span in ends)
+            assert max(held) <= chunked(page_tokens, chunk).capacity(limits).max_pages
+
+
+@settings(max_examples=100)
+@given(st.sets(st.integers(0, 9)), st.integers(0, 10), st.sampled_from([1, 2, 4]), st.integers(1, 14))
+def test_chunks_serve_the_longest_prefix_whose_last_chunk_is_cached(
+    cached: set[int], columns: int, page_tokens: int, chunk: int
+) -> None:
+    def is_served(length: int) -> bool:
+        return all(key // page_tokens in cached for key in seen_in_chunks(chunk, length, length + 1) - {length})
+
+    expected = max(n * page_tokens for n in range(columns + 1) if is_served(n * page_tokens))
+    assert chunked(page_tokens, chunk).serves(cached.__contains__, columns * page_tokens) == expected
+
+
 def test_a_full_cache_drops_nothing() -> None:
     kind = full(4)
     assert all(kind.first_needed(n) == 0 and kind.next_drop(n) > 10**9 for n in range(20))
@@ -127,4 +168,5 @@ def test_a_kind_is_found_by_the_type_of_the_spec() -> None:
     limits = limits_of(4, 64)
     assert isinstance(kind_of(FullSpec(1, 1, 1), 16), FullKind)
     assert isinstance(kind_of(SlidingSpec(1, 1, 1, 8), 16), SlidingKind)
+    assert isinstance(kind_of(ChunkedSpec(1, 1, 1, 8), 16), ChunkedKind)
     assert kind_of(SlidingSpec(1, 1, 1, 8), 16).capacity(limits) == sliding(16, 8).capacity(limits)

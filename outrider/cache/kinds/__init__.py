@@ -2,6 +2,7 @@
 hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
 
 from outrider.cache.kinds.base import Capacity, Kind, PagedSpec, kind_of, pages_for, register_kind
+from outrider.cache.kinds.chunked import ChunkedKind, ChunkedSpec
 from outrider.cache.kinds.full import FullKind, FullSpec
 from outrider.cache.kinds.indexed import IndexedSpec
 from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
@@ -16,6 +17,8 @@ __all__ = [
     "MODEL_DTYPE",
     "CacheType",
     "Capacity",
+    "ChunkedKind",
+    "ChunkedSpec",
     "ElementType",
     "FullKind",
     "FullSpec",
@@ -38,6 +41,7 @@ __all__ = [
 
 register_kind(FullSpec, FullKind)
 register_kind(SlidingSpec, SlidingKind)
+register_kind(ChunkedSpec, ChunkedKind)
 register_kind(IndexedSpec, FullKind)
 register_kind(LatentSpec, FullKind)
 register_kind(IndexedLatentSpec, FullKind)

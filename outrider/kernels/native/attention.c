@@ -107,9 +107,15 @@ static int find_keys(const Attention *a, Tile *t) {
     return 1;
 }
 
+/* The first key that a token at this position sees, whatever its request's first key is. */
+static int64_t first_seen(const Attention *a, int64_t position) {
+    if (a->window <= 0) return 0;
+    return a->chunked ? position - position % a->window : position - a->window + 1;
+}
+
 static void find_tile(const Attention *a, const Item *item, int64_t index, Tile *t) {
     int64_t base = index * KEYS, begin = item->first_key - base; /* as seen from this tile */
-    int64_t low = a->window > 0 ? item->position - a->window + 1 - base : 0;
+    int64_t low = first_seen(a, item->position) - base;
     int64_t high = item->position + item->count - base; /* one past the last key the last token sees */
     low = low < begin ? begin : low;
     t->item = item, t->index = index;
@@ -191,7 +197,7 @@ static void attend_tile(const Attention *a, Tile *t, const Tile *next, Scratch *
     for (int64_t j = t->high; j < to; j++) t->k_rows[j] = t->k_rows[t->low], t->v_rows[j] = t->v_rows[t->low];
     score_keys(a, s, t, rows, from, to);
     for (int64_t r = 0; r < rows; r++) {
-        int64_t last = item->position + r / group - base, first = a->window > 0 ? last - a->window + 1 : 0;
+        int64_t last = item->position + r / group - base, first = first_seen(a, last + base) - base;
         first = first < item->first_key - base ? item->first_key - base : first;
         part[r * (dim + 2)] = weigh(s->scores + r * KEYS, from, to, first < 0 ? 0 : first, last < -1 ? -1 : last,
                                     a->softcap, part + r * (dim + 2) + 1);
@@ -280,8 +286,8 @@ static int64_t list_items(const Attention *a, int share, Item *items, float *par
         if (first_key < 0 || first_key > length - live) return -1;
         for (int64_t t = 0; t < live; t += per_tile) {
             int64_t count = live - t < per_tile ? live - t : per_tile, position = length - live + t;
-            int64_t low = first_key;
-            if (a->window > 0 && position - a->window + 1 > low) low = position - a->window + 1;
+            int64_t low = first_seen(a, position);
+            low = low < first_key ? first_key : low;
             low /= KEYS;
             int64_t high = (position + count - 1) / KEYS + 1;
             for (int64_t h = 0; h < a->cache.kv_heads; h++)

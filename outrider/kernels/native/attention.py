@@ -113,12 +113,14 @@ class Attention(NamedTuple):
     window: int = 0  # 0: all keys
     softcap: float = 0.0  # 0: none
     sinks: Tensor | None = None
+    is_chunked: bool = False  # the window begins at a multiple of its size
 
     def pack(self, q: int, q_stride: int, out: int, tokens: int, heads: int, cache: bytes) -> bytes:
         """Queries and output are given by their addresses."""
         return ATTENTION.pack(
             requests=self.requests.packed, cache=cache, q=q, out=out, q_stride=q_stride, tokens=tokens, heads=heads,
             window=self.window, scale=self.scale, softcap=self.softcap, sinks=_pointer(self.sinks),
+            chunked=self.is_chunked,
         )  # fmt: skip
 
 
@@ -143,8 +145,10 @@ def paged_attention(
     softcap: float = 0.0,
     key_starts: Tensor | None = None,
     sinks: Tensor | None = None,
+    is_chunked: bool = False,
 ) -> Tensor:
-    attention = Attention(Requests(page_table, query_starts, lengths, live, key_starts), scale, window, softcap, sinks)
+    requests = Requests(page_table, query_starts, lengths, live, key_starts)
+    attention = Attention(requests, scale, window, softcap, sinks, is_chunked)
     tokens, heads, dim = q.shape
     assert k_cache.shape == v_cache.shape and k_cache.shape[3] == dim and heads % k_cache.shape[2] == 0
     assert sinks is None or sinks.shape == (heads,), "one sink per head"

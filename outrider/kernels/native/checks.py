@@ -120,7 +120,8 @@ def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
 
 def takes_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, query_starts: Tensor,
                           lengths: Tensor, live: Tensor, scale: float, window: int = 0, softcap: float = 0.0,
-                          key_starts: Tensor | None = None, sinks: Tensor | None = None) -> bool:
+                          key_starts: Tensor | None = None, sinks: Tensor | None = None,
+                          is_chunked: bool = False) -> bool:
     _, heads, dim = q.shape
     return (sinks is None or (sinks.dtype is torch.float32 and sinks.is_cpu and sinks.is_contiguous())) and (
         q.dtype is torch.float32 and q.is_cpu and q.stride()[1:] == (dim, 1) and not q.requires_grad

@@ -54,7 +54,7 @@ class BoundLayer:
     @classmethod
     def bind(
         cls, weights: LayerWeights, k_cache: Tensor, v_cache: Tensor, norms: tuple[Tensor, Tensor] | None = None,
-        norm_eps: float = 1e-6, *, scale: float, window: int = 0, softcap: float = 0.0,
+        norm_eps: float = 1e-6, *, scale: float, window: int = 0, is_chunked: bool = False, softcap: float = 0.0,
     ) -> BoundLayer | None:  # fmt: skip
         """`norms`: scales of the norms of q and k heads. None if the C code does not take these caches or heads."""
         kv_heads, dim = k_cache.shape[2:]
@@ -69,7 +69,7 @@ class BoundLayer:
         packed = BOUND_LAYER.pack(
             weights=weights.packed, cache=pack_cache(k_cache, v_cache),
             q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
-            heads=heads, window=window, norm_eps=norm_eps, scale=scale, softcap=softcap,
+            heads=heads, window=window, norm_eps=norm_eps, scale=scale, softcap=softcap, chunked=is_chunked,
         )  # fmt: skip
         return cls(weights.max_tokens, weights.qkv.inputs, packed, (weights, norms))
 

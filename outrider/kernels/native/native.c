@@ -189,7 +189,7 @@ static Rope layer_rope(const BoundLayer *b, const LayerStep *s) {
 static Attention layer_attention(const BoundLayer *b, const LayerStep *s, const float *q, float *out) {
     return (Attention){.requests = s->requests, .tokens = s->tokens, .cache = b->cache, .heads = b->heads,
                        .window = b->window, .scale = b->scale, .softcap = b->softcap, .q = q, .out = out,
-                       .q_stride = b->weights.qkv.outputs};
+                       .q_stride = b->weights.qkv.outputs, .chunked = b->chunked};
 }
 
 /* What the threads share of a step: the batch, the numbers between operations, and what went wrong. */

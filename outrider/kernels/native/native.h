@@ -348,6 +348,7 @@ typedef struct {
     int64_t q_stride, tokens, heads, window; /* q_stride: of a token; window 0: all keys */
     float scale, softcap;                    /* softcap 0: none */
     const float *sinks;                      /* of each head: the score of one more key, whose value is 0; or null */
+    int chunked;                             /* the window begins at a multiple of its size, and does not slide */
 } Attention;
 
 /* The weights of a decoder layer. */
@@ -365,6 +366,7 @@ typedef struct {
     const float *q_norm, *k_norm; /* or null */
     int64_t heads, window;        /* window 0: all keys */
     float norm_eps, scale, softcap;
+    int chunked; /* as in Attention */
 } BoundLayer;
 
 /* The batch of a step, as the layers share it; cos and sin [max_len, rotary / 2]. */

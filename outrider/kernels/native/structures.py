@@ -81,7 +81,7 @@ ROPE = Structure(
 
 ATTENTION = Structure(
     "Attention", requests=REQUESTS, cache=CACHE, q=POINTER, out=POINTER, q_stride=INT64, tokens=INT64, heads=INT64,
-    window=INT64, scale=FLOAT, softcap=FLOAT, sinks=POINTER,
+    window=INT64, scale=FLOAT, softcap=FLOAT, sinks=POINTER, chunked=INT32,
 )  # fmt: skip
 
 LAYER = Structure(
@@ -91,7 +91,7 @@ LAYER = Structure(
 
 BOUND_LAYER = Structure(
     "BoundLayer", weights=LAYER, cache=CACHE, q_norm=POINTER, k_norm=POINTER, heads=INT64, window=INT64,
-    norm_eps=FLOAT, scale=FLOAT, softcap=FLOAT,
+    norm_eps=FLOAT, scale=FLOAT, softcap=FLOAT, chunked=INT32,
 )  # fmt: skip
 
 LAYER_STEP = Structure(

@@ -59,6 +59,7 @@ from outrider.kernels.triton.common import (
 )
 from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import is_collecting, kernel
+from outrider.kernels.triton.windows import first_seen, window_kind
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales",
          "sinks"]  # fmt: skip
@@ -74,7 +75,7 @@ def _decode_kernel(
     k_head_stride, v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, LISTED: tl.constexpr, FILL_PADDING: tl.constexpr,
     GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, LONG_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -95,7 +96,7 @@ def _decode_kernel(
     tokens = load_request(query_starts, lengths, live, request, True)
     first_key = tl.load(key_starts + request) if HAS_STARTS else 0
     base, size, num_active = split_geometry(
-        tokens.length, tokens.num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW
+        tokens.length, tokens.num_live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N, WINDOW_KIND
     )
     if SPLIT and not LISTED:
         if split >= tl.maximum(num_active, 1):  # the first one also writes what dead tokens get
@@ -105,7 +106,7 @@ def _decode_kernel(
     queries = load_queries(q, rows, q_token_stride, q_head_stride)
     queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     begin, lowest, highest = _keys_of_split(
-        tile, tokens, split, base, size, num_active, first_key, window, Q_TILE, BLOCK_N, SPLIT, HAS_WINDOW, HAS_STARTS
+        tile, tokens, split, base, size, num_active, first_key, window, Q_TILE, BLOCK_N, SPLIT, WINDOW_KIND, HAS_STARTS
     )
     pages = PagedHead(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
@@ -114,7 +115,7 @@ def _decode_kernel(
     )  # fmt: skip
     acc, peak, total = _attend_split(
         queries, rows.position, first_position(tile, tokens, Q_TILE), begin, lowest, highest, pages, scale, softcap,
-        window, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, HAS_STARTS, EARLY_VALUES, LONG_STAGES,
+        window, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, WINDOW_KIND, HAS_SOFTCAP, HAS_STARTS, EARLY_VALUES, LONG_STAGES,
     )  # fmt: skip
 
     is_last = True
@@ -138,16 +139,16 @@ def _decode_kernel(
 @triton.jit
 def _keys_of_split(
     tile, tokens, split, base, size, num_active, first_key, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
     """(begin, lowest, highest): keys that any query of the tile sees, cut to one split. The split's key tiles begin at
     `begin`; positions in [lowest, highest) may be loaded."""
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = first_key
     begin = base + split * size
-    if HAS_WINDOW:
-        lowest = tl.maximum(first_position(tile, tokens, Q_TILE) - window + 1, first_key)
-    if HAS_WINDOW or HAS_STARTS:
+    if WINDOW_KIND:
+        lowest = tl.maximum(first_seen(first_position(tile, tokens, Q_TILE), window, WINDOW_KIND), first_key)
+    if WINDOW_KIND or HAS_STARTS:
         begin = tl.maximum(begin, lowest // BLOCK_N * BLOCK_N)
     if SPLIT:
         highest = tl.where(split + 1 < num_active, tl.minimum(highest, base + (split + 1) * size), highest)
@@ -158,34 +159,34 @@ def _keys_of_split(
 def _attend_split(
     queries, q_position, first_query, begin, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, EARLY_VALUES: tl.constexpr,
+    WINDOW_KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, EARLY_VALUES: tl.constexpr,
     LONG_STAGES: tl.constexpr,
 ):
     """(weighted values, peak, sum of weights) over the keys of a split. Many tiles are worth a longer beginning, in
     which more of them are asked for. first_query: position of the tile's first query."""
     IN_FP8: tl.constexpr = pages.k_head.dtype.element_ty == tl.float8e4nv
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
-    if IN_FP8 and not HAS_WINDOW and not HAS_STARTS:
+    if IN_FP8 and not WINDOW_KIND and not HAS_STARTS:
         # The instructions of masks would take longer than so few bytes: most tiles are seen whole, and need none. Short
         # tiles for the others leave the registers to these.
         whole_end = tl.maximum(tl.minimum(first_query + 1, highest) // BLOCK_N * BLOCK_N, begin)
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, whole_end, lowest, highest, pages, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES or None,
+            D, D_PAD, PAGE, BLOCK_N, False, WINDOW_KIND, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES or None,
         )
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, whole_end, highest, lowest, highest, pages, scale, softcap, window,
-            D, D_PAD, PAGE, _TAIL, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
+            D, D_PAD, PAGE, _TAIL, True, WINDOW_KIND, HAS_SOFTCAP, EARLY_VALUES,
         )
     elif LONG_STAGES > 0 and highest - begin > LONG_SPLIT:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, highest, lowest, highest, pages, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
+            D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP, EARLY_VALUES, LONG_STAGES,
         )
     else:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, q_position, begin, highest, lowest, highest, pages, scale, softcap, window,
-            D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, EARLY_VALUES,
+            D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP, EARLY_VALUES,
         )
     return acc, peak, total
 
@@ -225,7 +226,7 @@ def _check_bounds(
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *,
-    scale: float, window: int | None = None, softcap: float | None = None,
+    scale: float, window: int | None = None, is_chunked: bool = False, softcap: float | None = None,
     key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
     max_query: int, max_length: int,
     splits: SplitList | None = None, split_size: int | None = None, num_splits: int | None = None,
@@ -243,13 +244,13 @@ def decode_attention(
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts, scales, sinks)
+                            window, is_chunked, softcap, key_starts, scales, sinks)
     _check_bounds(name, max_query, max_length, page_table.shape[1], shape.page_size, split_size, num_splits)
     heads = (shape.num_requests, shape.num_heads, shape.num_kv_heads, shape.head_dim, k_cache.element_size())
     if splits is not None:
         require(split_size is None and num_splits is None and config is None, name, "splits", "plan the launch already")
-        require(splits.is_for((*heads, max_query, max_length, window), (lengths, live, key_starts)), name, "splits",
-                "were listed for another batch")
+        listed_for = (*heads, max_query, max_length, window, is_chunked)
+        require(splits.is_for(listed_for, (lengths, live, key_starts)), name, "splits", "were listed for another batch")
     plan = _plan(*heads, num_sms(q.device), max_query=max_query, max_length=max_length, window=window,
                  split_size=split_size, num_splits=num_splits, config=config) if splits is None else splits.plan
     require(split_size is None or split_size % plan.config.block_n == 0, name, "split_size",
@@ -264,8 +265,8 @@ def decode_attention(
         parts = shape.num_requests * max_query * shape.num_heads * num_slots
         part_out = torch.empty(parts, shape.padded_dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(parts, dtype=torch.float32, device=q.device)
-    flags = {"HAS_WINDOW": window is not None, "HAS_STARTS": key_starts is not None, "HAS_SOFTCAP": softcap is not None,
-             "HAS_SINKS": sinks is not None, "LISTED": splits is not None}
+    flags = {"WINDOW_KIND": window_kind(window, is_chunked), "HAS_STARTS": key_starts is not None,
+             "HAS_SOFTCAP": softcap is not None, "HAS_SINKS": sinks is not None, "LISTED": splits is not None}
     counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
                                                                      * plan.num_tiles)))  # fmt: skip
     if splits is not None and splits.packs is not None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from outrider.kernels.fp8_cache import HeadScales
 from outrider.kernels.triton.common import FLOATS, LOG2E, next_power_of_two, require, require_tensor, tanh
 from outrider.kernels.triton.fp8_pages import PAIRS_BELOW, check_cache_dtype, first_of_pairs, second_of_pairs
+from outrider.kernels.triton.windows import first_seen
 
 MAX_HEAD_DIM = 1024
 
@@ -113,7 +114,7 @@ def add_sinks(sinks, head, exists, peak, total, HAS_SINKS: tl.constexpr):
 def attend_keys(
     q, acc, peak, total, q_position, begin, end, lowest, highest, pages, scale, softcap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
+    MASKED: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
     STAGES: tl.constexpr = None,
 ):
     """Folds keys [begin, end) of a `PagedHead` into (acc, peak, total): the weighted values, the running maximum in
@@ -145,8 +146,8 @@ def attend_keys(
         score = score * LOG2E
         if MASKED:
             visible = inside[None, :] & (position[None, :] <= q_position[:, None])
-            if HAS_WINDOW:
-                visible = visible & (position[None, :] > q_position[:, None] - window)
+            if WINDOW_KIND:
+                visible = visible & (position[None, :] >= first_seen(q_position, window, WINDOW_KIND)[:, None])
             score = tl.where(visible, score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
         if not EARLY_VALUES:
@@ -262,8 +263,8 @@ class AttentionShape(NamedTuple):
 def check_attention(
     kernel: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor,
-    out: torch.Tensor | None, window: int | None, softcap: float | None, key_starts: torch.Tensor | None = None,
-    scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None, window: int | None, is_chunked: bool, softcap: float | None,
+    key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
 ) -> AttentionShape:
     device, int32 = q.device, (torch.int32,)
     require_tensor(kernel, "q", q, (None, None, None), device, FLOATS)
@@ -287,5 +288,6 @@ def check_attention(
     if out is not None:
         require_tensor(kernel, "out", out, q.shape, device, (q.dtype,))
     require(window is None or window > 0, kernel, "window", f"is {window}, expected None or at least 1")
+    require(window is not None or not is_chunked, kernel, "is_chunked", "is True, expected a window: the chunk's size")
     require(softcap is None or softcap > 0, kernel, "softcap", f"is {softcap}, expected None or greater than 0")
     return AttentionShape(num_tokens, num_requests, num_heads, num_kv_heads, head_dim, page_size)

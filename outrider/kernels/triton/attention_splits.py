@@ -20,6 +20,7 @@ import triton.language as tl
 from outrider.kernels.triton.attention_sharing import SharedPages, count_pack_splits, find_packs, find_runs
 from outrider.kernels.triton.common import cdiv, next_power_of_two, num_sms, padded_requests, require, require_tensor
 from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.windows import first_seen, window_kind
 
 COARSE_SPLIT = 256  # keys of a split where there are many
 MANY_ROWS = 16  # queries times the query heads of one key/value head
@@ -149,13 +150,13 @@ def pays_split_list(num_requests: int, window: int | None) -> bool:
 
 @triton.jit
 def split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
-                   HAS_WINDOW: tl.constexpr):  # fmt: skip
+                   WINDOW_KIND: tl.constexpr):  # fmt: skip
     """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
     from `split_size` to `coarse_size` when there are many of them, which all have to be merged, and are as even as
     tiles allow; with a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
     lowest = first_key
-    if HAS_WINDOW:
-        lowest = tl.maximum(length - live - window + 1, first_key)
+    if WINDOW_KIND:
+        lowest = tl.maximum(first_seen(length - live, window, WINDOW_KIND), first_key)
     keys = length - lowest
     needed = tl.maximum(tl.cdiv(keys, num_splits), tl.minimum(tl.cdiv(keys, _MANY), coarse_size))
     size = tl.maximum(split_size, tl.cdiv(needed, BLOCK_N) * BLOCK_N)
@@ -213,7 +214,8 @@ class SplitList:
     """The splits of one batch, for layers that have the same heads and window."""
 
     plan: LaunchPlan
-    shape: tuple[int | None, ...]  # requests, heads, key/value heads, dim, bytes of an element; bounds, window
+    # Requests, heads, key/value heads, dim, bytes of an element; bounds, window, whether it is chunked.
+    shape: tuple[int | None, ...]
     made_of: tuple[torch.Tensor | None, ...]  # lengths, live counts, key starts
     # [most there may be] int32: request * MOST_SPLITS + split; of packs -1 - (first place * MOST_SPLITS + split)
     items: torch.Tensor
@@ -236,7 +238,7 @@ class SplitList:
 def _list_splits_kernel(
     lengths, live, key_starts, order, shared, items, count, first_keys, num_pack_splits, pack_firsts, window,
     split_size, coarse_size, num_splits, num_requests, pack_size, most_pack_splits, most_pack_items,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_PACKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_PACKS: tl.constexpr,
     LEAST_PACK_SPLIT: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
     """In the order of places, which are the requests themselves without packs."""
@@ -269,9 +271,10 @@ def _list_splits_kernel(
         tl.store(num_pack_splits + own_request, tl.where(is_packed, own_pack_splits, 0), mask=exists)
         tl.store(pack_firsts + own, tl.where(is_packed, own_first, -1), mask=exists)
     own_keys, own_splits = _splits_of(lengths, live, key_starts, own_request, own_packed, num_requests, window,
-                                      split_size, coarse_size, num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+                                      split_size, coarse_size, num_splits, BLOCK_N, WINDOW_KIND,
+                                      HAS_STARTS)  # fmt: skip
     keys, splits = _splits_of(lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size,
-                              num_splits, BLOCK_N, HAS_WINDOW, HAS_STARTS)  # fmt: skip
+                              num_splits, BLOCK_N, WINDOW_KIND, HAS_STARTS)  # fmt: skip
     is_before = (keys[None, :] > own_keys[:, None]) | (
         (keys[None, :] == own_keys[:, None]) & (other[None, :] < own[:, None])
     )
@@ -291,7 +294,7 @@ def own_num_splits(num_splits, packed):
 @triton.jit
 def _splits_of(
     lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size, num_splits,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
     """(keys that no pack reads, splits) of requests: at least one, which also writes what dead tokens get; past the
     last none."""
@@ -302,14 +305,14 @@ def _splits_of(
     if HAS_STARTS:
         first_key = tl.load(key_starts + request, mask=exists, other=0)
     _, _, active = split_geometry(length, num_live, window, first_key, split_size, coarse_size,
-                                  own_num_splits(num_splits, packed), BLOCK_N, HAS_WINDOW)  # fmt: skip
+                                  own_num_splits(num_splits, packed), BLOCK_N, WINDOW_KIND)  # fmt: skip
     return length - packed, tl.where(exists, tl.maximum(active, 1), 0)
 
 
 def list_splits(
     lengths: torch.Tensor, live: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, *,
-    max_query: int, max_length: int, window: int | None = None, key_starts: torch.Tensor | None = None,
-    shared: SharedPages | None = None, config: DecodeConfig | None = None,
+    max_query: int, max_length: int, window: int | None = None, is_chunked: bool = False,
+    key_starts: torch.Tensor | None = None, shared: SharedPages | None = None, config: DecodeConfig | None = None,
 ) -> SplitList:
     """The list for `decode_attention`, which must get the same lengths, live counts, bounds, window and key_starts.
     `shared`: pages that are read once for several requests; not for layers with a window, nor with key_starts."""
@@ -339,10 +342,11 @@ def list_splits(
     _list_splits_kernel[(cdiv(num_requests, 16),)](
         lengths, live, lengths if key_starts is None else key_starts, order, links, items, count, *made, window or 0,
         plan.split_size, plan.coarse_size, plan.num_splits, num_requests, *pack_bounds, BLOCK_N=plan.config.block_n,
-        HAS_WINDOW=window is not None, HAS_STARTS=key_starts is not None, HAS_PACKS=packs is not None,
+        WINDOW_KIND=window_kind(window, is_chunked), HAS_STARTS=key_starts is not None, HAS_PACKS=packs is not None,
         LEAST_PACK_SPLIT=_LEAST_PACK_SPLIT, PAD=pad, ROWS=16, num_warps=4,
     )
-    return SplitList(plan, (*heads, max_query, max_length, window), (lengths, live, key_starts), items, count, packs)
+    listed_for = (*heads, max_query, max_length, window, is_chunked)
+    return SplitList(plan, listed_for, (lengths, live, key_starts), items, count, packs)
 
 
 def _make_packs(shared: SharedPages, num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,

@@ -44,6 +44,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, find_tile
+from outrider.kernels.triton.windows import first_seen, window_kind
 
 SPLIT_KEYS = 256
 _PROGRAMS_PER_SM = 2  # that share the splits of few requests
@@ -86,7 +87,7 @@ def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_
 
 
 @triton.jit
-def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, WINDOW_KIND: tl.constexpr,
                   HAS_STARTS: tl.constexpr):  # fmt: skip
     """(lowest, highest): the queries of the tile see keys in [lowest, highest)."""
     first = first_position(tile, tokens, Q_TILE)
@@ -94,8 +95,8 @@ def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexp
     lowest = 0
     if HAS_STARTS:
         lowest = tl.load(key_starts + request)
-    if HAS_WINDOW:
-        lowest = tl.maximum(first - window + 1, lowest)
+    if WINDOW_KIND:
+        lowest = tl.maximum(first_seen(first, window, WINDOW_KIND), lowest)
     return lowest, highest
 
 
@@ -108,7 +109,7 @@ def _exact_kernel(
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEYS: tl.constexpr,
-    SHARED: tl.constexpr, LISTED: tl.constexpr, SEARCH: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SHARED: tl.constexpr, LISTED: tl.constexpr, SEARCH: tl.constexpr, WINDOW_KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +127,7 @@ def _exact_kernel(
         request, tile, exists = find_tile(tile_requests, tile_indices, tl.program_id(1), num_requests, SEARCH)
     tokens = load_request(query_starts, lengths, live, request, exists)
     rows = find_queries(tile, kv_head, tokens, D, D_PAD, Q_TILE, BLOCK_M, GROUP)
-    lowest, highest = _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE, HAS_WINDOW, HAS_STARTS)
+    lowest, highest = _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE, WINDOW_KIND, HAS_STARTS)
     first_split = lowest // KEYS
     num_splits = tl.maximum(tl.cdiv(highest, KEYS) - first_split, 0)
     if SHARED:
@@ -145,7 +146,7 @@ def _exact_kernel(
         part, part_peak, part_total = no_sums(BLOCK_M, D_PAD)
         part, part_peak, part_total = attend_keys(
             queries, part, part_peak, part_total, rows.position, begin, end, lowest, highest, pages, scale, softcap,
-            window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+            window, D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP,
         )  # fmt: skip
         if SHARED:
             _store_part(part_out, part_state, place + split, part, part_peak, part_total, rows.is_query, D_PAD)
@@ -201,7 +202,7 @@ def exact_tiles_config(num_heads: int, k_cache: torch.Tensor) -> PrefillConfig:
 def exact_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, *, scale: float, window: int | None = None,
-    softcap: float | None = None, key_starts: torch.Tensor | None = None,
+    is_chunked: bool = False, softcap: float | None = None, key_starts: torch.Tensor | None = None,
     scales: HeadScales | None = None, sinks: torch.Tensor | None = None, tiles: QueryTiles | None = None,
     max_query: int = 0, max_length: int = 0, out: torch.Tensor | None = None, fill_padding: bool = True,
     config: ExactConfig | None = None, split_keys: int = SPLIT_KEYS, num_programs: int | None = None,
@@ -210,8 +211,8 @@ def exact_attention(
     """Does what `decode_attention` does for requests of at most `max_query` tokens and `max_length` keys, or what
     `prefill_attention` does for `tiles`, with the same bits. num_programs: that share a tile's splits."""
     name = "exact_attention"
-    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out, window, softcap,
-                            key_starts, scales, sinks)
+    shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out, window, is_chunked,
+                            softcap, key_starts, scales, sinks)
     config = config or exact_config(shape.head_dim, q.element_size())
     group = shape.heads_per_kv
     require(group <= config.block_m, name, "q", f"has {group} heads for each of the cache's, at most {config.block_m}")
@@ -245,7 +246,7 @@ def exact_attention(
         HEADS=shape.num_heads, GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim,
         D_PAD=shape.padded_dim, PAGE=shape.page_size, Q_TILE=q_tile, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         KEYS=split_keys, SHARED=is_shared, LISTED=tiles is not None,
-        SEARCH=search, HAS_WINDOW=window is not None,
+        SEARCH=search, WINDOW_KIND=window_kind(window, is_chunked),
         HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None,
         FILL_PADDING=fill_padding, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),

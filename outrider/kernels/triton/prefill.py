@@ -44,6 +44,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.fp8_pages import fit_queries, scaled_values
 from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, launch_prefill, takes_cache
 from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.windows import first_seen, window_kind
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
          "v_scales", "sinks"]  # fmt: skip
@@ -88,7 +89,7 @@ def find_tile(tile_requests, tile_indices, program, num_requests, SEARCH: tl.con
 @triton.jit
 def _keys_of_tile(
     tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr,
+    WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
     """(lowest, highest, begin, whole_begin, whole_end): queries of the tile see keys in [lowest, highest), whose tiles
     begin at `begin`. Key tiles in [whole_begin, whole_end) need no mask, as every query sees all of them."""
@@ -100,10 +101,11 @@ def _keys_of_tile(
     if HAS_STARTS:
         lowest = tl.load(key_starts + request)
         whole_begin = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
-    if HAS_WINDOW:
-        lowest = tl.maximum(first - window + 1, lowest)
-        whole_begin = tl.maximum(tl.cdiv(tl.maximum(highest - window, 0), BLOCK_N) * BLOCK_N, whole_begin)
-    if HAS_WINDOW or HAS_STARTS:
+    if WINDOW_KIND:
+        lowest = tl.maximum(first_seen(first, window, WINDOW_KIND), lowest)
+        seen_by_all = tl.maximum(first_seen(highest - 1, window, WINDOW_KIND), 0)
+        whole_begin = tl.maximum(tl.cdiv(seen_by_all, BLOCK_N) * BLOCK_N, whole_begin)
+    if WINDOW_KIND or HAS_STARTS:
         begin = lowest // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(first + 1, highest), 0) // BLOCK_N * BLOCK_N
     whole_begin = tl.minimum(whole_begin, whole_end)
@@ -118,7 +120,7 @@ def _prefill_kernel(
     q_token_stride, q_head_stride, k_page_stride, k_token_stride, k_head_stride,
     v_page_stride, v_token_stride, v_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
     SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -132,7 +134,7 @@ def _prefill_kernel(
     queries = load_queries(q, rows, q_token_stride, q_head_stride)
     queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     lowest, highest, begin, whole_begin, whole_end = _keys_of_tile(
-        tile, tokens, key_starts, request, window, Q_TILE, BLOCK_N, HAS_WINDOW, HAS_STARTS
+        tile, tokens, key_starts, request, window, Q_TILE, BLOCK_N, WINDOW_KIND, HAS_STARTS
     )
     pages = PagedHead(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
@@ -140,18 +142,18 @@ def _prefill_kernel(
         k_page_stride, k_token_stride, v_page_stride, v_token_stride,
     )  # fmt: skip
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
-    if HAS_WINDOW or HAS_STARTS:
+    if WINDOW_KIND or HAS_STARTS:
         acc, peak, total = attend_keys(
             queries, acc, peak, total, rows.position, begin, tl.minimum(whole_begin, highest), lowest, highest, pages,
-            scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+            scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP,
         )
     acc, peak, total = attend_keys(
         queries, acc, peak, total, rows.position, whole_begin, whole_end, lowest, highest, pages,
-        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP,
+        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, False, WINDOW_KIND, HAS_SOFTCAP,
     )
     acc, peak, total = attend_keys(
         queries, acc, peak, total, rows.position, whole_end, highest, lowest, highest, pages,
-        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP,
+        scale, softcap, window, D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP,
     )
     total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
     acc = scaled_values(acc, v_scales, kv_head, v_cache)
@@ -265,7 +267,7 @@ def device_query_tiles(
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, tiles: QueryTiles, *,
-    scale: float, window: int | None = None, softcap: float | None = None,
+    scale: float, window: int | None = None, is_chunked: bool = False, softcap: float | None = None,
     key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -274,7 +276,7 @@ def prefill_attention(
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,
-                            window, softcap, key_starts, scales, sinks)
+                            window, is_chunked, softcap, key_starts, scales, sinks)
     num_tiles = tiles.count
     tile_requests, tile_indices, search = tiles.order.arguments(name, num_tiles, shape.num_requests, q.device)
     group, config = shape.heads_per_kv, tiles.config
@@ -286,8 +288,8 @@ def prefill_attention(
     if isinstance(config, HopperConfig):
         launch_prefill(q, k_cache, v_cache, page_table, query_starts, lengths, live, key_starts, tile_requests,
                        tile_indices, tiles.counter, out, shape, config, scale=scale, softcap=softcap, window=window,
-                       num_tiles=num_tiles, tile_queries=tiles.queries, search=search, fill_padding=fill_padding,
-                       sinks=sinks)
+                       is_chunked=is_chunked, num_tiles=num_tiles, tile_queries=tiles.queries, search=search,
+                       fill_padding=fill_padding, sinks=sinks)
         return out
     _prefill_kernel[(shape.num_kv_heads, num_tiles)](
         q, k_cache, v_cache, page_table, query_starts, lengths, live,
@@ -298,7 +300,7 @@ def prefill_attention(
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=group, GROUP_PAD=next_power_of_two(group), D=shape.head_dim, D_PAD=shape.padded_dim,
         PAGE=shape.page_size, Q_TILE=tiles.queries, BLOCK_M=max(16, next_power_of_two(tiles.queries * group)),
-        BLOCK_N=config.block_n, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        BLOCK_N=config.block_n, WINDOW_KIND=window_kind(window, is_chunked), HAS_SOFTCAP=softcap is not None,
         HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None, FILL_PADDING=fill_padding, PDL=pdl,
         SEARCH=search,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),

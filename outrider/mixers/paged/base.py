@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from outrider.cache.groups import Group
-from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.core import Limits
 from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
@@ -32,6 +32,7 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int | None = None  # a query at p sees keys p - window + 1 to p
+    is_chunked: bool = field(default=False, kw_only=True)  # the window does not slide: keys p - p % window to p
     softcap: float | None = None
     writes: bool = True  # False: reads the cache of another layer and must not write
     mask: Mask = CAUSAL  # beside the window
@@ -53,7 +54,9 @@ class AttentionLayer:
         """The layer's claim on the cache in a model whose numbers have `itemsize` bytes. The engine lets the spec
         store keys and values as another type (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
-        return FullSpec(*geometry) if self.window is None else SlidingSpec(*geometry, self.window)
+        if self.window is None:
+            return FullSpec(*geometry)
+        return (ChunkedSpec if self.is_chunked else SlidingSpec)(*geometry, self.window)
 
 
 @dataclass(frozen=True)

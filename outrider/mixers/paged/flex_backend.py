@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from outrider.cache.groups import Group
-from outrider.cache.kinds import pages_for
+from outrider.cache.kinds import ChunkedSpec, pages_for
 from outrider.core import Limits
 from outrider.kernels.reference import contain_non_finite
 from outrider.mixers.batch import (
@@ -30,7 +30,7 @@ from outrider.mixers.batch import (
     check_rows,
 )
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
-from outrider.mixers.paged.masks import QueryMarks, visible_keys
+from outrider.mixers.paged.masks import QueryMarks, first_seen, visible_keys
 
 DECODE_TILE, PROMPT_TILE = 16, 128  # queries of one tile, if no request has more than the first, and otherwise
 LEAST_TILES = 2  # sizes of 1 are compiled apart
@@ -181,10 +181,10 @@ class FlexBackend(Backend):
         tiles = plan.tiles
         queries = q[tiles.token_rows].transpose(0, 1)[None]  # [1, heads, tiles * size, dim]
         keys, values = _slots(cache.k), _slots(cache.v)
-        block_mask = plan.block_masks.get((layer.mask, layer.window))
+        block_mask = plan.block_masks.get((layer.mask, layer.window, layer.is_chunked))
         if block_mask is None:
             block_mask = make_block_mask(layer, cache, plan, keys.shape[2])
-            plan.block_masks[layer.mask, layer.window] = block_mask
+            plan.block_masks[layer.mask, layer.window, layer.is_chunked] = block_mask
         score_mod = None if layer.softcap is None else _capped(layer.softcap)
         if q.is_cuda and _collects_launches():
             return torch.zeros_like(q).view(-1, layer.num_heads * layer.head_dim)
@@ -212,8 +212,8 @@ class FlexBackend(Backend):
         first_keys = key_starts
         if window is not None:
             in_span = marks.span_ends > 0
-            reach = torch.where(in_span, torch.minimum(marks.positions - window + 1, marks.span_starts),
-                                marks.positions - window + 1)
+            seen = first_seen(marks.positions, window, isinstance(group.spec, ChunkedSpec))
+            reach = torch.where(in_span, torch.minimum(seen, marks.span_starts), seen)
             first_keys = torch.maximum(first_keys, reach)
         first = torch.where(tiles.is_live, first_keys, tiles.spread(last))
         first_column = first.view(-1, size).amin(1).clamp(min=0) // group.page_tokens
@@ -270,12 +270,12 @@ def _slots(cache: torch.Tensor) -> torch.Tensor:
 def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num_slots: int) -> BlockMask:
     page_tokens, apart = plan.group.page_tokens, pages_apart(cache.k)
     marks, key_starts, page_column = plan.marks, plan.key_starts, plan.page_column
-    mask, window = layer.mask, layer.window
+    mask, window, is_chunked = layer.mask, layer.window, layer.is_chunked
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         key_position = page_column[slot // (page_tokens * apart)] * page_tokens + slot % page_tokens
         own = QueryMarks(marks.positions[query], marks.span_starts[query], marks.span_ends[query])
-        is_visible = visible_keys(mask, window, own, key_position)
+        is_visible = visible_keys(mask, window, is_chunked, own, key_position)
         return is_visible & (key_position >= key_starts[query]) & (own.positions >= 0)
 
     request = plan.tiles.spread(plan.tiles.request)

@@ -82,11 +82,17 @@ def _outer_variables(kind: type) -> Iterator[str]:
             yield read.argval
 
 
-def visible_keys(mask: Mask, window: int | None, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
+def first_seen(positions: torch.Tensor, window: int, is_chunked: bool) -> torch.Tensor:
+    """The first key that queries at these positions see of a window, which slides or begins at its chunk's edge."""
+    return positions - positions % window if is_chunked else positions - window + 1
+
+
+def visible_keys(mask: Mask, window: int | None, is_chunked: bool, query: QueryMarks,
+                 key_positions: torch.Tensor) -> torch.Tensor:
     """Whether each query sees each key, given that the key exists. All arguments can be broadcast together."""
     causal = key_positions <= query.positions
     if window is not None:
-        causal = causal & (key_positions > query.positions - window)
+        causal = causal & (key_positions >= first_seen(query.positions, window, is_chunked))
     # Without a span the end is 0, and no key lies before it.
     in_span = (key_positions >= query.span_starts) & (key_positions < query.span_ends)
     return mask(causal, query, key_positions) | in_span

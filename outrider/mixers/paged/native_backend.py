@@ -72,7 +72,8 @@ class NativeBackend(Backend):
             return None
         scales, eps = (None, 1e-6) if norms is None else ((norms.q, norms.k), norms.eps)
         return native.BoundLayer.bind(weights, cache.k, cache.v, scales, eps, scale=layer.scale,
-                                      window=layer.window or 0, softcap=layer.softcap or 0.0)
+                                      window=layer.window or 0, is_chunked=layer.is_chunked,
+                                      softcap=layer.softcap or 0.0)
 
     def decoder_layer(self, bound: native.BoundLayer, plan: Plan, delta: torch.Tensor | None, residual: torch.Tensor,
                       rope: Rope) -> torch.Tensor | None:
@@ -84,7 +85,8 @@ class NativeBackend(Backend):
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
         out = ops.paged_attention(q, cache.k, cache.v, plan.page_table, view.query_starts, view.lengths, view.live,
-                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view), layer.sinks)
+                                  layer.scale, layer.window or 0, layer.softcap or 0.0, _first_keys(view), layer.sinks,
+                                  layer.is_chunked)
         return out.view(-1, layer.num_heads * layer.head_dim)
 
 

@@ -98,12 +98,12 @@ class Plan:
         if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        key = (*heads, layer.window)
+        key = (*heads, layer.window, layer.is_chunked)
         if key not in self.split_lists:
             self.split_lists[key] = list_splits(
                 self.view.lengths_int32, self.decode_live, *heads, itemsize, max_query=self.decode_max_query,
-                max_length=self.view.max_length.tokens, window=layer.window, key_starts=self.key_starts,
-                shared=self._shared_for(layer, itemsize),
+                max_length=self.view.max_length.tokens, window=layer.window, is_chunked=layer.is_chunked,
+                key_starts=self.key_starts, shared=self._shared_for(layer, itemsize),
             )  # fmt: skip
         return self.split_lists[key]
 
@@ -209,15 +209,16 @@ class TritonBackend(Backend):
         def attend() -> torch.Tensor:
             tiles = device_query_tiles(starts, num_tokens, 1, *heads, config=choose_prefill(layer.num_heads, cache.k))
             return prefill_attention(q, cache.k, cache.v, table, starts, lengths, live, tiles, scale=layer.scale,
-                                     window=layer.window, softcap=layer.softcap, scales=cache.codec.scales,
-                                     fill_padding=False)
+                                     window=layer.window, is_chunked=layer.is_chunked, softcap=layer.softcap,
+                                     scales=cache.codec.scales, fill_padding=False)
 
         return attend
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap, "out": out,
-                                   "key_starts": plan.key_starts, "scales": cache.codec.scales, "sinks": layer.sinks}
+        options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "is_chunked": layer.is_chunked,
+                                   "softcap": layer.softcap, "out": out, "key_starts": plan.key_starts,
+                                   "scales": cache.codec.scales, "sinks": layer.sinks}
         view = plan.view
         tensors = (q, cache.k, cache.v, plan.page_table, view.query_starts_int32, view.lengths_int32)
         if plan.decode_max_query:

@@ -11,6 +11,7 @@ import triton.experimental.gluon.language as gl
 from outrider.kernels.triton.hopper.items import (
     barrier,
     count_tiles,
+    first_seen,
     locate,
     nth_tile,
     phase_of,
@@ -57,7 +58,7 @@ def _mask(score, position, last, lowest, HAS_LOWEST: gl.constexpr):
 @gluon.jit
 def _weigh(
     score, peak, total, start, q_position, lowest, scaling, is_masked,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):
     """Weights of one tile of keys, the new (peak, total), and the factor for what was summed before. Peaks are in
@@ -71,9 +72,9 @@ def _weigh(
     if MASKED:
         if is_masked:
             position = (start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score.type.layout)))[None, :]
-            if HAS_WINDOW:
+            if WINDOW_KIND:
                 score = _mask(score, position, q_position[:, None],
-                              gl.maximum(q_position - window + 1, lowest)[:, None], True)
+                              gl.maximum(first_seen(q_position, window, WINDOW_KIND), lowest)[:, None], True)
             else:
                 score = _mask(score, position, q_position[:, None], lowest, HAS_STARTS)
     new_peak = gl.maximum(peak, gl.max(score, axis=1) * scale)
@@ -135,7 +136,7 @@ def _start_values(
 def _step(
     acc, weight, peak, total, turn, start, q_tile, keys, values, exchange, q_position, lowest, scaling, is_masked,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
-    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
     """Starts the scores of tile `turn`, then adds the weighted values of the tile before, and weighs the scores while
     the tensor cores are busy with the values."""
@@ -146,7 +147,7 @@ def _step(
     if SPLIT > 1:
         score = _add_other_half(score, turn, exchange, GROUP_INDEX)
     new_weight, peak, total, shrink = _weigh(score, peak, total, start, q_position, lowest, scaling, is_masked,
-                                             BLOCK_N, MASKED, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+                                             BLOCK_N, MASKED, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP)
     total = _hold(total)
     acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
     mbarrier.arrive(values[2].index(slot_of(turn - 1, STAGES)), count=1)
@@ -159,12 +160,12 @@ def _step(
 def _attend_run(
     acc, peak, total, turn, i, num_following, keys_of_item, q_position, q_tile, keys, values, exchange, scaling,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
     """Adds tile i, which may need a mask, and those that follow it. With a window or starts these are all others, of
     which some need a mask; else none does."""
     begin, num_key_tiles, first_whole, end_whole, lowest = keys_of_item
-    HAS_BRANCH: gl.constexpr = HAS_WINDOW or HAS_STARTS
+    HAS_BRANCH: gl.constexpr = WINDOW_KIND or HAS_STARTS
     turn += i
     score = _start_scores(q_tile, keys, turn, BLOCK_N, STAGES, SPLIT, GROUP_INDEX)
     score = warpgroup_mma_wait(0, deps=[score])
@@ -173,7 +174,7 @@ def _attend_run(
         score = _add_other_half(score, turn, exchange, GROUP_INDEX)
     at = nth_tile(i, num_key_tiles)
     new_weight, peak, total, shrink = _weigh(score, peak, total, begin + at * BLOCK_N, q_position, lowest, scaling,
-                                             True, BLOCK_N, True, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+                                             True, BLOCK_N, True, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP)
     if not HAS_BRANCH:  # otherwise nothing was added before
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     weight = gl.convert_layout(new_weight.to(q_tile.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
@@ -182,7 +183,7 @@ def _attend_run(
         acc, weight, peak, total = _step(
             acc, weight, peak, total, now, begin + at * BLOCK_N, q_tile, keys, values, exchange, q_position, lowest,
             scaling, (at < first_whole) | (at >= end_whole), BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_BRANCH,
-            HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+            WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP)
     turn += num_following
     acc = _start_values(acc, weight, values, turn, STAGES, SPLIT, GROUP_INDEX)
     acc, weight = warpgroup_mma_wait(0, deps=[acc, weight])
@@ -194,7 +195,7 @@ def _attend_run(
 def _attend_keys(
     turn, keys_of_item, q_position, q_tile, keys, values, exchange, scaling,
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
     """(weighted values, peak in base 2, sum of weights) over all keys of an item."""
     num_key_tiles, end_whole = keys_of_item[1], keys_of_item[3]
@@ -203,12 +204,12 @@ def _attend_keys(
     acc = gl.zeros([ROWS, WIDTH], gl.float32, layout=acc_layout)
     peak = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     total = gl.zeros([ROWS], gl.float32, layout=row_layout)
-    if HAS_WINDOW or HAS_STARTS:
+    if WINDOW_KIND or HAS_STARTS:
         # One loop, with a branch around the mask: another loop for few tiles without one would save nothing.
         if num_key_tiles > 0:
             acc, peak, total = _attend_run(
                 acc, peak, total, turn, 0, num_key_tiles - 1, keys_of_item, q_position, q_tile, keys, values, exchange,
-                scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+                scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP)
     else:
         # Most tiles need no mask, and a branch around it would cost up to 2%. They follow the last tile with one, and
         # mostly there is one. The same code for it and the first tile makes the kernel compile in 0.7 of the time.
@@ -216,7 +217,7 @@ def _attend_keys(
         for i in range(num_masked):
             acc, peak, total = _attend_run(
                 acc, peak, total, turn, i, gl.where(i == num_masked - 1, end_whole, 0), keys_of_item, q_position,
-                q_tile, keys, values, exchange, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_WINDOW, HAS_STARTS,
+                q_tile, keys, values, exchange, scaling, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, WINDOW_KIND, HAS_STARTS,
                 HAS_SOFTCAP)
     return acc, peak, total
 
@@ -225,7 +226,7 @@ def _attend_keys(
 def _attend_item(
     item, count, turn, q, out, query_starts, sinks, tiles, strides, q_tile, keys, values, exchange, scaling,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):
     """The number of its key tiles."""
@@ -239,7 +240,7 @@ def _attend_item(
     copy_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
     column = (first_column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, copy_layout)))[None, :]
     in_tile = copy_row < Q_TILE * GROUP
-    kv_head, request, queries, item_keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, HAS_WINDOW,
+    kv_head, request, queries, item_keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, WINDOW_KIND,
                                                           HAS_STARTS)
     first_query, num_live, context = queries
     first_token = gl.load(query_starts + request)
@@ -256,7 +257,7 @@ def _attend_item(
     is_query = (row < Q_TILE * GROUP) & (row_query < num_live)
     q_position = gl.where(is_query, context + row_query, -1)
     acc, peak, total = _attend_keys(turn, item_keys, q_position, q_tile, keys, values, exchange, scaling,
-                              WIDTH, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP)
+                              WIDTH, BLOCK_N, STAGES, SPLIT, GROUP_INDEX, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP)
 
     if HAS_SINKS:  # one more key, whose value is 0
         sink = gl.load(sinks + kv_head * GROUP + row % GROUP, mask=is_query, other=float("-inf"))
@@ -276,7 +277,7 @@ def _attend_item(
 def attend(
     q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
     """Loops call functions: the compiler goes through a loop's own lines twice, or four times in a loop within it."""
@@ -292,6 +293,6 @@ def attend(
     while item < count * KV_HEADS:
         turn += _attend_item(item, count, turn, q, out, query_starts, sinks, tiles, strides, q_tile, key_halves,
                              value_halves, exchange, scaling, GROUP_INDEX, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT,
-                             SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP, HAS_SINKS)
+                             SEARCH, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP, HAS_SINKS)
         number += 1
         item = receive(number, queue)

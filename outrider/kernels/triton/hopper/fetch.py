@@ -49,7 +49,7 @@ def copy_tile(
 def fetch_keys(
     pages, page_table, table_stride, tiles, counter, ring, queue,
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
+    SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
     """Also takes the items for all warps of the program."""
     key_tiles, ready, free = ring
@@ -59,7 +59,7 @@ def fetch_keys(
     item = gl.program_id(0)
     publish(item, number, queue)
     while item < count * KV_HEADS:
-        kv_head, request, queries, keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, HAS_WINDOW,
+        kv_head, request, queries, keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, WINDOW_KIND,
                                                          HAS_STARTS)
         begin, num_key_tiles = keys[0], keys[1]
         table = page_table + request.to(gl.int64) * table_stride
@@ -98,7 +98,7 @@ def _zero_strips(
 def fetch_values(
     pages, page_table, table_stride, tiles, ring, queue,
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
+    SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
     """The ring has one barrier more than slots: tiles that need zeros come there first."""
     value_tiles, ready, free = ring
@@ -108,7 +108,7 @@ def fetch_values(
     num_zeroed = 0
     item = receive(number, queue)
     while item < count * KV_HEADS:
-        kv_head, request, queries, keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, HAS_WINDOW,
+        kv_head, request, queries, keys, cached = locate(item, count, tiles, Q_TILE, BLOCK_N, SEARCH, WINDOW_KIND,
                                                          HAS_STARTS)
         begin, num_key_tiles = keys[0], keys[1]
         table = page_table + request.to(gl.int64) * table_stride

@@ -8,6 +8,7 @@ the most keys first.
 from __future__ import annotations
 
 import triton.experimental.gluon.language as gl
+from outrider.kernels.triton.windows import CHUNKED
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
@@ -90,8 +91,17 @@ def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: 
 
 
 @gluon.jit
+def first_seen(position, window, WINDOW_KIND: gl.constexpr):
+    """As in `windows.py`, for kernels in Gluon."""
+    if WINDOW_KIND == CHUNKED:
+        return position - position % window
+    else:
+        return position - window + 1
+
+
+@gluon.jit
 def locate(
-    item, count, tiles, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, SEARCH: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    item, count, tiles, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr,
 ):
     """(key/value head, request, queries of the item, keys of the item, keys that the cache holds):
@@ -117,12 +127,12 @@ def locate(
         lowest = gl.load(key_starts + request)
         cached_begin = lowest
         whole_begin = (lowest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
-        cached_begin = gl.maximum(context - window + 1, lowest)
-        lowest = gl.maximum(first_position - window + 1, lowest)
-        seen_by_all = gl.maximum(end - window, 0)
+    if WINDOW_KIND:
+        cached_begin = gl.maximum(first_seen(context, window, WINDOW_KIND), lowest)
+        lowest = gl.maximum(first_seen(first_position, window, WINDOW_KIND), lowest)
+        seen_by_all = gl.maximum(first_seen(end - 1, window, WINDOW_KIND), 0)
         whole_begin = gl.maximum((seen_by_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N, whole_begin)
-    if HAS_WINDOW or HAS_STARTS:
+    if WINDOW_KIND or HAS_STARTS:
         begin = lowest // BLOCK_N * BLOCK_N
     whole_end = gl.maximum(gl.minimum(first_position + 1, end), 0) // BLOCK_N * BLOCK_N
     num_key_tiles = gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 0)

@@ -18,6 +18,7 @@ from outrider.kernels.triton.hopper.attend import ROWS, attend
 from outrider.kernels.triton.hopper.fetch import COLUMNS, STRIP, fetch_keys, fetch_values
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.launch import TritonKernel
+from outrider.kernels.triton.windows import window_kind
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -65,7 +66,7 @@ def _prefill_kernel(
     q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, KV_HEADS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_STARTS: gl.constexpr,
+    WINDOW_KIND: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_SINKS: gl.constexpr, SEARCH: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
@@ -94,15 +95,15 @@ def _prefill_kernel(
     gl.warp_specialize(
         [
             (attend, (q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
-                      0, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP,
+                      0, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP,
                       HAS_SINKS, KV_HEADS)),
             (attend, (q, out, query_starts, sinks, tiles, strides, q_tiles, keys, values, exchange, queue, scaling,
-                      1, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, HAS_WINDOW, HAS_STARTS, HAS_SOFTCAP,
+                      1, GROUP, D, Q_TILE, BLOCK_N, STAGES, SPLIT, SEARCH, WINDOW_KIND, HAS_STARTS, HAS_SOFTCAP,
                       HAS_SINKS, KV_HEADS)),
             (fetch_keys, (k_pages, page_table, table_stride, tiles, counter, keys, queue,
-                          D, PAGE, Q_TILE, BLOCK_N, STAGES, SEARCH, HAS_WINDOW, HAS_STARTS, KV_HEADS)),
+                          D, PAGE, Q_TILE, BLOCK_N, STAGES, SEARCH, WINDOW_KIND, HAS_STARTS, KV_HEADS)),
             (fetch_values, (v_pages, page_table, table_stride, tiles, values, queue,
-                            D, PAGE, Q_TILE, BLOCK_N, STAGES, SEARCH, HAS_WINDOW, HAS_STARTS, KV_HEADS)),
+                            D, PAGE, Q_TILE, BLOCK_N, STAGES, SEARCH, WINDOW_KIND, HAS_STARTS, KV_HEADS)),
         ],
         [4, 1, 1],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
@@ -161,7 +162,8 @@ def launch_prefill(
     query_starts: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, key_starts: torch.Tensor | None,
     tile_requests: torch.Tensor, tile_indices: torch.Tensor, counter: torch.Tensor, out: torch.Tensor,
     shape: AttentionShape, config: HopperConfig, *, scale: float, softcap: float | None, window: int | None,
-    num_tiles: int, tile_queries: int, search: int, fill_padding: bool, sinks: torch.Tensor | None = None,
+    is_chunked: bool, num_tiles: int, tile_queries: int, search: int, fill_padding: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Arguments as `prefill_attention` checked them; tile_requests, tile_indices and search as tiles give them."""
     name = "prefill_attention"
@@ -176,7 +178,7 @@ def launch_prefill(
         q.stride(0), q.stride(1), page_table.stride(0), out.stride(0), out.stride(1),
         GROUP=shape.heads_per_kv, GROUP_PAD=next_power_of_two(shape.heads_per_kv), D=shape.head_dim,
         PAGE=shape.page_size, Q_TILE=tile_queries, BLOCK_N=config.block_n, STAGES=config.num_stages,
-        SPLIT=config.value_split, KV_HEADS=shape.num_kv_heads, HAS_WINDOW=window is not None,
+        SPLIT=config.value_split, KV_HEADS=shape.num_kv_heads, WINDOW_KIND=window_kind(window, is_chunked),
         HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None, SEARCH=search,
         PRODUCER_REGS=config.producer_regs, CONSUMER_REGS=config.consumer_regs, num_warps=4, maxnreg=REGISTERS,
     )

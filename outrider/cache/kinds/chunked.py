@@ -1,0 +1,29 @@
+"""Attention within chunks of a text: keys and values of the chunk that the next token lies in. Pages of earlier chunks
+are freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.cache.kinds.base import pages_for
+from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
+
+
+@dataclass(frozen=True)
+class ChunkedSpec(SlidingSpec):
+    """Keys and values of one chunk of `window` tokens: a query at p sees keys p - p % window to p."""
+
+
+@dataclass(frozen=True)
+class ChunkedKind(SlidingKind):
+    """Pages of chunked attention: a request keeps those of the chunk that its settled length lies in, and later ones.
+    It holds no more than with a sliding window of the chunk's size, and at a chunk's edge it needs none."""
+
+    spec: ChunkedSpec
+
+    def first_needed(self, settled: int) -> int:
+        return settled // self.spec.window * self.spec.window // self.page_tokens
+
+    def next_drop(self, settled: int) -> int:
+        next_page = (self.first_needed(settled) + 1) * self.page_tokens
+        return pages_for(next_page, self.spec.window) * self.spec.window  # the first edge at or behind it
