@@ -31,8 +31,8 @@ from outrider.layers.latent_attention import LatentAttention, LatentShape
 from outrider.layers.linear import FusedLinear, Linear, TiedLinear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape
 from outrider.layers.mlp import ACTIVATIONS, INNER_KEYS, GatedMLP
-from outrider.layers.moe import Experts, MoE
-from outrider.layers.norm import CenteredNorm, Delta, HeadNorm, RMSNorm, Unnormed, copy_stream
+from outrider.layers.moe import Experts, MoE, ScaledInputMoE
+from outrider.layers.norm import CenteredNorm, Delta, HeadNorm, RMSNorm, Unnormed, UnscaledHeadNorm, copy_stream
 from outrider.layers.normed_attention import (
     CenteredHeadNorm,
     CenteredNormAttention,
@@ -53,6 +53,7 @@ from outrider.layers.rotary import (
 from outrider.layers.router import ExpertTally, Router, SpreadRouting
 from outrider.layers.short_conv import ShortConv
 from outrider.layers.streams import Injection, StreamEnd, StreamGate, StreamLayer, StreamNorm
+from outrider.layers.tempered_attention import TemperedAttention, TemperedRotary
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
@@ -61,7 +62,8 @@ __all__ = [
     "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",
     "Linear", "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer",
     "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters",
-    "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext", "StillRotary", "StreamEnd",
-    "StreamGate", "StreamLayer", "StreamNorm", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated",
-    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext",
+    "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention", "TemperedRotary",
+    "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm", "WidthNormAttention",
+    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]  # fmt: skip

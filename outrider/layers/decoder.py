@@ -67,8 +67,9 @@ class AttentionMLPLayer(PreNormLayer):
 
     mlp: GatedMLP
 
-    def __init__(self, input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
-        super().__init__(input_norm, attention, mlp_norm, mlp)
+    def __init__(self, input_norm: RMSNorm, attention: SelfAttention, mlp_norm: RMSNorm, mlp: GatedMLP,
+                 names: LayerNames = USUAL_NAMES) -> None:
+        super().__init__(input_norm, attention, mlp_norm, mlp, names)
         self.attention = attention
 
 

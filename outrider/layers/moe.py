@@ -6,7 +6,7 @@ Declares its tensors, joint or expert by expert; a format owns the experts' weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from outrider.formats import (
     ModelSize,
     RankGroup,
     UnsummedRanks,
+    WeightSlot,
 )
 from outrider.kernels import moe, ops
 from outrider.layers.base import FeedForward, FormatModule, Module
@@ -27,6 +28,24 @@ from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.router import Router
+
+
+@dataclass(frozen=True)
+class TransposedSlot(WeightSlot):
+    """A slot for a tensor of all experts whose matrices have inputs before outputs, where the target has outputs
+    before inputs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *others = super().shape
+        return (first, *reversed(others))
+
+    @property
+    def has_file_order(self) -> bool:
+        return False
+
+    def store(self, tensor: torch.Tensor) -> None:
+        super().store(tensor.transpose(1, -1))
 
 
 class Experts(FormatModule[ExpertsFormat]):
@@ -43,17 +62,21 @@ class Experts(FormatModule[ExpertsFormat]):
         *,
         activation: str,
         is_fused: bool = False,
+        is_transposed: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         dtype: torch.dtype,
         device: torch.device,
         cut: InputCut | None = None,
     ) -> None:
-        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert. names:
+        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert.
+        is_transposed: the matrices in these tensors are input by output, where they hold numbers. names:
         those of gate, up and down in a checkpoint with tensors by expert. cut: the rank holds a part of every expert's
         inner features."""
         assert activation in moe.KNOWN
+        assert is_fused or not is_transposed
         self.num_experts = num_experts
         self.activation = activation
+        self._is_transposed = is_transposed
         sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
         declared = ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut, names)
         super().__init__(declared, DenseExperts)
@@ -64,6 +87,16 @@ class Experts(FormatModule[ExpertsFormat]):
     def cut(self, group: RankGroup) -> None:
         """Every rank holds a part of every expert's inner features."""
         self.declare_cut(InputCut.from_group(group))
+
+    def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
+        slots = super().weights(prefix)
+        if not self._is_transposed:
+            return slots
+        return {name: self.transposed(name, slot) if slot.kind is None else slot for name, slot in slots.items()}
+
+    def transposed(self, name: str, slot: WeightSlot) -> WeightSlot:
+        """The slot for a checkpoint's tensor that has inputs before outputs."""
+        return TransposedSlot(slot.target, cut=slot.cut)
 
     @property
     def is_gated(self) -> bool:
@@ -165,3 +198,25 @@ class MoE(FeedForward):
         if shared.activation != activation:
             return None
         return self.experts.format.mix_with_shared(x, routed, activation, shared.gate_up.format, shared.down.format)
+
+
+class ScaledInputMoE(MoE):
+    """shared(x) plus the sum of experts that each get x multiplied by its score, and whose results are added as they
+    are. The activation between an expert's products makes this another sum than that of weighted results."""
+
+    def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
+        """Those of x itself, which experts do not read."""
+        return () if self.shared is None else self.shared.readers()
+
+    def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        ids, weights = self.router(x, context)
+        shared = None if self.shared is None else self.shared(x, context)
+        ones = torch.ones_like(weights)
+        if ids.shape[1] == 1:
+            return self.experts((x * weights).to(x.dtype), moe.Routed(ids, ones), context, shared)
+        # One row for each pair of a token and an expert.
+        rows = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
+        pairs = moe.Routed(ids.reshape(-1, 1), ones.reshape(-1, 1))
+        made = self.experts(rows, pairs, context).unflatten(0, ids.shape)
+        mixed = moe.combine(made, ones)
+        return mixed if shared is None else mixed.add_(shared)

@@ -146,3 +146,15 @@ class HeadNorm(Module):
         x = widened(qk) if self.q.offset else qk
         normed = ops.rms_norm(x.reshape(-1, self.q.size), self.ones, self.eps).view(x.shape)
         return (normed * self.scale).to(qk.dtype)
+
+
+class UnscaledHeadNorm(HeadNorm):
+    """Norms of q and k heads that have no weights: their scales are 1."""
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ()
+
+    def finalize(self) -> None:
+        self.q.weight.fill_(1)
+        self.k.weight.fill_(1)
+        super().finalize()

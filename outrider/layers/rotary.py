@@ -162,10 +162,12 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Frequencies of long waves are divided by `factor`, those of short waves kept, and those between blended."""
+    """Frequencies of long waves are divided by `factor`, those of short waves kept, and those between blended, if there
+    is anything between."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
-    blend = (turns - params.low_freq_factor) / (params.high_freq_factor - params.low_freq_factor)
+    between = params.high_freq_factor - params.low_freq_factor
+    blend = (turns - params.low_freq_factor) / between if between else (turns >= params.low_freq_factor).to(dtype)
     return torch.lerp(frequencies / params.factor, frequencies, blend.clamp(0, 1)), 1.0
 
 

@@ -59,6 +59,8 @@ def _with_images(*names: str) -> tuple[str, ...]:
 FAMILIES = (
     Family("Llama 2, 3 and SmolLM2", _with_head("Llama"), ("meta-llama/Llama-3.1-8B-Instruct",
            "HuggingFaceTB/SmolLM2-135M-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B")),
+    Family("Llama 4", _with_images("Llama4"), ("meta-llama/Llama-4-Scout-17B-16E-Instruct",
+           "meta-llama/Llama-4-Maverick-17B-128E-Instruct")),
     Family("Mistral and Mistral Small 3", (*_with_head("Mistral"), "Mistral3ForConditionalGeneration"),
            ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-3.2-24B-Instruct-2506")),
     Family("Mixtral", _causal("Mixtral"), ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),

@@ -124,8 +124,8 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
         raise ConfigError(f"{rope.source}: rope_theta must be greater than 1, factors and betas greater than 0")
     if params.reach > MAX_REACH:
         raise rope.refusal("factor", f"a rope of more than {MAX_REACH} positions has no table here")
-    if params.high_freq_factor <= params.low_freq_factor:
-        raise rope.refusal("high_freq_factor", f"it must exceed low_freq_factor ({params.low_freq_factor})")
+    if params.high_freq_factor < params.low_freq_factor:
+        raise rope.refusal("high_freq_factor", f"it must be at least low_freq_factor ({params.low_freq_factor})")
     return params
 
 

@@ -15,6 +15,7 @@ from outrider.formats.declared import ModelSize
 from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, Router, SelfAttention
 from outrider.layers.base import HeldRows
+from outrider.layers.moe import TransposedSlot
 from outrider.mixers import AttentionLayer
 from outrider.models.config import FULL, SLIDING, ConfigReader, layer_windows
 from outrider.models.llama import Llama
@@ -37,25 +38,11 @@ class SinkAttention(SelfAttention):
 
 
 @dataclass(frozen=True)
-class AlternatingSlot(WeightSlot):
-    """A slot for a tensor of all experts in which the output features of gate and up alternate, along its last axis; a
-    matrix has its inputs before them, where the target has outputs before inputs."""
-
-    is_gated: bool = True
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first, *others = super().shape
-        return (first, *reversed(others))
-
-    @property
-    def has_file_order(self) -> bool:
-        return False
+class AlternatingSlot(TransposedSlot):
+    """A slot for a tensor of all experts in which the output features of gate and up alternate, along its last axis."""
 
     def store(self, tensor: torch.Tensor) -> None:
-        if self.is_gated:
-            tensor = torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1)
-        super().store(tensor.transpose(1, -1))
+        super().store(torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1))
 
 
 class BiasedExperts(Experts):
@@ -65,8 +52,9 @@ class BiasedExperts(Experts):
     def __init__(self, num_experts: int, hidden_size: int, width: int, *, is_transposed: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
         """is_transposed: the files hold the matrices as numbers, input by output."""
-        super().__init__(num_experts, hidden_size, width, activation=CLAMPED, is_fused=True, dtype=dtype, device=device)
-        self._is_transposed, self._rank = is_transposed, 0
+        super().__init__(num_experts, hidden_size, width, activation=CLAMPED, is_fused=True,
+                         is_transposed=is_transposed, dtype=dtype, device=device)
+        self._rank = 0
         self._width, self._held = width, range(width)
         self._down = torch.empty(num_experts, hidden_size, dtype=dtype, device=device)
         self._gate_up = torch.empty(num_experts, 2 * width, dtype=dtype, device=device)
@@ -81,11 +69,12 @@ class BiasedExperts(Experts):
         self._held = Ranks.from_group(group).share(ModelSize(self._width))
         self._gate_up = self._gate_up.new_empty(len(self._gate_up), 2 * len(self._held))
 
+    def transposed(self, name: str, slot: WeightSlot) -> WeightSlot:
+        alternates = name.endswith("gate_up_proj")
+        return (AlternatingSlot if alternates else TransposedSlot)(slot.target, cut=slot.cut)
+
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         slots = super().weights(prefix)
-        if self._is_transposed:
-            slots = {name: AlternatingSlot(slot.target, cut=slot.cut, is_gated=name.endswith("gate_up_proj"))
-                     if slot.kind is None else slot for name, slot in slots.items()}  # fmt: skip
         held, width = self._held, self._width
         both = (held, range(width + held.start, width + held.stop))
         cut = None if len(held) == width else TensorCut((len(self._gate_up), 2 * width), 1, both)

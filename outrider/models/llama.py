@@ -19,6 +19,7 @@ from outrider.layers import (
     PreNormLayer,
     RMSNorm,
     RopeParams,
+    Rotary,
     SelfAttention,
     StillRotary,
 )
@@ -92,8 +93,7 @@ class Llama(Decoder):
         windows = self.windows(config)
         self.without_rope = self.layers_without_rope(config, windows)
         if self.without_rope:
-            self.rotaries.append(StillRotary(sizes.head_dim, max_len=max_len or self.max_positions, dtype=dtype,
-                                             device=device))
+            self.rotaries.append(self.make_still_rotary(max_len or self.max_positions))
         self.attention_layers = [self.attention_layer(*layer) for layer in enumerate(windows)]
         self.layers = [self.make_layer(layer) for layer in self.attention_layers]
 
@@ -102,11 +102,15 @@ class Llama(Decoder):
         attention, mlp = self.make_attention(layer), self.make_feed_forward(layer.index)
         made: DecoderLayer
         if type(attention) is SelfAttention and isinstance(mlp, GatedMLP):
-            made = AttentionMLPLayer(self.make_norm(), attention, self.make_norm(), mlp)
+            made = AttentionMLPLayer(self.make_norm(), attention, self.make_norm(), mlp, self.layer_names)
         else:
             made = PreNormLayer(self.make_norm(), attention, self.make_norm(), mlp, self.layer_names)
         made.rotary = int(layer.index in self.without_rope)
         return made
+
+    def make_still_rotary(self, max_len: int) -> Rotary:
+        """The rope of layers that have none."""
+        return StillRotary(self.sizes.head_dim, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
         return SelfAttention(layer, self.hidden_size, head_norm=self.make_head_norm(layer), **self.attention_options())

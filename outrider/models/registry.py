@@ -55,6 +55,8 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek_v3:DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek_v3:GlmMoeDsa",
+    "Llama4ForCausalLM": "llama4:Llama4",
+    "Llama4ForConditionalGeneration": "llama4:Llama4Conditional",
     "Gemma2ForCausalLM": "gemma2:Gemma2",
     "Gemma3ForCausalLM": "gemma3:Gemma3",
     "Gemma3ForConditionalGeneration": "conditional:Gemma3Conditional",

@@ -13,6 +13,12 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9, 2.2, 2.5], "long_factor": [1.0, 1.5, 2.0, 2.7, 3.1, 4.0, 5.5, 7.0],
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
+_LLAMA4: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
+    "attention_chunk_size": 16, "floor_scale": 10, "attn_scale": 0.5, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64},
+}  # fmt: skip
 _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32}),
     "seed_oss_bias": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
@@ -49,6 +55,14 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", _EXPERTS | {"head_dim": 16, "sliding_window": 16, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
         "truncate": False}}),
+    "llama4": ("Llama4", _LLAMA4),
+    "llama4_dense": ("Llama4", _LLAMA4 | {
+        "interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 3, "attention_chunk_size": 24,
+        "no_rope_layers": [0, 1, 1, 0], "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 16.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0, "original_max_position_embeddings": 64}}),
+    "llama4_even": ("Llama4", _LLAMA4 | {"attn_temperature_tuning": False, "moe_layers": [0, 3], "layer_types": [
+        "chunked_attention", "full_attention", "chunked_attention", "chunked_attention"]}),
     "mixtral": ("Mixtral", _EXPERTS),
     "mixtral_sliding": ("Mixtral", _EXPERTS | {"sliding_window": 16, "head_dim": 32}),
     "ernie_moe": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24,

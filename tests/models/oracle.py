@@ -368,7 +368,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
 ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | CLASSICS
-_TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
+_TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
 
 
 def hf_config(family: str, **changes: Any) -> Any:
@@ -496,6 +496,9 @@ class DenseAttend:
         positions = torch.arange(keys.shape[0], device=q.device)
         behind = positions[-q.shape[0] :, None] - positions  # how far a key lies behind a query
         visible = behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
+        if spec.is_chunked:
+            chunks = positions // spec.window
+            visible = (behind >= 0) & (chunks[-q.shape[0] :, None] == chunks)
         scores = scores.masked_fill(~visible, float("-inf"))
         if spec.sinks is not None:
             scores = torch.cat((scores, spec.sinks[:, None, None].expand(-1, len(q), 1).to(scores.dtype)), dim=-1)
