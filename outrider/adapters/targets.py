@@ -423,7 +423,7 @@ def _targets_of(name: str, module: Module, index: int) -> list[Target]:
         return [ExpansionTarget(index=index, name=name, expansion=module)]
     if isinstance(module, Embedding):
         return [EmbeddingTarget(index=index, name=name, embedding=module)]
-    if isinstance(module, Experts) and module.biases is None:  # sums with biases have no adapted form
+    if isinstance(module, Experts) and module.is_adaptable:
         return [ExpertsTarget(index=index + is_down, name=name, experts=module, is_down=bool(is_down))
                 for is_down in (0, 1)]
     return []

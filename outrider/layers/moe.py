@@ -103,6 +103,12 @@ class Experts(FormatModule[ExpertsFormat]):
         return self.activation not in moe.PLAIN
 
     @property
+    def is_adaptable(self) -> bool:
+        """Whether adapters may change the experts. Sums with biases have no adapted form, and neither have tensors with
+        inputs before outputs, whose adapters have their factors in the other order."""
+        return self.biases is None and not self._is_transposed
+
+    @property
     def biases(self) -> moe.ExpertBiases | None:
         """This rank's biases, of experts that have them."""
         return None

@@ -19,6 +19,10 @@ TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
 CASES: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
                "vision_config": VISION | {"vision_use_head": False}, "mm_tokens_per_image": 4},
+    "Llama4": {"text_config": TEXT | {"sliding_window": None, "intermediate_size_mlp": 96, "num_local_experts": 4,
+                                      "attention_chunk_size": 16, "floor_scale": 10},
+               "vision_config": VISION | {"vision_output_dim": 32, "projector_input_dim": 32,
+                                          "projector_output_dim": 32}},
     "Mistral3": {"text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
                  "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
 }  # fmt: skip
