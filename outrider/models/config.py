@@ -66,7 +66,6 @@ def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str 
             read_quantization(quantization)
         except ValueError as error:
             raise config.refusal(KEY, str(error)) from None
-    config.must_equal("pretraining_tp", 1, default=1)
     config.must_equal(key, activation, default=activation)
 
 

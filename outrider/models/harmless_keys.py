@@ -31,7 +31,7 @@ _HARMLESS_BY_REASON: dict[str, str] = {
         dropout hidden_dropout_prob attention_probs_dropout_prob classifier_dropout summary_first_dropout
         output_router_logits router_aux_loss_coef router_z_loss_coef router_jitter_noise z_loss_coefficient
         aux_loss_alpha seq_aux moe_shared_expert_overlap ep_size time_step_min time_step_max time_step_floor
-        time_step_rank mamba_dt_min mamba_dt_max mamba_dt_init_floor
+        time_step_rank mamba_dt_min mamba_dt_max mamba_dt_init_floor pretraining_tp
         """,
     "Lengths of the training or of the tokenizer, beside max_position_embeddings.": """
         seq_length max_sequence_length model_max_length tokenizer_model_max_length max_model_len

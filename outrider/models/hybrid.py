@@ -20,6 +20,11 @@ class HybridDecoder(Decoder):
         return super().ignores(name) or name.startswith(MTP_PREFIX)
 
 
+def pass_over_components(config: ConfigReader) -> None:
+    """Pass over how a rope deals its frequencies out to the three components of a position, which are equal in text."""
+    config.section_or_empty("rope_parameters").passes_over("mrope_section", "mrope_interleaved")
+
+
 def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
     """A rope of the leading part of each head. factor: the share of a head that rotates if the config has none."""
     rope = config.section_or_empty("rope_parameters")

@@ -10,6 +10,7 @@ import torch
 
 from outrider.models.base import DecoderNames
 from outrider.models.config import ConfigReader
+from outrider.models.hybrid import pass_over_components
 from outrider.models.qwen3_next import Qwen3Next
 
 
@@ -26,6 +27,7 @@ class Qwen3_5(Qwen3Next):
             text = config.section("text_config")
             tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
             config = text.with_values({"tie_word_embeddings": tied})
+        pass_over_components(config)
         # Chosen weights always add up to one, whatever an older key may say.
         super().__init__(config.with_values({"norm_topk_prob": True}), dtype=dtype, device=device, max_len=max_len)
 

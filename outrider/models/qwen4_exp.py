@@ -28,7 +28,7 @@ from outrider.layers.ngram_embedding import NgramEmbedding, NgramShape
 from outrider.mixers import IndexedLayer, StretchChoice
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
-from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope
+from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, pass_over_components
 from outrider.models.qwen3_next import make_experts, read_kinds, read_shape
 
 INDEXED = "indexed_attention"
@@ -52,6 +52,7 @@ class Qwen4Exp(HybridDecoder):
             tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
             config = text.with_values({"tie_word_embeddings": tied})
         refuse_unsupported(config)
+        pass_over_components(config)
         config.must_equal("attention_bias", False, default=False)  # products with the indexer's, which has none
         config.must_equal("attn_output_gate", True, default=True)
         config.must_equal("decoder_sparse_step", 1, default=1)  # all layers have experts

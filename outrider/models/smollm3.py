@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from outrider.models.config import FULL, SLIDING, ConfigReader, layer_windows
 from outrider.models.llama import Llama
 
@@ -13,12 +11,6 @@ class SmolLM3(Llama):
 
     default_theta = 2_000_000.0
     default_tied = True
-
-    def __init__(
-        self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
-    ) -> None:
-        # The published file says how its makers' ranks held it, which changes no arithmetic here.
-        super().__init__(config.with_values({"pretraining_tp": 1}), dtype=dtype, device=device, max_len=max_len)
 
     def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
         return read_unturned(config)

@@ -40,7 +40,6 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("llama", "hidden_act", "gelu", "hidden_act='gelu' is not supported; supported: 'silu'"),
         ("gemma3", "hidden_activation", "silu", "hidden_activation='silu' is not supported"),
         ("gemma3", "use_bidirectional_attention", True, "use_bidirectional_attention=True is not supported"),
-        ("llama", "pretraining_tp", 2, "pretraining_tp=2 is not supported; supported: 1"),
         ("qwen3", "quantization_config", {"quant_method": "hqq"}, "quantization_config={'quant_method': 'hqq'} is not"),
         ("mistral", "mlp_bias", True, "mlp_bias=True is not supported"),
         ("llama", "num_key_value_heads", 3, "num_key_value_heads=3 is not supported; it must divide"),
