@@ -22,7 +22,7 @@ column "own drafter" names what comes with a family's checkpoints beside these. 
 numbers or in these forms: {methods}. GGUF files are read of the families that have a name in that column.
 
 Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
-refused by name.
+refused by name; [checkpoints.md](checkpoints.md) says it of the configs of some hundred well-known checkpoints.
 
 | family | architectures | own drafter | GGUF | on the hub |
 |---|---|---|---|---|

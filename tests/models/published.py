@@ -1,0 +1,239 @@
+"""Configs of well-known checkpoints, and the page that says which of them are served (docs/checkpoints.md).
+
+`published.json` has configs that packages carry: those of mlc-llm's model presets, which are the published files with
+settings of its own (left out here), and the defaults of transformers' config classes (5.22.2) where they make a model
+of the checkpoint's size. Those of this file are reconstructed from memory of the published files. Every config goes
+through the check that a load begins with.
+
+    python -m tests.models.published > docs/checkpoints.md
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.models.bridge.model import BridgedModel
+from outrider.models.config import ConfigError
+from outrider.models.registry import architectures, build_model
+
+COMMON: dict[str, Any] = {"torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": True,
+                          "initializer_range": 0.02, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA4: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"], "_attn_implementation_autoset": True, "attention_bias": False,
+    "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192,
+    "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu", "intermediate_size_mlp": 16384,
+    "no_rope_layers": [1, 1, 1, 0] * 12, "num_experts_per_tok": 1, "output_router_logits": False, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+                          "tie_word_embeddings": False, "use_sliding_window": False}  # fmt: skip
+_QWEN3: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "max_window_layers": 36, "rms_norm_eps": 1e-6,
+                          "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+                          "tie_word_embeddings": False, "use_sliding_window": False}  # fmt: skip
+# name -> (parameters in billions, hidden size, layers, heads, kv heads, inner size, vocabulary, positions, other keys)
+RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
+    "openai/gpt-oss-20b": (20.9, (2880, 24, 64, 8, 2880, 201088, 131072), {
+        "architectures": ["GptOssForCausalLM"], "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150000,
+        "attention_bias": True, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "initial_context_length": 4096,
+        "router_aux_loss_coef": 0.9, "output_router_logits": False, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}}),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": (46.7, (4096, 32, 32, 8, 14336, 32000, 32768), {
+        "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6,
+        "sliding_window": None, "router_aux_loss_coef": 0.02, "output_router_logits": False,
+        "tie_word_embeddings": False}),
+    "HuggingFaceTB/SmolLM3-3B": (3.08, (2048, 36, 16, 4, 11008, 128256, 65536), {
+        "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4,
+        "layer_types": ["full_attention"] * 36, "max_window_layers": 28, "use_sliding_window": False,
+        "sliding_window": None, "rope_theta": 5e6, "mlp_bias": False, "pretraining_tp": 2, "attention_bias": False}),
+    "ibm-granite/granite-3.3-8b-instruct": (8.17, (4096, 40, 32, 8, 12800, 49159, 131072), {
+        "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+        "logits_scaling": 16.0, "residual_multiplier": 0.22, "rope_theta": 1e7, "rope_scaling": None, "mlp_bias": False,
+        "tie_word_embeddings": True, "attention_bias": False}),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": (36.2, (5120, 64, 80, 8, 27648, 155136, 524288), {
+        "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "attention_bias": True, "attention_out_bias": False,
+        "residual_dropout": 0.1, "rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}, "mlp_bias": False}),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (32.0, (5120, 64, 40, 8, 27392, 102400, 131072), {
+        "architectures": ["Exaone4ForCausalLM"], "head_dim": 128, "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG", "rope_theta": 1e6, "tie_word_embeddings": False, "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3"}}),
+    "CohereLabs/c4ai-command-r7b-12-2024": (8.03, (4096, 32, 32, 8, 14336, 256000, 132096), {
+        "architectures": ["Cohere2ForCausalLM"], "head_dim": 128, "layer_norm_eps": 1e-5, "logit_scale": 0.25,
+        "layer_switch": 4, "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 50000, "rotary_pct": 1.0,
+        "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+        "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True,
+        "use_parallel_embedding": True, "use_qk_norm": False, "attention_bias": False}),
+    "MiniMaxAI/MiniMax-M2": (229, (3072, 62, 48, 8, 1536, 200064, 196608), {
+        "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "rotary_dim": 64, "rope_theta": 5e6,
+        "num_local_experts": 256, "num_experts_per_tok": 8, "attn_type_list": [1] * 62, "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
+        "mtp_transformer_layers": 1, "use_qk_norm": True, "use_routing_bias": True, "mlp_intermediate_size": 8192}),
+    "zai-org/GLM-4.6": (353, (5120, 92, 96, 8, 12288, 151552, 202752), {
+        "architectures": ["Glm4MoeForCausalLM"], "head_dim": 128, "partial_rotary_factor": 0.5, "rope_theta": 1e6,
+        "rope_scaling": None, "n_routed_experts": 160, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 1}),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (15.7, (2048, 27, 16, 16, 10944, 102400, 163840), {
+        "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "n_group": 1,
+        "topk_group": 1, "topk_method": "greedy", "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1, "first_k_dense_replace": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax", "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1, "rope_theta": 10000,
+        "ep_size": 1, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                                       "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+                                       "type": "yarn"}}),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (107.8, (5120, 48, 40, 8, 8192, 202048, 10485760), _LLAMA4 | {
+        "interleave_moe_layer_step": 1, "num_local_experts": 16, "use_qk_norm": True, "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3"}}),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": (400.7, (5120, 48, 40, 8, 8192, 202048, 1048576), _LLAMA4 | {
+        "interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": False, "rope_scaling": None}),
+    "Qwen/Qwen2.5-7B-Instruct-1M": (7.6, (3584, 28, 28, 4, 18944, 152064, 1010000), _QWEN2 | {
+        "max_window_layers": 28, "rope_theta": 10000000.0, "sliding_window": 32768, "dual_chunk_attention_config": {
+            "chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}}),
+    "Qwen/Qwen2.5-72B-Instruct": (72.7, (8192, 80, 64, 8, 29568, 152064, 32768), _QWEN2 | {
+        "max_window_layers": 70, "rope_theta": 1000000.0, "sliding_window": 131072}),
+    "Qwen/Qwen3-8B": (8.19, (4096, 36, 32, 8, 12288, 151936, 40960), _QWEN3 | {
+        "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}),
+    "Qwen/Qwen3-30B-A3B": (30.5, (2048, 48, 32, 4, 6144, 151936, 40960), _QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+        "output_router_logits": False, "router_aux_loss_coef": 0.001}),
+    "Qwen/Qwen3.5-27B": (26.9, (5120, 64, 24, 4, 17408, 248320, 262144), {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "attn_output_gate": True,
+        "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16, "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default"}}),
+    "zai-org/GLM-4.5-Air": (107, (4096, 46, 96, 8, 10944, 151552, 131072), {
+        "architectures": ["Glm4MoeForCausalLM"], "head_dim": 128, "partial_rotary_factor": 0.5, "rope_theta": 1e6,
+        "rope_scaling": None, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "use_qk_norm": False, "attention_bias": True, "num_nextn_predict_layers": 1}),
+    "moonshotai/Kimi-K2-Instruct": (1026, (7168, 61, 64, 64, 18432, 163840, 131072), {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "ep_size": 1,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "attention_bias": False,
+        "first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 512, "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "rope_scaling": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn"},
+        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                "weight_block_size": [128, 128]}}),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": (23.6, (5120, 40, 32, 8, 32768, 131072, 131072), {
+        "architectures": ["Mistral3ForConditionalGeneration"], "head_dim": 128, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None}),
+    "google/gemma-3-27b-it": (27.0, (5376, 62, 32, 16, 21504, 262208, 131072), {
+        "architectures": ["Gemma3ForConditionalGeneration"], "head_dim": 128, "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}),
+}  # fmt: skip
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+         "vocab_size", "max_position_embeddings")
+
+SOURCES = {"mlc-llm": "mlc-llm", "transformers": "transformers' defaults", "reconstructed": "reconstructed"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    name: str
+    source: str  # key of SOURCES
+    config: dict[str, Any]
+    billions: float | None = None  # parameters that its makers count, of the text
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config["architectures"][0])
+
+    @property
+    def has_family(self) -> bool:
+        """Whether a family here decides about it, which takes milliseconds, or transformers' code."""
+        return self.architecture in architectures()
+
+
+def all_checkpoints() -> Iterator[Checkpoint]:
+    for entry in json.loads(Path(__file__).with_name("published.json").read_text()):
+        yield Checkpoint(**entry)
+    for name, (billions, sizes, values) in RECONSTRUCTED.items():
+        config = COMMON | dict(zip(SIZES, sizes, strict=True)) | values
+        if values["architectures"][0].endswith("ForConditionalGeneration"):
+            text = {key: value for key, value in config.items() if key not in ("architectures", "tie_word_embeddings")}
+            config = {"architectures": values["architectures"], "text_config": text, "vision_config": {}} | {
+                key: values[key] for key in ("tie_word_embeddings",) if key in values}  # fmt: skip
+        yield Checkpoint(name, "reconstructed", config, billions)
+
+
+CHECKPOINTS = {checkpoint.name: checkpoint for checkpoint in all_checkpoints()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    says: str  # as the page has it
+    is_served: bool
+    num_parameters: int = 0
+
+
+@cache
+def outcome_of(name: str) -> Outcome:
+    """What a load of the checkpoint begins with: its config is read and its model built, without memory for weights."""
+    try:
+        model = build_model(CHECKPOINTS[name].config, dtype=torch.bfloat16, device="meta")
+    except ConfigError as error:
+        key, why = re.split(r" is not supported[;:] |: (?=no code here reads this)", str(error), maxsplit=1)
+        why = re.sub(r"transformers [\d.]+\d", "transformers", re.split(r": `outrider|, so |\. ", why)[0])
+        return Outcome(f"refused by `{key.removeprefix('config.json: ')}`: {why}", is_served=False)
+    count = sum(math.prod(slot.shape) for slot in model.weights().values())
+    how = "served through transformers" if isinstance(model, BridgedModel) else "served"
+    billions = count / 1e9
+    return Outcome(f"{how}, {billions:.0f} billion parameters" if billions >= 100 else
+                   f"{how}, {billions:.3g} billion parameters", True, count)
+
+
+def row_of(checkpoint: Checkpoint) -> str:
+    says = outcome_of(checkpoint.name).says
+    return f"| `{checkpoint.name}` | `{checkpoint.architecture}` | {SOURCES[checkpoint.source]} | {says} |"
+
+
+HEAD = """# Configs of well-known checkpoints
+
+Made by `python -m tests.models.published`; tests hold every row against the check that a load begins with: the config
+is read, and the model built without memory for its weights. A config is refused by the key that stands in the way.
+
+Where a config comes from: *mlc-llm* carries published files among its model presets; *transformers' defaults* are those
+of the architecture's config class, where they make a model of the checkpoint's size; *reconstructed* ones are written
+down from memory of the published file. Weights of these checkpoints were not loaded.
+
+Qwen3.6 and Qwen3.8 dense models have the architecture of Qwen3.5 (`Qwen3_5ForConditionalGeneration`).
+
+| checkpoint | architecture | config | outcome |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    return HEAD + "\n".join(row_of(checkpoint) for checkpoint in CHECKPOINTS.values()) + "\n"
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # of transformers
+    print(page(), end="")
