@@ -427,6 +427,11 @@ def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     with pytest.raises(native_build.BuildError, match="none"):
         native_build.build()
+    with monkeypatch.context() as slow:
+        slow.setenv("CC", fake_compiler(tmp_path, "exec sleep 60"))
+        slow.setattr(native_build, "BUILD_SECONDS", 0.1)
+        with pytest.raises(native_build.BuildError, match="took over 0.1 s; the next start tries again$"):
+            native_build.build(tmp_path)
     monkeypatch.setenv("CC", fake_compiler(tmp_path, "echo one"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "below"))

@@ -29,7 +29,7 @@ SOURCES = tuple(
 HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
-BUILD_SECONDS = 120  # a compiler that hangs must not hang the engine
+BUILD_SECONDS = 600  # a compiler that hangs must not hang the engine; 10 s of work took over 120 s on a busy machine
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -90,6 +90,8 @@ def build(folder: Path | None = None) -> Path:
         name = f"native-{_hash(identity.encode())}"
         kept = next((file for file in sorted(folder.glob(f"{name}-*.so")) if _is_whole(file)), None)
         return kept or _compile(compiler, folder, name)
+    except subprocess.TimeoutExpired as error:  # whose own text is the whole command
+        raise BuildError(f"{shlex.join(compiler)} took over {BUILD_SECONDS} s; the next start tries again") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
 
