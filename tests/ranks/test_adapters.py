@@ -66,9 +66,10 @@ def test_an_engine_of_two_ranks_loads_and_refuses_adapters(tmp_path: Path) -> No
         settings = {"dtype": "float64", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3, "num_pages": 32}
         engine = EngineConfig(str(model), skip_tokenizer_init=True, tensor_parallel_size=count, **SETTINGS | settings)
         with LLM.around(start_engine(engine)) as llm:
-            with pytest.raises(ValueError, match="NaN or Inf"):
-                llm.generate([prompt_of(3, 20)], greedy(4), lora_request=LoRARequest("broken", 1, str(broken)),
-                             use_tqdm=False)
+            for _ in range(10):  # whichever rank has read it first
+                with pytest.raises(ValueError, match="NaN or Inf"):
+                    llm.generate([prompt_of(3, 20)], greedy(4), lora_request=LoRARequest("broken", 1, str(broken)),
+                                 use_tqdm=False)
             asked = [LoRARequest("own", 1, str(own)), None]
             outputs = llm.generate([prompt_of(3, 20)] * 2, greedy(8), lora_request=asked, use_tqdm=False)
             texts.append([output.outputs[0].token_ids for output in outputs])
