@@ -1,6 +1,6 @@
-"""Attention without positions whose queries grow with their place in a text, so that it stays as sharp over long ones.
+"""Attention whose queries grow with their place in a text, so that it stays as sharp over long ones.
 
-A query at position p is multiplied by 1 + strength * log(1 + (p + 1) // interval).
+A query is multiplied by 1 + strength * log(1 + run), where `run` counts the runs of `interval` positions before it.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ import torch
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.context import StepContext
-from outrider.layers.rotary import Angles, Unrotated
+from outrider.layers.rotary import Angles, Rotary
 
 
-class TemperedRotary(Unrotated):
-    """A rope that turns nothing, with the factors of queries at positions 0 to max_len - 1."""
+class TemperedRotary(Rotary):
+    """A rope, with the factors of queries at positions 0 to max_len - 1."""
 
-    def __init__(self, head_dim: int, *, interval: int, strength: float, max_len: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        super().__init__(head_dim, dtype=dtype, device=device)
-        self.interval = interval
-        # One factor for each run of positions, computed one by one: its bits do not depend on the table's length.
+    def __init__(self, rope: Rotary, *, interval: int, strength: float, counts_itself: bool, max_len: int) -> None:
+        """counts_itself: a query at position p has run (p + 1) // interval, and otherwise p // interval."""
+        self.rope, self.table = rope, rope.table
+        self.interval, self.shift = interval, int(counts_itself)
+        # One factor for each run, computed one by one: its bits do not depend on the table's length.
         count = max_len // interval + 1
+        dtype, device = rope.table.dtype, rope.table.device
         if device.type == "meta":  # a damaged config may ask for terabytes
-            self.factors = torch.empty(count, dtype=self.table.dtype, device=device)
+            self.factors = torch.empty(count, dtype=dtype, device=device)
             return
         factors = [1 + strength * math.log1p(run) for run in range(count)]
-        self.factors = torch.tensor(factors, dtype=self.table.dtype, device=device)
+        self.factors = torch.tensor(factors, dtype=dtype, device=device)
 
     def at(self, positions: torch.Tensor) -> TemperedAngles:
         return TemperedAngles(positions, self)
 
 
 class TemperedAngles(Angles):
-    """The rotation of token rows, which is none, and the factors of their queries."""
+    """The rotation of token rows, and the factors of their queries."""
 
     def __init__(self, positions: torch.Tensor, rotary: TemperedRotary) -> None:
-        super().__init__(torch.zeros_like(positions), rotary)
+        super().__init__(rotary.rope.at(positions).positions, rotary.rope)
         self._text_positions, self._tempered = positions, rotary
 
     def of_rows(self, token_rows: torch.Tensor) -> TemperedAngles:
@@ -47,7 +48,7 @@ class TemperedAngles(Angles):
     @cached_property
     def query_factors(self) -> torch.Tensor:
         """[tokens, 1]. Gathered once, the layers share it."""
-        runs = (self._text_positions + 1) // self._tempered.interval
+        runs = (self._text_positions + self._tempered.shift) // self._tempered.interval
         return self._tempered.factors[runs].unsqueeze(1)
 
 

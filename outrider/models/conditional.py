@@ -1,4 +1,5 @@
-"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, and Mistral Small 3.1 and later.
+"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and
+later, and Ministral 3.
 
 Text only: the tensors of the other parts are not read.
 """
@@ -12,7 +13,7 @@ import torch
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
-from outrider.models.llama import Mistral
+from outrider.models.ministral3 import TemperedMistral
 from outrider.models.sources.quantization import KEY
 
 PREFIX = "language_model"
@@ -47,5 +48,5 @@ class Gemma3Conditional(LanguagePart, Gemma3):
     default_tied = True
 
 
-class Mistral3Conditional(LanguagePart, Mistral):
+class Mistral3Conditional(LanguagePart, TemperedMistral):
     """Mistral3ForConditionalGeneration."""

@@ -89,10 +89,10 @@ class Llama4(Llama):
     def make_still_rotary(self, max_len: int) -> Rotary:
         interval = self.config.get("floor_scale", int, 8192, least=1)
         strength = self.config.get("attn_scale", float, 0.1)
+        rope = Unrotated(self.sizes.head_dim, dtype=self.dtype, device=self.device)
         if not self.is_tempered:
-            return Unrotated(self.sizes.head_dim, dtype=self.dtype, device=self.device)
-        return TemperedRotary(self.sizes.head_dim, interval=interval, strength=strength, max_len=max_len,
-                              dtype=self.dtype, device=self.device)
+            return rope
+        return TemperedRotary(rope, interval=interval, strength=strength, counts_itself=True, max_len=max_len)
 
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
         if layer.index not in self.without_rope or not self.is_tempered:

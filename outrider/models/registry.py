@@ -55,6 +55,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek_v3:DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek_v3:GlmMoeDsa",
+    "Ministral3ForCausalLM": "ministral3:Ministral3",
     "Llama4ForCausalLM": "llama4:Llama4",
     "Llama4ForConditionalGeneration": "llama4:Llama4Conditional",
     "Gemma2ForCausalLM": "gemma2:Gemma2",

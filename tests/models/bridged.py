@@ -42,7 +42,6 @@ BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("Cwm", _SLIDING),
     "jais2": ("Jais2", {}),
     "ministral": ("Ministral", _SLIDING),
-    "ministral3": ("Ministral3", _HEADS),
     "vaultgemma": ("VaultGemma", _SLIDING),
     "nanochat": ("NanoChat", {}),
     "granite_moe": ("GraniteMoe", _LOCAL),
@@ -75,6 +74,7 @@ BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
 FORCED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "ministral3": ("Ministral3", _HEADS),
     "gemma2": ("Gemma2", _SLIDING | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}),
 }
 SCALED_BY_ONE_MORE = ("Gemma", "Gemma2", "VaultGemma", "Nemotron")  # norms scale by 1 + weight

@@ -27,6 +27,9 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
                             "logits_scaling": 8.0}),
     "granite_bias": ("Granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5}}),
     "phi3": ("Phi3", {}),
     "phi3_sliding": ("Phi3", {"sliding_window": 16, "num_key_value_heads": 4}),
     "phi4_mini": ("Phi3", {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": {

@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
                                           "projector_output_dim": 32}},
     "Mistral3": {"text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
                  "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
+    "Mistral3 around Ministral3": {
+        "text_config": TEXT | {"model_type": "ministral3", "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5}},
+        "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
 }  # fmt: skip
 
 
@@ -32,7 +37,8 @@ def make_checkpoint(name: str, path: Path) -> Any:
     import transformers
 
     torch.manual_seed(1)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(getattr(transformers, f"{name}Config")(
+    kind = name.partition(" ")[0]
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(
         **CASES[name]))
     for key, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=mean_of(key, name), std=0.2)

@@ -110,7 +110,7 @@ def _check_layers(reader: ConfigReader, config: Any) -> None:
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise reader.refusal("layer_types", f"layers of type {kind!r} are not served by the bridge: {STATES}"
-                                 if kind != "chunked_attention" else "attention over chunks is not served")
+                                 if kind != "chunked_attention" else "the bridge does not serve attention over chunks")
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [ropes.get("rope_type"), *(rope.get("rope_type") for rope in ropes.values() if isinstance(rope, dict))]
     for kind in kinds:
