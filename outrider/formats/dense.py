@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
-from outrider.kernels import ops
+from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct
 
@@ -85,7 +85,8 @@ class DenseLinear(EmbeddingFormat):
         return out if self._bias is None else out.add_(self._bias)
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        if self._bias is not None or self._prepared is not None:
+        is_fused = activation == "relu2" or activation in moe.GATED  # some kernel may multiply and activate at once
+        if self._bias is not None or self._prepared is not None or not is_fused:
             return super().activated(x, activation)
         if activation == "relu2":
             return self._ops.relu2(x, self._weight)

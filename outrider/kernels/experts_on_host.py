@@ -87,7 +87,8 @@ def _activated(projected: Tensor, activation: str, biases: moe.ExpertBiases | No
     """The activation of one expert's first projection, which is changed."""
     if biases is not None:
         projected += biases.gate_up[expert]
-    return ops.gated(projected, activation) if activation in moe.GATED else moe.activate(projected, activation)
+    is_gated = activation in moe.GATED or moe.silu_limit(activation) is not None
+    return ops.gated(projected, activation) if is_gated else moe.activate(projected, activation)
 
 
 def _with_down_bias(made: Tensor, biases: moe.ExpertBiases | None, expert: int) -> Tensor:

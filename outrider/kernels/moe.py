@@ -19,9 +19,24 @@ from outrider.kernels.scaled import Scaled, rounded
 GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
 CLAMPED = "clamped_swiglu"  # gpt-oss's: gate and up are limited, see `reference.clamped_swiglu`
 PLAIN = ("relu2",)  # the square of relu, of one projection
-KNOWN = (*GATED, CLAMPED, *PLAIN)
+_LIMITED = "limited_silu:"  # silu(gate) * up with limits, see `reference.limited_silu_mul`; the limit follows
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")  # a group is worth its best expert, or the sum of its two best
+
+
+def limited_silu(limit: float) -> str:
+    """The name of the activation silu(gate) * up that limits gate and up first."""
+    return f"{_LIMITED}{limit}"
+
+
+def silu_limit(activation: str) -> float | None:
+    """The limit of an activation that `limited_silu` named; None for the others."""
+    return float(activation.removeprefix(_LIMITED)) if activation.startswith(_LIMITED) else None
+
+
+def is_known(activation: str) -> bool:
+    return activation in (*GATED, CLAMPED, *PLAIN) or silu_limit(activation) is not None
+
 
 # Most weight elements gathered at a time where no kernel reads them in place; bounds that path's memory.
 MAX_GATHERED = 1 << 26
@@ -155,8 +170,9 @@ def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor
 
 def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled,
                   activation: str) -> None:
-    if activation not in KNOWN:
-        raise ValueError(f"experts: activation is {activation!r}, known are {', '.join(KNOWN)}")
+    if not is_known(activation):
+        known = ", ".join((*GATED, CLAMPED, *PLAIN, limited_silu(10.0)))
+        raise ValueError(f"experts: activation is {activation!r}, known are {known}")
     num_experts, hidden, width = down.shape
     rows = width if activation in PLAIN else 2 * width
     for name, tensor, shape in (
@@ -174,6 +190,8 @@ def activate(projected: Tensor, activation: str) -> Tensor:
         return reference.silu_mul(projected)
     if activation == CLAMPED:
         return reference.clamped_swiglu(projected)
+    if (limit := silu_limit(activation)) is not None:
+        return reference.limited_silu_mul(projected, limit)
     return reference.gelu_tanh_mul(projected) if activation in GATED else reference.relu2(projected)
 
 

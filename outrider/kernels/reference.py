@@ -81,6 +81,12 @@ def clamped_swiglu(x: Tensor) -> Tensor:
     return (gate * torch.sigmoid(SWIGLU_GAIN * gate) * (up + 1)).to(x.dtype)
 
 
+def limited_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """Like silu_mul, with gate at most `limit` and up from -limit to limit."""
+    gate, up = widened(gate_up).chunk(2, dim=-1)
+    return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
+
+
 def relu2(x: Tensor) -> Tensor:
     """The square of relu."""
     return F.relu(x).square()

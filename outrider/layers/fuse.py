@@ -18,7 +18,7 @@ from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modul
 from outrider.layers.context import StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
-from outrider.layers.mlp import GatedMLP
+from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.moe import Experts
 from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
@@ -66,6 +66,8 @@ class NativeDecoderLayer(FusedLayer):
         if not isinstance(plain, AttentionMLPLayer):
             return None
         attention, mlp = plain.attention, plain.mlp
+        if mlp.activation not in ACTIVATIONS:
+            return None
         linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
         products = [product for linear in linears if (product := linear.format.native_product()) is not None]
         if len(products) < len(linears) or plain.input_norm.eps != plain.mlp_norm.eps:

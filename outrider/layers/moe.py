@@ -72,7 +72,7 @@ class Experts(FormatModule[ExpertsFormat]):
         is_transposed: the matrices in these tensors are input by output, where they hold numbers. names:
         those of gate, up and down in a checkpoint with tensors by expert. cut: the rank holds a part of every expert's
         inner features."""
-        assert activation in moe.KNOWN
+        assert moe.is_known(activation)
         assert is_fused or not is_transposed
         self.num_experts = num_experts
         self.activation = activation

@@ -331,6 +331,7 @@ SHOWN: dict[str, list[Call]] = {
     "exact_gated_norm": [gated_norm, lambda rows: gated_norm(rows, False)],
     "silu_mul": [lambda rows: ops.silu_mul(random(ROWS, 2 * WIDTH, scale=3)[rows])],
     "gelu_tanh_mul": [lambda rows: ops.gelu_tanh_mul(random(ROWS, 2 * WIDTH, scale=3)[rows])],
+    "limited_silu_mul": [lambda rows: ops.limited_silu_mul(random(ROWS, 2 * WIDTH, scale=3)[rows], 2.0)],
     "relu2": [lambda rows: ops.relu2(random(ROWS, WIDTH)[rows])],
     "sigmoid_scale": [
         lambda rows: ops.sigmoid_scale(random(ROWS, WIDTH)[rows], random(ROWS, WIDTH, seed=1)[rows]),

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, reference  # noqa: E402
-from outrider.kernels.moe import CLAMPED, ExpertBiases  # noqa: E402
+from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu  # noqa: E402
 from outrider.kernels.triton.expert_biases import clamped_swiglu  # noqa: E402
 from outrider.kernels.triton.moe import exact_experts, experts  # noqa: E402
 from outrider.kernels.triton.scaled_experts import exact_scaled_experts, scaled_experts  # noqa: E402
@@ -42,6 +42,22 @@ def test_experts_of_numbers(device: torch.device, num_tokens: int, has_down: boo
     for kernel in (experts, exact_experts):
         torch.testing.assert_close(kernel(*args), wanted, atol=1e-4, rtol=1e-4)
     assert (moe.experts(*args[:-1]) - wanted).abs().max() > 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_experts_with_limits(device: torch.device, num_tokens: int) -> None:
+    """GLM5-Next's activation, in numbers and in MXFP4."""
+    gate_up, down = draw(EXPERTS, 2 * WIDTH, HIDDEN, seed=2).to(device), draw(EXPERTS, HIDDEN, WIDTH, seed=3).to(device)
+    args = (*given(device, num_tokens), gate_up, down, limited_silu(1.5), draw(num_tokens, HIDDEN, seed=4).to(device))
+    wanted = moe.experts(*args)
+    for kernel in (experts, exact_experts):
+        torch.testing.assert_close(kernel(*args), wanted, atol=1e-4, rtol=1e-4)
+    assert (moe.experts(*args[:-2], "silu", args[-1]) - wanted).abs().max() > 0.1
+    coded = [make(device, "mxfp4", *sizes, EXPERTS, seed) for sizes, seed in
+             (((2 * WIDTH, HIDDEN), 5), ((HIDDEN, WIDTH), 6))]  # fmt: skip
+    of_codes: tuple[Any, ...] = (*given(device, num_tokens), *coded, limited_silu(1.5))
+    for kernel in (scaled_experts, exact_scaled_experts):
+        torch.testing.assert_close(kernel(*of_codes), moe.scaled_experts(*of_codes), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 70])

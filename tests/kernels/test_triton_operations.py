@@ -37,6 +37,7 @@ COMPARED = {
     ("silu_mul", "triton"): ["test_triton_rows::test_gated_activations"],
     ("gelu_tanh_mul", "native"): ["test_native::test_activations"],
     ("gelu_tanh_mul", "triton"): ["test_triton_rows::test_gated_activations"],
+    ("limited_silu_mul", "triton"): ["test_triton_rows::test_the_limited_activation"],
     ("relu2", "triton"): ["test_triton_gated_norm::test_relu2"],
     ("scaled_linear", "triton"): ["test_coded_tiles_hopper::test_products", "test_triton_scaled::test_every_code"],
     ("scaled_wide", "triton"): [

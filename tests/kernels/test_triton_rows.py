@@ -12,6 +12,7 @@ from outrider.kernels.triton import (  # noqa: E402
     add_rms_norm,
     cache_write,
     gelu_tanh_mul,
+    limited_silu_mul,
     norm_add_norm,
     rms_norm,
     rope_cache_write,
@@ -59,6 +60,16 @@ def test_gated_activations(device: torch.device, dtype: torch.dtype, name: str) 
     x = rows(device, dtype, 3, 2 * 1030) * 4
     x[0, :4] = torch.tensor([-100.0, 100.0, -1e4, 0.0], device=device, dtype=dtype)
     assert_close(kernel(x), getattr(reference, name)(x.double()))
+
+
+def test_the_limited_activation(device: torch.device, dtype: torch.dtype) -> None:
+    x = rows(device, dtype, 3, 2 * 1030) * 4
+    x[0, :2], x[0, 1030:1032] = torch.tensor([3.0, -30.0]), torch.tensor([9.0, -9.0])
+    x[1, 0] = x[1, 1031] = NAN
+    found, wanted = limited_silu_mul(x, 2.5), reference.limited_silu_mul(x.double(), 2.5)
+    assert found.isnan().sum() == 2 and found[1, :2].isnan().all(), "a bad value stays bad, and touches no other"
+    assert_close(found.nan_to_num(), wanted.nan_to_num())
+    assert (wanted - reference.silu_mul(x.double())).nan_to_num().abs().max() > 1
 
 
 def test_a_row_does_not_depend_on_other_rows(device: torch.device, dtype: torch.dtype) -> None:

@@ -134,6 +134,19 @@ gelu_tanh_mul = Operation(
 )
 relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32),
                   exact=ROW_BY_ROW)
+
+
+def _limited_silu_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`reference.limited_silu_mul` by `silu_mul`, whose bits do not depend on the other token rows."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
+
+
+limited_silu_mul = Operation(
+    _limited_silu_mul,
+    triton_kernel("outrider.kernels.triton.activation:limited_silu_mul", UP_TO_FLOAT32),
+    name="limited_silu_mul", exact=ROW_BY_ROW,
+)
 sigmoid_scale = Operation(
     reference.sigmoid_scale,
     native_kernel("outrider.kernels.native:sigmoid_scale", FLOAT32, checks.takes_elements),
@@ -153,6 +166,8 @@ cap_logits = Operation(
 
 def gated(gate_up: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
     """act(gate) * up of [tokens, gate | up]. rounding: as in `reference.silu_mul`."""
+    if (limit := moe.silu_limit(activation)) is not None:
+        return limited_silu_mul(gate_up, limit)
     hint = (rounding,) if rounding else ()
     return silu_mul(gate_up, *hint) if activation == "silu" else gelu_tanh_mul(gate_up, *hint)
 

@@ -3,7 +3,7 @@
 Callers see tensors and host bounds, never a launch grid. Importing this needs the triton package.
 """
 
-from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
+from outrider.kernels.triton.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.triton.attention import decode_attention
 from outrider.kernels.triton.attention_merge import prepare_counters
 from outrider.kernels.triton.attention_splits import SplitList, can_pack, list_splits, pays_split_list
@@ -51,22 +51,23 @@ __all__ = [
     "decode_attention",
     "delta_config",
     "delta_steps",
+    "device_query_tiles",
     "draw_tokens",
     "exact_attention",
     "exact_tiles_config",
     "find_ngram",
     "finish_compiling",
-    "has_postponed",
     "gated_linear",
     "gated_norm",
-    "device_query_tiles",
     "gelu_tanh_mul",
+    "has_postponed",
     "is_compiling",
+    "join_embedding",
+    "limited_silu_mul",
     "list_splits",
     "matvec",
     "norm_add_norm",
     "pays_split_list",
-    "join_embedding",
     "postponing",
     "prefill_attention",
     "prepare_counters",

@@ -30,7 +30,8 @@ _MAX_ROUNDED = 32768  # columns of a token row that one program holds
 
 @kernel
 def _gated_kernel(
-    x, out, x_stride, out_stride, width, GELU: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    x, out, x_stride, out_stride, width, limit, GELU: tl.constexpr, LIMITED: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -39,6 +40,9 @@ def _gated_kernel(
     valid = column < width
     gate = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
     up = tl.load(x + token * x_stride + width + column, mask=valid, other=0.0).to(tl.float32)
+    if LIMITED:  # by selection, not by a minimum, which would turn NaN into a number
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     result = gated(gate, up, GELU)
     tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=valid)
 
@@ -63,7 +67,8 @@ def _gated_rounded_kernel(
     store_rounded(groups, codes + token * WIDTH, scales + token * scale_t, scale_g, WIDTH, GROUP)
 
 
-def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | None) -> torch.Tensor:
+def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | None,
+           limit: float | None = None) -> torch.Tensor:  # fmt: skip
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, fused = x.shape
@@ -84,8 +89,8 @@ def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | 
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))
     _gated_kernel[grid](
-        x, out, x.stride(0), out.stride(0), width, GELU=gelu, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4,
-        **pdl_options(pdl),
+        x, out, x.stride(0), out.stride(0), width, limit or 0.0, GELU=gelu, LIMITED=limit is not None,
+        COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )
     return out
 
@@ -99,6 +104,12 @@ def silu_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None) -> 
 def gelu_tanh_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None) -> torch.Tensor:
     """x [tokens, 2 * width] -> gelu_tanh(x[:, :width]) * x[:, width:]."""
     return _gated("gelu_tanh_mul", x, True, rounding, pdl)
+
+
+def limited_silu_mul(x: torch.Tensor, limit: float, *, pdl: bool | None = None) -> torch.Tensor:
+    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:], with the first at most `limit` and the second from
+    -limit to limit."""
+    return _gated("limited_silu_mul", x, False, 0, pdl, limit)
 
 
 @kernel

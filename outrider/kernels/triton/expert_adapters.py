@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.adapters import AdapterTables, ExpertTargets, RowSlots
-from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
+from outrider.kernels.moe import silu_limit
+from outrider.kernels.triton.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.triton.adapters import add_to_pairs
 from outrider.kernels.triton.common import FLOATS, refuse, require_tensor, uses_pdl
 from outrider.kernels.triton.expert_pairs import FEW_PAIRS, sort_pairs
@@ -24,7 +25,8 @@ def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, w
     """See `kernels.adapters.mix_adapted_experts`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, device, (num_experts, hidden, width) = "mix_adapted_experts", x.device, down.shape
-    if activation not in _ACTIVATIONS:
+    limit = silu_limit(activation)
+    if activation not in _ACTIVATIONS and limit is None:
         refuse(name, "activation", f"is {activation!r}, known are {list(_ACTIVATIONS)}")
     num_outputs = width if activation == "relu2" else 2 * width
     require_tensor(name, "x", x, (len(out), hidden), device, FLOATS)
@@ -41,7 +43,7 @@ def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, w
     pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
     projected = product_of_pairs(x, gate_up, ids, pairs, ids.shape[1], num_outputs, pdl)
     add_to_pairs(x, projected, of_pairs, tables, targets.first, num_experts, pdl)
-    inner = _ACTIVATIONS[activation](projected)
+    inner = _ACTIVATIONS[activation](projected) if limit is None else limited_silu_mul(projected, limit)
     made = product_of_pairs(inner, down, ids, pairs, 1, hidden, pdl)
     add_to_pairs(inner, made, of_pairs, tables, targets.down, num_experts, pdl)
     mixed = combine(made, weights, added=added, pdl=pdl)

@@ -14,8 +14,8 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.moe import CLAMPED, ExpertBiases
-from outrider.kernels.triton.activation import gelu_tanh_mul, relu2, silu_mul
+from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu, silu_limit
+from outrider.kernels.triton.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.triton.common import (
     FLOATS,
     add_product,
@@ -246,10 +246,12 @@ def experts(
         refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
-    if activation == CLAMPED:  # in three steps: no kernel adds biases between the products
+    if activation not in ACTIVATIONS:  # in three steps: no kernel adds biases or limits between the products
         pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
+        if biases is None and pairs is not None and (method or choose_method(ids.numel(), gate_up, down)) == "library":
+            return combine(_library(x, pairs, gate_up, down, activation), weights, pairs.place, added)
         projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, up_config, pdl)
-        made = clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
+        made = activate_pairs(projected, ids, activation, biases, pdl)
         made = _product(made, down, ids, pairs, 1, hidden, None, down_config, pdl)
         return combine(made, weights, added=added, bias=bias_of_down(biases, ids), pdl=pdl)
     if method is None:
@@ -278,10 +280,18 @@ def exact_experts(
 
 
 def check_activation(name: str, activation: str, biases: ExpertBiases | None) -> None:
-    if activation not in ACTIVATIONS and activation != CLAMPED:
-        refuse(name, "activation", f"is {activation!r}, known are {[*ACTIVATIONS, CLAMPED][1:]}")
+    if activation not in ACTIVATIONS and activation != CLAMPED and silu_limit(activation) is None:
+        refuse(name, "activation", f"is {activation!r}, known are {[*ACTIVATIONS, CLAMPED, limited_silu(10.0)][1:]}")
     if biases is not None and activation != CLAMPED:
         refuse(name, "biases", f"are served with the activation {CLAMPED!r} alone")
+
+
+def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, biases: ExpertBiases | None,
+                   pdl: bool) -> torch.Tensor:  # fmt: skip
+    """The activation of pairs' first projections [pairs, gate | up] by a kernel of its own: [pairs, width]."""
+    if (limit := silu_limit(activation)) is not None:
+        return limited_silu_mul(projected, limit, pdl=pdl)
+    return clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
 
 
 def bias_of_down(biases: ExpertBiases | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -356,8 +366,10 @@ def _library(
             made = silu_mul(projected)
         case "gelu_pytorch_tanh":
             made = gelu_tanh_mul(projected)
-        case _:
+        case "relu2":
             made = relu2(projected)
+        case _:
+            made = activate_pairs(projected, pairs.order, activation, None, False)
     result: torch.Tensor = torch._grouped_mm(made, down.transpose(1, 2), offs=pairs.ends)
     return result
 

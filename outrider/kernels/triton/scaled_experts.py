@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 import triton.language as tl
-from outrider.kernels.moe import CLAMPED, ExpertBiases
+from outrider.kernels.moe import ExpertBiases
 from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -29,7 +29,6 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.expert_biases import clamped_swiglu
 from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
@@ -41,6 +40,7 @@ from outrider.kernels.triton.expert_pairs import (
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.moe import (
     ACTIVATIONS,
+    activate_pairs,
     bias_of_down,
     check_activation,
     combine,
@@ -152,10 +152,10 @@ def scaled_experts(
     pdl = uses_pdl(device) if pdl is None else pdl
     as_numbers = is_faster_as_numbers(down.code, ids.numel(), num_experts) if as_numbers is None else as_numbers
     pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
-    if activation == CLAMPED:  # no kernel adds biases between the products
+    if activation not in ACTIVATIONS:  # no kernel adds biases or limits between the products
         projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, rounds, as_numbers, tile, pdl,
                              False)
-        made = clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
+        made = activate_pairs(projected, ids, activation, biases, pdl)
     else:
         made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False)
     out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl, True)
