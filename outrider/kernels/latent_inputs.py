@@ -27,6 +27,8 @@ class RopeRows(NamedTuple):
     def turn(self, x: Tensor, *, in_pairs: bool) -> Tensor:
         """x [tokens, heads, rotating | rest] -> rotated, the rotating dimensions in halves."""
         size = self.table.shape[1]
+        if not size:
+            return x
         turning, rest = x[..., :size], x[..., size:]
         low, high = turning.unflatten(-1, (-1, 2)).unbind(-1) if in_pairs else turning.chunk(2, dim=-1)
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
@@ -93,7 +95,7 @@ def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, in
     rope_dim = rope.table.shape[1]
     columns = q.shape[1] * (nope_dim + rope_dim)
     heads = queries[:, :columns].unflatten(1, (q.shape[1], -1))
-    q[..., -rope_dim:] = rope.turn(heads[..., nope_dim:], in_pairs=True)
+    q[..., q.shape[2] - rope_dim :] = rope.turn(heads[..., nope_dim:], in_pairs=True)
     if index_q is not None:
         index_q.copy_(rope.turn(queries[:, columns:].unflatten(1, index_q.shape[1:]), in_pairs=index_in_pairs))
 

@@ -45,6 +45,7 @@ class LatentShape:
     value_dim: int
     has_bias: bool
     index_rotates_pairs: bool  # the indexer's rope is interleaved, too
+    norm_eps: float = NORM_EPS  # of the norms of compressed vectors
 
 
 class LayerNorm(Module):
@@ -141,8 +142,9 @@ class LatentAttention(TokenMixer):
             queries["indexer.wq_b"] = self.index.num_heads * self.index.head_dim
         self.compress = Compression(shape, layer, self.index, dtype=dtype, device=device)
         self.queries = FusedLinear(shape.q_rank or shape.hidden_size, queries, bias=False, dtype=dtype, device=device)
-        self.q_norm = None if shape.q_rank is None else RMSNorm(shape.q_rank, NORM_EPS, dtype=dtype, device=device)
-        self.latent_norm = RMSNorm(layer.latent_dim, NORM_EPS, dtype=dtype, device=device)
+        eps = shape.norm_eps
+        self.q_norm = None if shape.q_rank is None else RMSNorm(shape.q_rank, eps, dtype=dtype, device=device)
+        self.latent_norm = RMSNorm(layer.latent_dim, eps, dtype=dtype, device=device)
         self.key_norm = None if self.index is None else LayerNorm(self.index.head_dim, dtype=dtype, device=device)
         self.expansion = LatentExpansion(layer.num_heads, shape.nope_dim, shape.value_dim, layer.latent_dim,
                                          dtype=dtype, device=device)
@@ -185,9 +187,9 @@ class LatentAttention(TokenMixer):
         return self.out(values, context)
 
     def _norms(self) -> LatentNorms:
-        return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale,
-                           None if self.key_norm is None else (self.key_norm.weight, self.key_norm.bias), NORM_EPS,
-                           self.shape.index_rotates_pairs)
+        index_key = None if self.key_norm is None else (self.key_norm.weight, self.key_norm.bias)
+        return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale, index_key,
+                           self.shape.norm_eps, self.shape.index_rotates_pairs)
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer, context: StepContext) -> torch.Tensor:

@@ -106,6 +106,7 @@ def _attend_entries(
         if CHOSEN:
             listed = tl.load(chosen + index, mask=inside & is_long, other=0).to(tl.int32)
             position = tl.where(is_long, listed, position)
+            inside = inside & (position >= 0)  # the last places of a list may be empty
         page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
         entry = cache + (page * page_stride + (position % PAGE) * entry_stride)[:, None]
         if PAIRED:
@@ -115,8 +116,10 @@ def _attend_entries(
         else:
             k_latent = tl.load(entry + latent[None, :], mask=inside[:, None] & (latent < L)[None, :], other=0.0)
             score = tl.dot(q_latent, tl.trans(k_latent.to(q_latent.dtype)), input_precision="ieee")
-        k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
-        score = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), score, input_precision="ieee") * (scale * LOG2E)
+        if R > 0:
+            k_rope = tl.load(entry + L + rope[None, :], mask=inside[:, None] & (rope < R)[None, :], other=0.0)
+            score = tl.dot(q_rope, tl.trans(k_rope.to(q_rope.dtype)), score, input_precision="ieee")
+        score *= scale * LOG2E
         visible = inside[None, :] & is_own[:, None]
         visible = visible & (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
         score = tl.where(visible, score, float("-inf"))

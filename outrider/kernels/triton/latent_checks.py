@@ -16,7 +16,7 @@ def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: Tok
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, width = q.shape
     require_tensor(name, "cache", cache, (None, None, width), device, (q.dtype, FP8))
-    require(0 < latent_dim < width, name, "latent_dim", f"is {latent_dim}, expected less than the entry's {width}")
+    require(0 < latent_dim <= width, name, "latent_dim", f"is {latent_dim}, expected at most the entry's {width}")
     page_tokens = cache.shape[1]
     require(page_tokens & (page_tokens - 1) == 0, name, "cache", f"has {page_tokens} tokens per page, expected a power"
             " of two")
