@@ -24,6 +24,7 @@ from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.ops import Exactness, NotExact, Operation
+from outrider.kernels.pooled_keys import PoolCells, PoolWeights
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.streams import StreamRule
@@ -281,6 +282,17 @@ def write_stretch_keys(rows: torch.Tensor) -> torch.Tensor:
     return cache.flatten(0, 1)[slots]
 
 
+def write_pooled_keys(rows: torch.Tensor) -> torch.Tensor:
+    """Token rows are requests of their own, each with what the tokens before it left in the cache."""
+    _, contexts = latent_cache(rows)
+    caches, none = [random(20, 16, 11, seed=seed) for seed in (3, 4)], torch.zeros_like(rows)
+    slots = rows + 16 * 10  # beside what is read
+    weights = PoolWeights(random(11, seed=5), random(11, seed=6), random(4, 11, seed=7), 1e-6, 0.3)
+    made = ops.write_pooled_keys.variant(exact=True)(random(ROWS, 25)[rows], weights, PoolCells(
+        slots, rows, none, *caches), contexts, Stretches(4, 0))
+    return torch.cat((made.to(DTYPE), *(cache.flatten(0, 1)[slots] for cache in caches)), dim=1)
+
+
 def write_keys_values(rows: torch.Tensor) -> torch.Tensor:
     caches = [torch.zeros(ROWS // 16 + 1, 16, 2, 18, dtype=DTYPE, device=DEVICE) for _ in range(2)]
     ops.write_keys_values(random(ROWS, 2, 18)[rows], random(ROWS, 2, 18, seed=1)[rows], rows, *caches)
@@ -362,6 +374,7 @@ SHOWN: dict[str, list[Call]] = {
     "exact_head_products": [head_products],
     "exact_stretch_attention": [stretch_attention],
     "write_stretch_keys": [write_stretch_keys],
+    "exact_write_pooled_keys": [write_pooled_keys],
     "write_keys_values": [write_keys_values],
     "join_streams": [join_streams],
     "exact_stream_gates": [stream_gates],

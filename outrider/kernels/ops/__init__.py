@@ -20,6 +20,7 @@ from outrider.kernels import (
     latent,
     latent_inputs,
     moe,
+    pooled_keys,
     reference,
     step,
     streams,
@@ -245,6 +246,22 @@ write_stretch_keys = Operation(
     stretches.write_stretch_keys,
     triton_kernel("outrider.kernels.triton.stretches:write_stretch_keys", UP_TO_FLOAT32),
     exact=ROW_BY_ROW,
+)
+write_pooled_keys = Operation(
+    pooled_keys.write_pooled_keys,
+    triton_kernel("outrider.kernels.triton.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
+    exact=exact.write_pooled_keys,
+)
+
+
+def _chosen_of(contexts: latent.TokenContexts, chosen: torch.Tensor, *_: object) -> torch.Tensor:
+    return chosen
+
+
+list_stretches = Operation(
+    pooled_keys.list_stretches,
+    triton_kernel("outrider.kernels.triton.pooled_keys:list_stretches"),
+    subject=_chosen_of, exact=NO_ARITHMETIC,
 )
 write_keys_values = Operation(
     stretches.write_keys_values,

@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import exact_latent, moe, reference, scaled, streams, stretches
+from outrider.kernels import exact_latent, moe, pooled_keys, reference, scaled, streams, stretches
+from outrider.kernels.latent import TokenContexts
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     BFLOAT16,
@@ -26,6 +27,8 @@ from outrider.kernels.ops.operation import (
     native_kernel,
     triton_kernel,
 )
+from outrider.kernels.pooled_keys import PoolCells, PoolWeights
+from outrider.kernels.stretches import Stretches
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -180,6 +183,25 @@ dense_latent_attention = Operation(
 
 # Attention to chosen stretches
 
+
+def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
+                       stretches: Stretches) -> torch.Tensor:  # fmt: skip
+    """Token row by token row: a stretch's last token finds in the cache what the rows before it wrote."""
+    if not len(packed):
+        return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, stretches)
+    made = []
+    for at, row in enumerate(packed.split(1)):
+        own = slice(at, at + 1)
+        one = cells._replace(slots=cells.slots[own], positions=cells.positions[own], offsets=cells.offsets[own])
+        made.append(pooled_keys.write_pooled_keys(row.clone(), weights, one, contexts.cut(own), stretches))
+    return torch.cat(made)
+
+
+write_pooled_keys = Operation(
+    _write_pooled_keys,
+    triton_kernel("outrider.kernels.triton.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
+    name="exact_write_pooled_keys", exact=ROW_BY_ROW,
+)
 stretch_attention = Operation(
     stretches.exact_stretch_attention,
     triton_kernel("outrider.kernels.triton.stretches:exact_stretch_attention", UP_TO_FLOAT32),
