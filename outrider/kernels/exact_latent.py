@@ -23,7 +23,7 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
     if not len(compressed):
         return latent_inputs.write_latents(compressed, q_norm, latent_norm, eps, rope, slots, cache, index)
     rows = zip(compressed.split(1), rope.positions.split(1), slots.split(1), strict=True)
-    made = [latent_inputs.write_latents(row.clone(), q_norm, latent_norm, eps, RopeRows(position, rope.table), slot,
+    made = [latent_inputs.write_latents(row.clone(), q_norm, latent_norm, eps, rope._replace(positions=position), slot,
                                         cache, index) for row, position, slot in rows]  # fmt: skip
     queries, weights = zip(*made, strict=True)
     return torch.cat(queries), torch.cat(weights)
@@ -59,18 +59,19 @@ def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenConte
 
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
-                     latent_dim: int) -> Tensor:
+                     latent_dim: int, sinks: Tensor | None = None) -> Tensor:
     """See `latent.latent_attention`."""
     out = q.new_empty(*q.shape[:2], latent_dim)
     for row in range(q.shape[0]):
-        out[row] = _attend(q[row].clone(), cache, contexts.cut(slice(row, row + 1)), positions[row], scale, latent_dim)
+        out[row] = _attend(q[row].clone(), cache, contexts.cut(slice(row, row + 1)), positions[row], scale, latent_dim,
+                           sinks)
     return out
 
 
 def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
-                           latent_dim: int) -> Tensor:
+                           latent_dim: int, sinks: Tensor | None = None) -> Tensor:
     """See `latent.dense_latent_attention`. Has the bits of `latent_attention` over all positions."""
-    return latent_attention(q, cache, contexts, _every_position(contexts, num_positions), scale, latent_dim)
+    return latent_attention(q, cache, contexts, _every_position(contexts, num_positions), scale, latent_dim, sinks)
 
 
 def _every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
@@ -92,7 +93,7 @@ def _cells(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> tuple[T
 
 
 def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
-            latent_dim: int) -> Tensor:
+            latent_dim: int, sinks: Tensor | None) -> Tensor:
     """One token row: q [heads, latent | rope], positions [chosen]. Returns [heads, latent]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     acc = q.new_zeros(q.shape[0], latent_dim, dtype=wide)
@@ -111,4 +112,7 @@ def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor
         total = total * shrink + shares.sum(dim=1, keepdim=True)
         acc = acc * shrink + shares @ entries[:, :latent_dim]
         peak = new_peak
+    if sinks is not None:
+        # A sink far above all scores makes the sum infinite, and the result 0, as it should be.
+        total = total + (sinks.to(wide)[:, None] - torch.where(peak == -torch.inf, 0.0, peak)).exp()
     return (acc / torch.where(total > 0, total, 1.0)).to(q.dtype)

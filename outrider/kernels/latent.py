@@ -79,37 +79,38 @@ def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContex
 
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
-                     latent_dim: int) -> Tensor:
+                     latent_dim: int, sinks: Tensor | None = None) -> Tensor:
     """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing. They are those that
     `choose_positions` writes: all positions of contexts that have no more than can be chosen.
 
     q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
-    heads, its latent part their value. Returns [tokens, heads, latent]."""
+    heads, its latent part their value. sinks [heads]: the score of one more key that every token row sees, whose value
+    is 0. Returns [tokens, heads, latent]."""
     out = q.new_empty(*q.shape[:2], latent_dim)
     for rows in _chunks(q.shape[0], positions.shape[1] * max(q.shape[1:])):
-        out[rows] = _attend(q[rows], cache, contexts.cut(rows), positions[rows], scale, latent_dim)
+        out[rows] = _attend(q[rows], cache, contexts.cut(rows), positions[rows], scale, latent_dim, sinks)
     return out
 
 
 def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
-                           latent_dim: int) -> Tensor:
+                           latent_dim: int, sinks: Tensor | None = None) -> Tensor:
     """Attention over every visible position, all of which are below `num_positions`. Otherwise `latent_attention`."""
     out = q.new_empty(*q.shape[:2], latent_dim)
     for rows in _chunks(q.shape[0], num_positions * max(q.shape[1:])):
         own = contexts.cut(rows)
-        out[rows] = _attend(q[rows], cache, own, every_position(own, num_positions), scale, latent_dim)
+        out[rows] = _attend(q[rows], cache, own, every_position(own, num_positions), scale, latent_dim, sinks)
     return out
 
 
 def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor | None, num_positions: int,
-                  scale: float, to_values: Tensor) -> Tensor:
+                  scale: float, to_values: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Attention over chosen positions, or with None over every visible one, and its product with each head's matrix
     to_values [heads, values, latent]. Returns [tokens, heads, values]."""
     latent_dim = to_values.shape[2]
     if positions is None:
-        made = dense_latent_attention(q, cache, contexts, num_positions, scale, latent_dim)
+        made = dense_latent_attention(q, cache, contexts, num_positions, scale, latent_dim, sinks)
     else:
-        made = latent_attention(q, cache, contexts, positions, scale, latent_dim)
+        made = latent_attention(q, cache, contexts, positions, scale, latent_dim, sinks)
     return torch.einsum("rhl,hvl->rhv", made, to_values)
 
 
@@ -165,13 +166,16 @@ def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tenso
 
 
 def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
-            latent_dim: int) -> Tensor:
+            latent_dim: int, sinks: Tensor | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     is_chosen, at = positions >= 0, positions.clamp_min(0)
     pages = contexts.page_table[contexts.request_of[:, None], at // cache.shape[1]].long()
     # A page may hold anything outside the context, and 0 x NaN is NaN.
     entries = torch.where(is_chosen[..., None], cache[pages, at % cache.shape[1]].to(wide), 0.0)
     scores = torch.einsum("rhd,rkd->rhk", q.to(wide), entries) * scale
-    shares = scores.masked_fill(~is_chosen[:, None], -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~is_chosen[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide)[None, :, None].expand(len(scores), -1, 1)), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : is_chosen.shape[1]]
     shares = shares.masked_fill(~is_chosen[:, None], 0.0)  # rows that see nothing
     return torch.einsum("rhk,rkd->rhd", shares, entries[..., :latent_dim]).to(q.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,14 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import latent  # noqa: E402
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
 from outrider.kernels.triton import exact_latent, head_products  # noqa: E402
-from tests.kernels.test_triton_latent import LENS, TOLERANCE, make_cache, make_contexts, spread  # noqa: E402
+from tests.kernels.test_triton_latent import (  # noqa: E402
+    LENS,
+    TOLERANCE,
+    make_cache,
+    make_contexts,
+    make_sinks,
+    spread,
+)
 
 SPLIT, TOP_K = 16, 20  # positions of a split in these tests; of a choice
 
@@ -24,30 +33,33 @@ def listed(contexts: TokenContexts) -> torch.Tensor:
     return torch.tensor(rows, device=contexts.first.device)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_has_the_same_bits_alone_and_for_longer_batches(device: torch.device, dtype: torch.dtype,
+                                                                  has_sinks: bool,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token row alone, under the bound of its own context, against all of them under the batch's bound; in pieces;
     and whole contexts against the same positions listed."""
     contexts = make_contexts(device, LENS, columns=16)
     cache = make_cache(contexts, 16, dtype)
     q = spread(len(contexts.first), 3, 16, device=device, dtype=dtype)
-    positions = listed(contexts)
-    whole = exact_latent.exact_dense_latent_attention(q, cache, contexts, 60, 0.3, 12, split=SPLIT, pdl=False)
-    chosen = exact_latent.exact_latent_attention(q, cache, contexts, positions, 0.3, 12, split=SPLIT, pdl=False)
-    for found, wanted in ((whole, latent.dense_latent_attention(q, cache, contexts, 60, 0.3, 12)),
-                          (chosen, latent.latent_attention(q, cache, contexts, positions, 0.3, 12))):
+    positions, sinks = listed(contexts), make_sinks(3, device, has_sinks)
+    options: dict[str, Any] = {"split": SPLIT, "pdl": False}
+    whole = exact_latent.exact_dense_latent_attention(q, cache, contexts, 60, 0.3, 12, sinks, **options)
+    chosen = exact_latent.exact_latent_attention(q, cache, contexts, positions, 0.3, 12, sinks, **options)
+    for found, wanted in ((whole, latent.dense_latent_attention(q, cache, contexts, 60, 0.3, 12, sinks)),
+                          (chosen, latent.latent_attention(q, cache, contexts, positions, 0.3, 12, sinks))):
         torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     is_short = contexts.stop - contexts.first <= TOP_K
     assert is_short.any() and not is_short.all() and torch.equal(whole[is_short], chosen[is_short])
     for row in range(0, len(q), 3):
         own, at = contexts.cut(slice(row, row + 1)), slice(row, row + 1)
         bound = max(1, int(own.stop))
-        alone = exact_latent.exact_dense_latent_attention(q[at], cache, own, bound, 0.3, 12, split=SPLIT, pdl=False)
+        alone = exact_latent.exact_dense_latent_attention(q[at], cache, own, bound, 0.3, 12, sinks, **options)
         assert torch.equal(alone, whole[at]), row
-        alone = exact_latent.exact_latent_attention(q[at], cache, own, positions[at], 0.3, 12, split=SPLIT, pdl=False)
+        alone = exact_latent.exact_latent_attention(q[at], cache, own, positions[at], 0.3, 12, sinks, **options)
         assert torch.equal(alone, chosen[at]), row
     monkeypatch.setattr(exact_latent, "MAX_PART_ELEMENTS", 5 * 3 * 4 * 12)  # five token rows at a time
-    pieces = exact_latent.exact_dense_latent_attention(q, cache, contexts, 60, 0.3, 12, split=SPLIT, pdl=False)
+    pieces = exact_latent.exact_dense_latent_attention(q, cache, contexts, 60, 0.3, 12, sinks, **options)
     assert torch.equal(pieces, whole)
 
 

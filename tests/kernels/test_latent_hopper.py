@@ -25,7 +25,7 @@ from tests.kernels.compiled import found_without_interpreter, overwritten_barrie
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
 PAGES = f"tensordesc<bf16[1,64,64],{gl.NVMMASharedLayout(128, 16, rank=3)}>"
 KINDS = {"q": "*bf16", "cache": "*bf16", "out": "*bf16", "keys": PAGES, "weights": "*fp32", "scores": "*fp32",
-         "scale": "fp32", "part_lse": "*fp32"}  # fmt: skip
+         "scale": "fp32", "part_lse": "*fp32", "sinks": "*fp32"}  # fmt: skip
 NUMBERS = ("max_count", "num_tokens", "top_k", "num_splits", "min_split")
 
 
@@ -43,10 +43,10 @@ def compile_kernel(kernel: Any, **constants: int) -> Any:
 
 
 def test_compile_for_the_card() -> None:
-    attends, scores, few_scores, *decodes = found_without_interpreter(__file__)
+    attends, with_sinks, scores, few_scores, *decodes = found_without_interpreter(__file__)
     assert 2 * (attends["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES, "two programs share a multiprocessor"
     assert attends["copies"] == 9 * 4, "each of them of 16 bytes"
-    for decode in decodes:
+    for decode in (with_sinks, *decodes):
         assert decode["shared"] <= attends["shared"] and decode["copies"] == attends["copies"] and decode["multiplies"]
     assert scores["shared"] <= PROGRAM_BYTES and scores["overwritten"] == few_scores["overwritten"] == []
     assert index_decode.PROGRAMS * (few_scores["shared"] + RESERVED_BYTES) <= PROCESSOR_BYTES
@@ -92,13 +92,14 @@ def test_registers_are_shared_out() -> None:
 
 
 if __name__ == "__main__":
-    made = (compile_kernel(latent._chosen_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64),
+    made = (*(compile_kernel(latent._chosen_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, HAS_SINKS=has_sinks)
+              for has_sinks in (False, True)),
             compile_kernel(index._prompt_scores_kernel, HEADS=64, D=128, PAGE=64, FETCHES=index.FETCH_REGISTERS,
                            SCORES=index.SCORE_REGISTERS),
             compile_kernel(index_decode._decode_scores_kernel, HEADS=64, D=128, PAGE=64, KEYS=index_decode.TILE,
                            SLOTS=index_decode.STAGES, PDL=True),
             *(compile_kernel(latent_decode._split_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, SPLIT=split,
-                             PDL=True) for split in (False, True)))  # fmt: skip
+                             HAS_SINKS=not split, PDL=True) for split in (False, True)))  # fmt: skip
     codes = [(kernel.metadata.shared, kernel.asm["ptx"]) for kernel in made]
     print(json.dumps([{"shared": shared, "multiplies": "wgmma.mma_async" in ptx, "copies": ptx.count("cp.async.cg"),
                        "overwritten": overwritten_barriers(ptx) if "mbarrier" in ptx else []}

@@ -12,6 +12,7 @@ import torch
 
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.attention_core import add_sinks
 from outrider.kernels.triton.common import (
     cdiv,
     next_power_of_two,
@@ -41,10 +42,11 @@ def exact_score_config(itemsize: int) -> ScoreConfig:
     return ScoreConfig(1, 32, 4, 1) if itemsize > 2 else ScoreConfig(1, 128, 4, 3)
 
 
-@kernel(do_not_specialize=["num_splits"])
+@kernel(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["sinks"])
 def _merge_in_order_kernel(
-    part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_lse, sinks, out, num_splits, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the splits of one head of one token row, GROUP at a time. Splits without positions add zeros, so that the
     result does not depend on how many of them there are."""
@@ -68,6 +70,7 @@ def _merge_in_order_kernel(
                         mask=(weight > 0)[:, None] & (dim < L)[None, :], other=0.0)  # fmt: skip
         acc += tl.sum(weight[:, None] * value, axis=0)
         total += tl.sum(weight, axis=0)
+    total = add_sinks(sinks, head, True, peak, total, HAS_SINKS)
     result = acc / tl.where(total > 0, total, 1.0)
     to = out + token * out_token_stride + head * out_head_stride + dim
     tl.store(to, result.to(out.dtype.element_ty), mask=dim < L)
@@ -75,32 +78,32 @@ def _merge_in_order_kernel(
 
 def exact_latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
-    latent_dim: int, *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
+    latent_dim: int, sinks: torch.Tensor | None = None, *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.latent.latent_attention`."""
     require_tensor("exact_latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("exact_latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim,
-                      split, pdl)
+                      sinks, split, pdl)
 
 
 def exact_dense_latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int, scale: float, latent_dim: int,
-    *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
+    sinks: torch.Tensor | None = None, *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.latent.dense_latent_attention`."""
     nothing_listed = contexts.request_of[:, None]  # never read, as no context is longer than num_positions
     return _attention("exact_dense_latent_attention", q, cache, contexts, nothing_listed, num_positions, scale,
-                      latent_dim, split, pdl)
+                      latent_dim, sinks, split, pdl)
 
 
 def _attention(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, max_count: int,
-    scale: float, latent_dim: int, split: int, pdl: bool | None,
+    scale: float, latent_dim: int, sinks: torch.Tensor | None, split: int, pdl: bool | None,
 ) -> torch.Tensor:
     """Attend for a piece of the token rows at a time: as many as have room for the results of their splits."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
-    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     config = exact_latent_config(width, q.element_size(), split)
     splits = max(1, cdiv(max_count, split))
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
@@ -113,8 +116,9 @@ def _attention(
                       pdl)
         made = out[rows]
         _merge_in_order_kernel[(made.shape[0], num_heads)](
-            parts, lse, made, splits, out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim,
-            L_PAD=max(16, next_power_of_two(latent_dim)), GROUP=8, PDL=pdl, num_warps=4, **pdl_options(pdl),
+            parts, lse, lse if sinks is None else sinks, made, splits, out.stride(0), out.stride(1), HEADS=num_heads,
+            L=latent_dim, L_PAD=max(16, next_power_of_two(latent_dim)), GROUP=8, HAS_SINKS=sinks is not None, PDL=pdl,
+            num_warps=4, **pdl_options(pdl),
         )
     return out
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
-from outrider.kernels.triton.attention_core import no_sums, weigh_scores
+from outrider.kernels.triton.attention_core import add_sinks, no_sums, weigh_scores
 from outrider.kernels.triton.common import (
     LOG2E,
     cdiv,
@@ -42,7 +42,7 @@ MOST_SPLITS = 64  # of one token row
 HOPPER_SPLIT = 64  # least positions of a split there; of long contexts, splits have at least twice as many
 FEW_TOKENS = 16  # up to here short splits pay, since multiprocessors would be idle
 LEAST_INNER = tl.constexpr(16)  # columns that a product sums over: matrix instructions take no fewer
-_INTS = ["page_table", "request_of", "first", "stop", "positions"]
+_INTS = ["page_table", "request_of", "first", "stop", "positions", "sinks"]
 _VARYING = ["num_tokens", "max_count", "num_splits", "min_split"]
 
 
@@ -137,12 +137,12 @@ def _attend_entries(
 
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INTS)
 def _latent_attention_kernel(
-    q, cache, page_table, request_of, first, stop, positions, out, part_lse, scale, num_tokens, max_count, num_splits,
-    min_split, q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride,
+    q, cache, page_table, request_of, first, stop, positions, sinks, out, part_lse, scale, num_tokens, max_count,
+    num_splits, min_split, q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride,
     out_token_stride, out_head_stride, out_split_stride,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     R_PAD: tl.constexpr, PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Row `t * BLOCK_H + h` of a program's products is head h of token row t of its tile."""
     release_dependents(PDL)
@@ -181,6 +181,8 @@ def _latent_attention_kernel(
             q_latent, q_rope, acc, peak, total, is_own, low, high, split * size, end, lowest, chosen, is_long, cache,
             table, page_stride, entry_stride, scale, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, CHOSEN,
         )  # fmt: skip
+    # The sinks of splits are added where the splits are merged.
+    total = add_sinks(sinks, head, exists, peak, total, HAS_SINKS and not SPLIT)
     divisor = tl.where(total > 0, total, 1.0)
     result = acc / divisor[:, None]
     to = out + token.to(tl.int64)[:, None] * out_token_stride + head[:, None] * out_head_stride + latent[None, :]
@@ -192,7 +194,10 @@ def _latent_attention_kernel(
 
 
 @triton.jit
-def merged_splits(part_out, part_lse, part, num_splits, column, L: tl.constexpr, SPLITS: tl.constexpr):
+def merged_splits(
+    part_out, part_lse, sinks, part, num_splits, head, column, L: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
     """Some columns of one head of one token row, of which `part` is the first split, with one read of each."""
     split = tl.arange(0, SPLITS)
     lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
@@ -201,80 +206,86 @@ def merged_splits(part_out, part_lse, part, num_splits, column, L: tl.constexpr,
     # A split without positions has weight 0, and its result may not have been written.
     value = tl.load(part_out + (part + split)[:, None] * L + column[None, :],
                     mask=(weight > 0)[:, None] & (column < L)[None, :], other=0.0)  # fmt: skip
-    total = tl.sum(weight, axis=0)
+    total = add_sinks(sinks, head, True, peak, tl.sum(weight, axis=0), HAS_SINKS)
     return tl.sum(weight[:, None] * value, axis=0) / tl.where(total > 0, total, 1.0)
 
 
-@kernel(do_not_specialize=["num_splits"])
+@kernel(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["sinks"])
 def _merge_kernel(
-    part_out, part_lse, out, num_splits, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_lse, sinks, out, num_splits, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, L: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    result = merged_splits(part_out, part_lse, (token * HEADS + head) * num_splits, num_splits, column, L, SPLITS)
+    result = merged_splits(part_out, part_lse, sinks, (token * HEADS + head) * num_splits, num_splits, head, column, L,
+                           SPLITS, HAS_SINKS)
     to = out + token * out_token_stride + head * out_head_stride + column
     tl.store(to, result.to(out.dtype.element_ty), mask=column < L)
 
 
 def latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
-    latent_dim: int, *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
+    latent_dim: int, sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None,
+    num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.latent.latent_attention`. Reads the positions of token rows that have to choose alone: a context
     with no more positions than can be chosen is attended whole."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
-    return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, config,
-                      num_splits, pdl)
+    return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, sinks,
+                      config, num_splits, pdl)
 
 
 def dense_latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int, scale: float, latent_dim: int,
-    *, config: LatentConfig | None = None, num_splits: int | None = None, pdl: bool | None = None,
+    sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None, num_splits: int | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.latent.dense_latent_attention`."""
-    return _attention("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, config,
-                      num_splits, pdl)
+    return _attention("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, sinks,
+                      config, num_splits, pdl)
 
 
 def _attention(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
-    max_count: int, scale: float, latent_dim: int, config: LatentConfig | None, num_splits: int | None,
-    pdl: bool | None,
+    max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None, config: LatentConfig | None,
+    num_splits: int | None, pdl: bool | None,
 ) -> torch.Tensor:
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads = q.shape[:2]
-    made, lse = attend_splits(name, q, cache, contexts, positions, max_count, scale, latent_dim, config, num_splits,
-                              pdl)  # fmt: skip
+    made, lse = attend_splits(name, q, cache, contexts, positions, max_count, scale, latent_dim, sinks, config,
+                              num_splits, pdl)  # fmt: skip
     if lse is None:
         return made
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
-    merge_splits(made, lse, out, pdl)
+    merge_splits(made, lse, out, pdl, sinks)
     return out
 
 
-def merge_splits(made: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+def merge_splits(made: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, pdl: bool,
+                 sinks: torch.Tensor | None = None) -> None:
     """Merges the splits' results made [tokens, heads, splits, dim] by their lse [tokens, heads, splits] into out
-    [tokens, heads, dim]."""
+    [tokens, heads, dim]. sinks [heads]: the score of one more key, whose value is 0."""
     num_tokens, num_heads, dim = out.shape
     columns = min(128, next_power_of_two(dim))
     _merge_kernel[(num_tokens, num_heads, cdiv(dim, columns))](
-        made, lse, out, lse.shape[2], out.stride(0), out.stride(1), HEADS=num_heads, L=dim, COLUMNS=columns,
-        SPLITS=next_power_of_two(lse.shape[2]), PDL=pdl, num_warps=4, **pdl_options(pdl),
+        made, lse, lse if sinks is None else sinks, out, lse.shape[2], out.stride(0), out.stride(1), HEADS=num_heads,
+        L=dim, COLUMNS=columns, SPLITS=next_power_of_two(lse.shape[2]), HAS_SINKS=sinks is not None, PDL=pdl,
+        num_warps=4, **pdl_options(pdl),
     )
 
 
 def attend_splits(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
-    max_count: int, scale: float, latent_dim: int, config: LatentConfig | None, num_splits: int | None, pdl: bool,
-    least_splits: int = 1,
+    max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None, config: LatentConfig | None,
+    num_splits: int | None, pdl: bool, least_splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the output [tokens, heads, latent], None), or (the splits' results [tokens, heads, splits, latent] in float32,
-    their lse [tokens, heads, splits]), which are to be merged."""
-    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+    their lse [tokens, heads, splits]), which are to be merged, with the sinks."""
+    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     on_hopper = config is None and q.element_size() == 2 and can_attend(q, cache, latent_dim)
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
     q_tile, min_split = (1, HOPPER_SPLIT) if on_hopper else (config.q_tile, config.min_split)
@@ -289,30 +300,33 @@ def attend_splits(
     if num_tokens == 0:
         return made, lse
     if on_hopper:
-        launch_hopper_splits(q, cache, contexts, positions, max_count, scale, splits, min_split, made, lse, pdl)
+        launch_hopper_splits(q, cache, contexts, positions, max_count, scale, splits, min_split, made, lse, pdl, sinks)
     else:
-        launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl)
+        launch_splits(q, cache, contexts, positions, max_count, scale, config, splits, made, lse, pdl, sinks)
     return made, lse
 
 
 def launch_splits(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None, max_count: int,
     scale: float, config: LatentConfig, splits: int, made: torch.Tensor, lse: torch.Tensor | None, pdl: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """made: the output [tokens, heads, latent], or with `lse` [tokens, heads, splits] the splits' results
-    [tokens, heads, splits, latent], which are to be merged."""
+    [tokens, heads, splits, latent], which are to be merged; sinks are part of the output alone."""
     (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
     block_h = _heads_per_program(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]
     chosen = contexts.request_of if positions is None else positions
     _latent_attention_kernel[(cdiv(num_heads, block_h), cdiv(num_tokens, config.q_tile), splits)](
-        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made,
-        made if lse is None else lse, scale, num_tokens, max_count, splits, config.min_split, q.stride(0), q.stride(1),
-        cache.stride(0), cache.stride(1), contexts.page_table.stride(0), chosen.stride(0), *strides, HEADS=num_heads,
-        BLOCK_H=block_h, L=latent_dim, L_PAD=max(16, next_power_of_two(latent_dim)), R=width - latent_dim,
+        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen,
+        q if sinks is None else sinks, made, made if lse is None else lse, scale, num_tokens, max_count, splits,
+        config.min_split, q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), contexts.page_table.stride(0),
+        chosen.stride(0), *strides, HEADS=num_heads, BLOCK_H=block_h, L=latent_dim,
+        L_PAD=max(16, next_power_of_two(latent_dim)), R=width - latent_dim,
         R_PAD=max(16, next_power_of_two(width - latent_dim)), PAGE=cache.shape[1], Q_TILE=config.q_tile,
-        BLOCK_N=config.block_n, CHOSEN=positions is not None, SPLIT=lse is not None, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
+        BLOCK_N=config.block_n, CHOSEN=positions is not None, SPLIT=lse is not None,
+        HAS_SINKS=sinks is not None and lse is None, PDL=pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, **pdl_options(pdl),
     )
 
 

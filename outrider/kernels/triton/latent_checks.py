@@ -10,7 +10,7 @@ from outrider.kernels.triton.common import FLOATS, require, require_tensor
 
 
 def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
-                  latent_dim: int) -> tuple[int, int, int]:  # fmt: skip
+                  latent_dim: int, sinks: torch.Tensor | None = None) -> tuple[int, int, int]:  # fmt: skip
     """(token rows, heads, width of an entry)."""
     device, integers = q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
@@ -23,4 +23,6 @@ def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: Tok
     require_tensor(name, "page_table", contexts.page_table, (None, None), device, integers)
     for argument in ("request_of", "first", "stop"):
         require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, integers)
+    if sinks is not None:
+        require_tensor(name, "sinks", sinks, (num_heads,), device, (torch.float32,))
     return num_tokens, num_heads, width

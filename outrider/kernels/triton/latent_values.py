@@ -27,12 +27,12 @@ MAX_WIDTH = 512  # of a latent
 COLUMNS = 16  # values of a program
 
 
-@kernel(do_not_specialize=["num_splits"])
+@kernel(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["sinks"])
 def _merge_values_kernel(
-    part_out, part_lse, weight, out, num_splits, weight_head_stride, weight_out_stride, out_token_stride,
+    part_out, part_lse, sinks, weight, out, num_splits, weight_head_stride, weight_out_stride, out_token_stride,
     out_head_stride,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Some values of one head of one token row."""
     release_dependents(PDL)
@@ -41,7 +41,8 @@ def _merge_values_kernel(
     w = tl.load(weight + head * weight_head_stride + column[:, None] * weight_out_stride + at[None, :],
                 mask=(column < N)[:, None] & (at < L)[None, :], other=0.0)  # fmt: skip
     wait_for_inputs(PDL)
-    latent = merged_splits(part_out, part_lse, (token * HEADS + head) * num_splits, num_splits, at, L, SPLITS)
+    latent = merged_splits(part_out, part_lse, sinks, (token * HEADS + head) * num_splits, num_splits, head, at, L,
+                           SPLITS, HAS_SINKS)
     latent = latent.to(out.dtype.element_ty).to(tl.float32)  # as if it had been stored
     value = tl.sum(w.to(tl.float32) * latent[None, :], axis=1)
     to = out + token * out_token_stride + head * out_head_stride + column
@@ -50,8 +51,8 @@ def _merge_values_kernel(
 
 def latent_values(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None, num_positions: int,
-    scale: float, to_values: torch.Tensor, *, config: LatentConfig | None = None, num_splits: int | None = None,
-    columns: int = COLUMNS, pdl: bool | None = None,
+    scale: float, to_values: torch.Tensor, sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None,
+    num_splits: int | None = None, columns: int = COLUMNS, pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.latent.latent_values`. Takes calls that `takes_few` accepts."""
     name, pdl = "latent_values", uses_pdl(q.device) if pdl is None else pdl
@@ -61,19 +62,21 @@ def latent_values(
     if positions is not None:
         require_tensor(name, "positions", positions, (num_tokens, None), q.device, (torch.int32, torch.int64))
         num_positions = positions.shape[1]
-    made, lse = attend_splits(name, q, cache, contexts, positions, num_positions, scale, latent_dim, config,
-                              num_splits, pdl, least_splits=2)
+    made, lse = attend_splits(name, q, cache, contexts, positions, num_positions, scale, latent_dim, sinks,
+                              config, num_splits, pdl, least_splits=2)
     assert lse is not None
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=q.dtype, device=q.device)
     _merge_values_kernel[(num_tokens, num_heads, cdiv(value_dim, columns))](
-        made, lse, to_values, out, lse.shape[2], to_values.stride(0), to_values.stride(1), out.stride(0), out.stride(1),
-        HEADS=num_heads, L=latent_dim, L_PAD=next_power_of_two(latent_dim), N=value_dim, COLUMNS=columns,
-        SPLITS=next_power_of_two(lse.shape[2]), PDL=pdl, num_warps=8, **pdl_options(pdl),
+        made, lse, lse if sinks is None else sinks, to_values, out, lse.shape[2], to_values.stride(0),
+        to_values.stride(1), out.stride(0), out.stride(1), HEADS=num_heads, L=latent_dim,
+        L_PAD=next_power_of_two(latent_dim), N=value_dim, COLUMNS=columns, SPLITS=next_power_of_two(lse.shape[2]),
+        HAS_SINKS=sinks is not None, PDL=pdl, num_warps=8, **pdl_options(pdl),
     )
     return out
 
 
 def takes_few(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
-              num_positions: int, scale: float, to_values: torch.Tensor) -> bool:  # fmt: skip
+              num_positions: int, scale: float, to_values: torch.Tensor,
+              sinks: torch.Tensor | None = None) -> bool:  # fmt: skip
     """Whether token rows are so few that reading weights takes longer than multiplying."""
     return 0 < q.shape[0] <= MAX_TOKENS and to_values.shape[2] <= MAX_WIDTH and to_values.stride(2) == 1

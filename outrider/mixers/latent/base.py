@@ -7,7 +7,7 @@ requests with any number of token rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,13 @@ class LatentLayer:
     rope_dim: int
     scale: float
     attends_to: AttendsTo
+    # [heads] float32 (float64 stays): the score of one more key that every query sees, whose value is 0.
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
     def of_rank(self, num_ranks: int) -> LatentLayer:
         """The layer of one of several ranks, which share the heads. Each rank keeps whole latents."""
-        return replace(self, num_heads=self.num_heads // num_ranks)
+        heads = self.num_heads // num_ranks
+        return replace(self, num_heads=heads, sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> LatentSpec:
         if isinstance(self.attends_to, IndexedPositions):
@@ -196,13 +199,14 @@ class BoundLatentLayer:
         contexts, positions = self._seen()
         if positions is None:
             return self.operations.attend_everywhere(q, cache, contexts, self.plan.num_positions, layer.scale,
-                                                     layer.latent_dim)
-        return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim)
+                                                     layer.latent_dim, layer.sinks)
+        return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim, layer.sinks)
 
     def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
         """Attends, and multiplies each head's result with its matrix [heads, values, latent]: [tokens, heads, values].
         None where no kernel does both."""
-        given = (q, self.cache["latent"], *self._seen(), self.plan.num_positions, self.layer.scale, to_values)
+        layer = self.layer
+        given = (q, self.cache["latent"], *self._seen(), self.plan.num_positions, layer.scale, to_values, layer.sinks)
         return ops.latent_values(*given) if ops.latent_values.has_kernel(*given) else None
 
     def _seen(self) -> tuple[TokenContexts, torch.Tensor | None]:

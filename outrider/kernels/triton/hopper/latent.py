@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 TILE = gl.constexpr(64)  # positions
 HEADS_AT_ONCE = 32
 MIN_TOKENS = 256  # with fewer token rows than programs that run at a time, splits of a row's positions pay
-_INTS = ["page_table", "request_of", "first", "stop", "positions"]
+_INTS = ["page_table", "request_of", "first", "stop", "positions", "sinks"]
 
 
 @gluon.jit
@@ -116,6 +116,16 @@ def attend_entries(
 
 
 @gluon.jit
+def add_sinks(sinks, divisor, peak, HAS_SINKS: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr):
+    """The divisors with the weight of one more key, whose value is 0 and whose score `sinks` has for each head."""
+    if HAS_SINKS:
+        head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=divisor.type.layout)
+        sink = gl.load(sinks + head, mask=head < NUM_HEADS, other=float("-inf"))
+        divisor += gl.exp2(sink * LOG2E - gl.where(peak == float("-inf"), 0.0, peak))
+    return divisor
+
+
+@gluon.jit
 def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
     """result [L, HEADS] to out, by whole rows. `rows` comes from `attend_entries`."""
     q_latent, head, latent = rows
@@ -129,10 +139,11 @@ def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
 @TritonKernel
 @gluon.jit(do_not_specialize=["max_count", "table_stride", "positions_stride"], do_not_specialize_on_alignment=_INTS)
 def _chosen_kernel(
-    q, cache, page_table, request_of, first, stop, positions, out, scale, max_count,
+    q, cache, page_table, request_of, first, stop, positions, sinks, out, scale, max_count,
     q_token_stride, q_head_stride, page_stride, entry_stride, table_stride, positions_stride, out_token_stride,
     out_head_stride,
     NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):
     token = gl.program_id(1).to(gl.int64)
     low = gl.load(first + token).to(gl.int32)
@@ -142,11 +153,12 @@ def _chosen_kernel(
     acc, divisor, peak, rows = attend_entries(
         q, cache, table, positions + token * positions_stride, token, low, 0, gl.minimum(count, max_count), is_long,
         scale, (q_token_stride, q_head_stride, page_stride, entry_stride), NUM_HEADS, HEADS, L, R, PAGE)
+    divisor = add_sinks(sinks, divisor, peak, HAS_SINKS, NUM_HEADS, HEADS)
     store_rows(out + token * out_token_stride, acc / divisor[None, :], rows, out_head_stride, NUM_HEADS)
 
 
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
-                    latent_dim: int) -> bool:  # fmt: skip
+                    latent_dim: int, sinks: torch.Tensor | None = None) -> bool:  # fmt: skip
     """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and pays."""
     return q.shape[0] >= MIN_TOKENS and can_attend(q, cache, latent_dim)
 
@@ -161,29 +173,31 @@ def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
 
 
 def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor,
-                     scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
+                     scale: float, latent_dim: int, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """See `kernels.latent.latent_attention`."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
-    return _attend("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim)
+    return _attend("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, sinks)
 
 
 def dense_latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int,
-                           scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
+                           scale: float, latent_dim: int,
+                           sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
     """See `kernels.latent.dense_latent_attention`."""
-    return _attend("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim)
+    return _attend("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, sinks)
 
 
 def _attend(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
-            max_count: int, scale: float, latent_dim: int) -> torch.Tensor:  # fmt: skip
-    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim)
+            max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+    num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     heads = HEADS_AT_ONCE if num_heads > HEADS_AT_ONCE // 2 else HEADS_AT_ONCE // 2
     chosen = contexts.page_table if positions is None else positions  # no list is read where no context is longer
     _chosen_kernel[(triton.cdiv(num_heads, heads), num_tokens)](
-        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, out, scale,
-        max_count, q.stride(0), q.stride(1), cache.stride(0), cache.stride(1), contexts.page_table.stride(0),
-        chosen.stride(0), out.stride(0), out.stride(1), NUM_HEADS=num_heads, HEADS=heads, L=latent_dim,
-        R=width - latent_dim, PAGE=cache.shape[1], num_warps=4,
+        q, cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen,
+        q if sinks is None else sinks, out, scale, max_count, q.stride(0), q.stride(1), cache.stride(0),
+        cache.stride(1), contexts.page_table.stride(0), chosen.stride(0), out.stride(0), out.stride(1),
+        NUM_HEADS=num_heads, HEADS=heads, L=latent_dim,
+        R=width - latent_dim, PAGE=cache.shape[1], HAS_SINKS=sinks is not None, num_warps=4,
     )
     return out
