@@ -19,17 +19,22 @@ LEAST_SCALE = 2.0**-60
 
 
 class RopeRows(NamedTuple):
-    """The rope of some token rows."""
+    """The rope of some token rows, and where it finds the rotating dimensions."""
 
     positions: Tensor  # [tokens]
     table: Tensor  # [positions, cos | sin]
+    in_pairs: bool = True  # how those of latents and of their queries rotate
+    index_at_end: bool = False  # index keys and their queries rotate in their last dimensions, not in their first
 
-    def turn(self, x: Tensor, *, in_pairs: bool) -> Tensor:
-        """x [tokens, heads, rotating | rest] -> rotated, the rotating dimensions in halves."""
+    def turn(self, x: Tensor, *, in_pairs: bool, at_end: bool = False) -> Tensor:
+        """x [tokens, heads, rotating | rest], or rest | rotating with `at_end` -> rotated | rest, the rotating
+        dimensions in halves."""
         size = self.table.shape[1]
         if not size:
             return x
         turning, rest = x[..., :size], x[..., size:]
+        if at_end:
+            rest, turning = x[..., : x.shape[-1] - size], x[..., x.shape[-1] - size :]
         low, high = turning.unflatten(-1, (-1, 2)).unbind(-1) if in_pairs else turning.chunk(2, dim=-1)
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
         turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
@@ -46,6 +51,7 @@ class IndexInputs(NamedTuple):
     in_pairs: bool  # how the index keys rotate
     cache: Tensor  # [pages, page tokens, dim]
     scales: Tensor | None = None  # [pages, page tokens, 1] where keys are stored in fp8
+    eps: float = 1e-6  # of the norm of index keys
 
 
 def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor, eps: float, rope: RopeRows,
@@ -59,12 +65,12 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
     q, latent, key, index_key, weights = compressed.split(sizes, dim=1)
     if q_norm is not None:
         q = _rms_norm(q, q_norm, eps)
-    turned = rope.turn(key[:, None], in_pairs=True)[:, 0]
+    turned = rope.turn(key[:, None], in_pairs=rope.in_pairs)[:, 0]
     write_entries(torch.cat((_rms_norm(latent, latent_norm, eps), turned), dim=1), cache, slots)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if index is not None:
-        normed = F.layer_norm(index_key, index.norm_weight.shape, index.norm_weight, index.norm_bias, eps)
-        turned = rope.turn(normed[:, None], in_pairs=index.in_pairs)[:, 0]
+        normed = F.layer_norm(index_key, index.norm_weight.shape, index.norm_weight, index.norm_bias, index.eps)
+        turned = rope.turn(normed[:, None], in_pairs=index.in_pairs, at_end=rope.index_at_end)[:, 0]
         if index.scales is not None:
             turned, scales = to_fp8(turned)
             write_entries(scales, index.scales, slots)
@@ -95,9 +101,10 @@ def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, in
     rope_dim = rope.table.shape[1]
     columns = q.shape[1] * (nope_dim + rope_dim)
     heads = queries[:, :columns].unflatten(1, (q.shape[1], -1))
-    q[..., q.shape[2] - rope_dim :] = rope.turn(heads[..., nope_dim:], in_pairs=True)
+    q[..., q.shape[2] - rope_dim :] = rope.turn(heads[..., nope_dim:], in_pairs=rope.in_pairs)
     if index_q is not None:
-        index_q.copy_(rope.turn(queries[:, columns:].unflatten(1, index_q.shape[1:]), in_pairs=index_in_pairs))
+        index_q.copy_(rope.turn(queries[:, columns:].unflatten(1, index_q.shape[1:]), in_pairs=index_in_pairs,
+                                at_end=rope.index_at_end))
 
 
 def enter_latents(queries: Tensor, rope: RopeRows, q: Tensor, to_latent: Tensor, index_q: Tensor | None,

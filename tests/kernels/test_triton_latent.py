@@ -22,6 +22,7 @@ from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
 from tests.kernels.conftest import HAS_CARD  # noqa: E402
 
 PAGE = 4
+FIRST = (True, False)  # how a rope finds the dimensions that rotate: pairs, and the first of an index key
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -59,24 +60,46 @@ def make_cache(contexts: TokenContexts, width: int, dtype: torch.dtype, integers
     return pages[..., :width]
 
 
+def make_sinks(heads: int, device: torch.device, has_sinks: bool = True) -> torch.Tensor | None:
+    """About as large as scores, far below all of them, and far above."""
+    made = torch.tensor([0.4, -300.0, 2.0, 300.0, -1.0], device=device).repeat(1 + heads // 5)[:heads]
+    return made if has_sinks else None
+
+
 LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2)]
 
 
 @pytest.mark.parametrize(("heads", "latent_dim", "rope_dim"), [(3, 12, 8), (70, 20, 4)])
-@pytest.mark.parametrize(("q_tile", "splits"), [(1, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize(("q_tile", "splits", "has_sinks"), [(1, 1, True), (1, 3, False), (4, 2, True)])
 def test_whole_contexts(device: torch.device, dtype: torch.dtype, heads: int, latent_dim: int, rope_dim: int,
-                        q_tile: int, splits: int) -> None:
+                        q_tile: int, splits: int, has_sinks: bool) -> None:
     contexts = make_contexts(device, LENS, columns=8)
     cache = make_cache(contexts, latent_dim + rope_dim, dtype)
     q = spread(len(contexts.first), heads, latent_dim + rope_dim, device=device, dtype=dtype)
     config = LatentConfig(16, q_tile, 16, 4, 1)
-    wanted = latent.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim)
-    out = latent_attention.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim, config=config,
-                                                  num_splits=splits, pdl=False)
+    given = (q, cache, contexts, 32, 0.3, latent_dim, make_sinks(heads, device, has_sinks))
+    wanted = latent.dense_latent_attention(*given)
+    out = latent_attention.dense_latent_attention(*given, config=config, num_splits=splits, pdl=False)
     torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert (out[contexts.stop <= contexts.first] == 0).all()
-    chosen = latent_attention.dense_latent_attention(q, cache, contexts, 32, 0.3, latent_dim, pdl=False)
+    chosen = latent_attention.dense_latent_attention(*given, pdl=False)
     torch.testing.assert_close(chosen, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_sinks_are_one_more_key_without_a_value(device: torch.device) -> None:
+    contexts = make_contexts(device, [(1, 2, 9)], columns=4)
+    cache = make_cache(contexts, 10, torch.float64)
+    q = spread(1, 5, 10, device=device, dtype=torch.float64)
+    sinks = make_sinks(5, device)
+    assert sinks is not None
+    entries = cache[contexts.page_table[0].long()].flatten(0, 1)[2:9]
+    scores = torch.cat((q[0] @ entries.T * 0.3, sinks[:, None].double()), dim=1)
+    wanted = scores.softmax(dim=1)[:, :-1] @ entries[:, :7]
+    found = latent.dense_latent_attention(q, cache, contexts, 16, 0.3, 7, sinks)
+    torch.testing.assert_close(found[0], wanted)
+    assert wanted[3].abs().max() < 1e-30 < wanted[2].abs().min(), "a sink far above all scores takes all weight"
+    with pytest.raises(ValueError, match="sinks"):
+        latent_attention.dense_latent_attention(q.float(), cache.float(), contexts, 16, 0.3, 7, sinks[:4], pdl=False)
 
 
 def make_choice(device: torch.device, integer: torch.dtype) -> tuple[TokenContexts, torch.Tensor]:
@@ -97,10 +120,11 @@ def test_chosen_positions(device: torch.device, dtype: torch.dtype, heads: int, 
     contexts, positions = make_choice(device, torch.int64 if heads == 16 else torch.int32)
     cache = make_cache(contexts, 16, dtype)
     q = spread(len(contexts.first), heads, 16, device=device, dtype=dtype)
-    wanted = latent.latent_attention(q, cache, contexts, positions.long(), 0.3, 12)
+    sinks = make_sinks(heads, device, heads != 3)
+    wanted = latent.latent_attention(q, cache, contexts, positions.long(), 0.3, 12, sinks)
     config = LatentConfig(16, q_tile, 16, 4, 1)
-    out = latent_attention.latent_attention(q, cache, contexts, positions, 0.3, 12, config=config, num_splits=splits,
-                                            pdl=False)
+    out = latent_attention.latent_attention(q, cache, contexts, positions, 0.3, 12, sinks, config=config,
+                                            num_splits=splits, pdl=False)
     torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -119,10 +143,10 @@ def test_values_of_few_token_rows(device: torch.device, dtype: torch.dtype, toke
         scores = torch.rand(tokens, 64, device=device)
         positions[:] = latent.best_positions(scores, contexts, 7)
     config = LatentConfig(16, 1, 16, 4, 1)
-    given = (q, cache, contexts, positions, 64, 0.3, to_values)
+    given = (q, cache, contexts, positions, 64, 0.3, to_values, make_sinks(3, device, is_dense))
     found = latent_values.latent_values(*given, config=config, num_splits=splits, columns=columns, pdl=False)
     wide = [t.double() for t in (q, cache, to_values)]
-    wanted = latent.latent_values(*wide[:2], contexts, positions, 64, 0.3, wide[2])
+    wanted = latent.latent_values(*wide[:2], contexts, positions, 64, 0.3, wide[2], given[-1])
     torch.testing.assert_close(found.double(), wanted, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
     assert latent_values.takes_few(*given) == (tokens == 1) and (tokens == 1 or not found[-1].any())
 
@@ -260,18 +284,18 @@ def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest
     assert max(size.numel() for size in made if len(size) == 2 and size[1] == 64) == 3 * 64
 
 
-@pytest.mark.parametrize(("q_size", "has_index", "in_pairs", "scaled"), [
-    (7, True, False, False), (5, True, True, False), (0, False, False, False), (6, False, False, False),
-    (7, True, False, True),
+@pytest.mark.parametrize(("q_size", "has_index", "in_pairs", "scaled", "form"), [
+    (7, True, False, False, (True, False)), (5, True, True, False, (False, True)), (0, False, False, False, FIRST),
+    (6, False, False, False, (False, False)), (7, True, False, True, FIRST), (7, True, False, True, (False, True)),
 ])  # fmt: skip
 def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: int, has_index: bool, in_pairs: bool,
-                             scaled: bool) -> None:
+                             scaled: bool, form: tuple[bool, bool]) -> None:
     tokens, latent_dim, rot, dim, heads = 9, 12, 4, 10, 5
     width = q_size + latent_dim + rot + (dim + heads) * has_index
     compressed = spread(tokens, width + 2, device=device, dtype=dtype)[:, :width]
     norms = [1 + 0.1 * spread(size, device=device, dtype=dtype, seed=size) for size in (q_size, latent_dim, dim, dim)]
     table = spread(20, rot, device=device, dtype=torch.float32)
-    rope = RopeRows(torch.arange(3, 3 + tokens, device=device), table)
+    rope = RopeRows(torch.arange(3, 3 + tokens, device=device), table, *form)
     slots = torch.tensor([4, 9, -1, 22, 5, 30, -1, 12, 7], device=device)
 
     def run(write: Any, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -279,7 +303,7 @@ def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: i
         caches = [torch.full((8, PAGE, size), torch.nan, device=device, dtype=dtype) for size in sizes]
         scales = torch.full((8, PAGE, 1), torch.nan, device=device) if scaled else None
         keys = caches[1].to(torch.float8_e4m3fn) if scaled else caches[1]
-        index = IndexInputs(heads, norms[2], norms[3], 0.25, in_pairs, keys, scales) if has_index else None
+        index = IndexInputs(heads, norms[2], norms[3], 0.25, in_pairs, keys, scales, eps=0.1) if has_index else None
         made = write(compressed, norms[0] if q_size else None, norms[1], 1e-6, rope, slots, caches[0], index, **options)
         return (*made, caches[0], keys.float() * (1.0 if scales is None else scales))
 
@@ -301,11 +325,26 @@ def test_ranges(device: torch.device, has_starts: bool) -> None:
     assert wanted[1].tolist() == [4, 0, 1, 4, 0, 6]
 
 
-@pytest.mark.parametrize(("index_heads", "in_pairs"), [(0, False), (5, False), (17, True)])
-def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_heads: int, in_pairs: bool) -> None:
+def test_a_rope_finds_the_dimensions_that_rotate(device: torch.device) -> None:
+    """In pairs or halves, at the beginning or at the end: the result begins with them, in halves."""
+    angles = torch.tensor([[0.3, 1.1]], device=device)
+    rope = RopeRows(torch.zeros(1, dtype=torch.int64, device=device), torch.cat((angles.cos(), angles.sin()), dim=1))
+    x = torch.arange(6.0, device=device)[None, None]
+    forms = [(True, False, (0, 2), (1, 3), (4, 5)), (False, False, (0, 1), (2, 3), (4, 5)),
+             (True, True, (2, 4), (3, 5), (0, 1)), (False, True, (2, 3), (4, 5), (0, 1))]  # fmt: skip
+    for in_pairs, at_end, low, high, rest in forms:
+        turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(x[0, :, [*low]], x[0, :, [*high]])
+        wanted = torch.cat((turned.real, turned.imag, x[0, :, [*rest]]), dim=1)
+        torch.testing.assert_close(rope.turn(x, in_pairs=in_pairs, at_end=at_end)[0], wanted)
+
+
+@pytest.mark.parametrize(("index_heads", "in_pairs", "form"), [(0, False, (False, False)), (5, False, FIRST),
+                                                               (17, True, (False, True))])
+def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_heads: int, in_pairs: bool,
+                             form: tuple[bool, bool]) -> None:
     tokens, heads, nope, rot, dim, latent_dim = 5, 11, 6, 4, 10, 12
     queries = spread(tokens, heads * (nope + rot) + index_heads * dim, device=device, dtype=dtype)
-    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32))
+    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32), *form)
 
     def run(rotate: Any, **options: Any) -> list[torch.Tensor]:
         q = torch.full((tokens, heads, latent_dim + rot), torch.nan, device=device, dtype=dtype)
@@ -323,7 +362,8 @@ def test_queries_enter_the_latent_space(device: torch.device, dtype: torch.dtype
                                         index_heads: int) -> None:
     heads, nope, rot, dim, latent_dim = 5, 6, 4, 10, 76
     queries = spread(tokens, heads * (nope + rot) + index_heads * dim, device=device, dtype=dtype)
-    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32))
+    form = FIRST if tokens == 5 else (False, True)
+    rope = RopeRows(torch.arange(tokens, device=device), spread(20, rot, device=device, dtype=torch.float32), *form)
     to_latent = spread(heads, nope + 5, latent_dim, device=device, dtype=dtype, seed=1)[:, :nope].transpose(1, 2)
 
     def run(enter: Any, **options: Any) -> list[torch.Tensor]:

@@ -28,8 +28,9 @@ def _enter_latents_kernel(
     queries, positions, table, q, index_q, max_len, in_stride, q_token_stride, q_head_stride, weight, num_tokens,
     num_parts, weight_head_stride, weight_out_stride, weight_in_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, L: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr,
-    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, INDEX_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, IN_PAIRS: tl.constexpr,
+    INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """The first programs absorb some outputs of a head for all token rows, the others rotate a part of a token row."""
     release_dependents(PDL)
@@ -45,7 +46,7 @@ def _enter_latents_kernel(
         part = program - HEADS * BLOCKS
         rotate_part(queries, positions, table, q, index_q, (part // num_parts).to(tl.int64), part % num_parts, max_len,
                     in_stride, q_token_stride, q_head_stride, HEADS, NOPE, L, ROT, HALF_PAD, INDEX_HEADS, D, REST_PAD,
-                    INDEX_PAIRS, BLOCK_H)
+                    IN_PAIRS, INDEX_FIRST, INDEX_PAIRS, BLOCK_H)
 
 
 def enter_latents(

@@ -42,12 +42,12 @@ def _angles(positions, table, token, max_len, half, in_half, ROT: tl.constexpr):
 
 
 @triton.jit
-def _pair_columns(half, IN_PAIRS: tl.constexpr, ROT: tl.constexpr):
-    """The two columns that rotate together."""
+def _pair_columns(half, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, ROT: tl.constexpr):
+    """The two columns that rotate together, of ROT columns from FIRST on."""
     if IN_PAIRS:
-        return 2 * half, 2 * half + 1
+        return FIRST + 2 * half, FIRST + 2 * half + 1
     else:
-        return half, half + ROT // 2
+        return FIRST + half, FIRST + half + ROT // 2
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _index_normed(source, gain, shift, column, inside, mean, spread, dtype: tl.c
 
 @triton.jit
 def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.constexpr, L_PAD: tl.constexpr,
-                  ROT: tl.constexpr):  # fmt: skip
+                  ROT: tl.constexpr, IN_PAIRS: tl.constexpr):  # fmt: skip
     """The latent, normed, and the rotated key after it."""
     dtype = source.dtype.element_ty
     dim = tl.arange(0, L_PAD)
@@ -69,7 +69,7 @@ def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.co
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / L + eps)
     value *= tl.load(norm + dim, mask=dim < L, other=0.0).to(tl.float32)
     tl.store(to + dim, latent_as_stored(value.to(dtype), to), mask=(dim < L) & (slot >= 0))
-    low_column, high_column = _pair_columns(half, True, ROT)
+    low_column, high_column = _pair_columns(half, 0, IN_PAIRS, ROT)
     low = tl.load(source + L + low_column, mask=in_half, other=0.0).to(tl.float32)
     high = tl.load(source + L + high_column, mask=in_half, other=0.0).to(tl.float32)
     mask = in_half & (slot >= 0)
@@ -87,7 +87,7 @@ def _fp8_scale(greatest):
 
 @triton.jit
 def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, to_scale, slot, eps, D: tl.constexpr,
-                     D_PAD: tl.constexpr, ROT: tl.constexpr, IN_PAIRS: tl.constexpr,
+                     D_PAD: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr,
                      SCALED: tl.constexpr):  # fmt: skip
     dtype = source.dtype.element_ty
     dim = tl.arange(0, D_PAD)
@@ -98,8 +98,9 @@ def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, to_scale, 
     gain = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)
     shift = tl.load(bias + dim, mask=dim < D, other=0.0).to(tl.float32)
     rest = (apart * spread * gain + shift).to(dtype)
-    in_rest = (dim >= ROT) & (dim < D)
-    low_column, high_column = _pair_columns(half, IN_PAIRS, ROT)
+    in_rest = (dim < D) & ((dim < FIRST) | (dim >= FIRST + ROT))
+    to_rest = to + dim + (ROT if FIRST else 0)  # the columns that rotate come first
+    low_column, high_column = _pair_columns(half, FIRST, IN_PAIRS, ROT)
     low = _index_normed(source, norm, bias, low_column, in_half, mean, spread, dtype)
     high = _index_normed(source, norm, bias, high_column, in_half, mean, spread, dtype)
     mask = in_half & (slot >= 0)
@@ -109,11 +110,11 @@ def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, to_scale, 
         passed = tl.max(tl.where(in_rest, tl.abs(rest.to(tl.float32)), 0.0), axis=0)
         scale = _fp8_scale(tl.maximum(turned, passed))
         tl.store(to_scale, scale, mask=slot >= 0)
-        tl.store(to + dim, (rest.to(tl.float32) / scale).to(to.dtype.element_ty), mask=in_rest & (slot >= 0))
+        tl.store(to_rest, (rest.to(tl.float32) / scale).to(to.dtype.element_ty), mask=in_rest & (slot >= 0))
         tl.store(to + half, (first.to(tl.float32) / scale).to(to.dtype.element_ty), mask=mask)
         tl.store(to + ROT // 2 + half, (second.to(tl.float32) / scale).to(to.dtype.element_ty), mask=mask)
     else:
-        tl.store(to + dim, rest, mask=in_rest & (slot >= 0))
+        tl.store(to_rest, rest, mask=in_rest & (slot >= 0))
         tl.store(to + half, first, mask=mask)
         tl.store(to + ROT // 2 + half, second, mask=mask)
 
@@ -130,11 +131,12 @@ def _norm_q(source, norm, to, eps, Q: tl.constexpr, Q_PAD: tl.constexpr):
 @kernel(do_not_specialize_on_alignment=["positions", "slots"])
 def _write_latents_kernel(
     compressed, q_norm, latent_norm, index_norm, index_bias, positions, table, slots, cache, index_cache, scales, q_out,
-    weights_out, eps, index_scale, max_len, in_stride, page_stride, entry_stride, index_page_stride, index_stride,
-    scale_page_stride,
+    weights_out, eps, index_eps, index_scale, max_len, in_stride, page_stride, entry_stride, index_page_stride,
+    index_stride, scale_page_stride,
     Q: tl.constexpr, Q_PAD: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, ROT: tl.constexpr,
     HALF_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    PAGE: tl.constexpr, INDEX_PAIRS: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, IN_PAIRS: tl.constexpr, INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     """The parts of a token row: its latent, its index key with the head weights, its q; the last two where they are."""
     release_dependents(PDL)
@@ -149,12 +151,13 @@ def _write_latents_kernel(
     cos, sin = _angles(positions, table, token, max_len, half, in_half, ROT)
     if part == 0:
         to = cache + page * page_stride + offset * entry_stride
-        _write_latent(source + Q, latent_norm, cos, sin, half, in_half, to, slot, eps, L, L_PAD, ROT)
+        _write_latent(source + Q, latent_norm, cos, sin, half, in_half, to, slot, eps, L, L_PAD, ROT, IN_PAIRS)
     elif part == INDEX_PART:
         source += Q + L + ROT
         to = index_cache + page * index_page_stride + offset * index_stride
         _write_index_key(source, index_norm, index_bias, cos, sin, half, in_half, to,
-                         scales + page * scale_page_stride + offset, slot, eps, D, D_PAD, ROT, INDEX_PAIRS, SCALED)
+                         scales + page * scale_page_stride + offset, slot, index_eps, D, D_PAD, ROT, INDEX_FIRST,
+                         INDEX_PAIRS, SCALED)
         head = tl.arange(0, HEADS_PAD)
         weight = tl.load(source + D + head, mask=head < HEADS, other=0.0).to(tl.float32)
         tl.store(weights_out + token * HEADS + head, weight * index_scale, mask=head < HEADS)
@@ -192,11 +195,12 @@ def write_latents(
         compressed, latent_norm if q_norm is None else q_norm, latent_norm,
         latent_norm if index is None else index.norm_weight, latent_norm if index is None else index.norm_bias,
         rope.positions, rope.table, slots, cache, keys, weights if scales is None else scales, q_out, weights, eps,
-        0.0 if index is None else index.scale, max_len, compressed.stride(0), cache.stride(0), cache.stride(1),
-        keys.stride(0), keys.stride(1), 0 if scales is None else scales.stride(0), Q=q_size,
-        Q_PAD=next_power_of_two(q_size), L=latent, L_PAD=next_power_of_two(latent), ROT=rot,
+        eps if index is None else index.eps, 0.0 if index is None else index.scale, max_len, compressed.stride(0),
+        cache.stride(0), cache.stride(1), keys.stride(0), keys.stride(1), 0 if scales is None else scales.stride(0),
+        Q=q_size, Q_PAD=next_power_of_two(q_size), L=latent, L_PAD=next_power_of_two(latent), ROT=rot,
         HALF_PAD=next_power_of_two(rot // 2), D=index_dim, D_PAD=next_power_of_two(index_dim), HEADS=num_heads,
-        HEADS_PAD=next_power_of_two(num_heads), PAGE=cache.shape[1],
+        HEADS_PAD=next_power_of_two(num_heads), PAGE=cache.shape[1], IN_PAIRS=rope.in_pairs,
+        INDEX_FIRST=index_dim - rot if index_dim and rope.index_at_end else 0,
         INDEX_PAIRS=index is not None and index.in_pairs, SCALED=scales is not None, PDL=pdl, num_warps=4,
         **pdl_options(pdl),
     )  # fmt: skip
@@ -206,10 +210,11 @@ def write_latents(
 @triton.jit
 def _rotate_heads(
     source, target, head, exists, cos, sin, half, in_half, source_head_stride, target_head_stride,
-    ROT: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, IN_PAIRS: tl.constexpr,
+    ROT: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):
-    """Rotates the first ROT columns of some heads and passes REST columns after them."""
-    low_column, high_column = _pair_columns(half, IN_PAIRS, ROT)
+    """Rotates ROT columns of some heads, from FIRST on, and passes REST columns, which lie before or after them, to the
+    place after them."""
+    low_column, high_column = _pair_columns(half, FIRST, IN_PAIRS, ROT)
     mask = exists[:, None] & in_half[None, :]
     at = source + head[:, None] * source_head_stride
     low = tl.load(at + low_column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -221,15 +226,16 @@ def _rotate_heads(
     if REST > 0:
         rest = tl.arange(0, REST_PAD)[None, :]
         mask = exists[:, None] & (rest < REST)
-        tl.store(to + ROT + rest, tl.load(at + ROT + rest, mask=mask, other=0.0), mask=mask)
+        passed = at + (0 if FIRST else ROT) + rest
+        tl.store(to + ROT + rest, tl.load(passed, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
 def rotate_part(
     queries, positions, table, q, index_q, token, part, max_len, in_stride, q_token_stride, q_head_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, L: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr,
-    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, INDEX_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, IN_PAIRS: tl.constexpr,
+    INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """Rotates BLOCK_H heads of a token row; parts of the indexer's heads come after those of the others."""
     PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -240,25 +246,25 @@ def rotate_part(
     if part < PARTS:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
         _rotate_heads(source + NOPE, q + token * q_token_stride + L, head, head < HEADS, cos, sin, half, in_half,
-                      NOPE + ROT, q_head_stride, ROT, 0, 1, True)
+                      NOPE + ROT, q_head_stride, ROT, 0, 1, 0, IN_PAIRS)
     else:
         head = (part - PARTS) * BLOCK_H + tl.arange(0, BLOCK_H)
         _rotate_heads(source + HEADS * (NOPE + ROT), index_q + token * INDEX_HEADS * D, head, head < INDEX_HEADS, cos,
-                      sin, half, in_half, D, D, ROT, D - ROT, REST_PAD, INDEX_PAIRS)
+                      sin, half, in_half, D, D, ROT, D - ROT, REST_PAD, INDEX_FIRST, INDEX_PAIRS)
 
 
 @kernel(do_not_specialize_on_alignment=["positions"])
 def _rotate_queries_kernel(
     queries, positions, table, q, index_q, max_len, in_stride, q_token_stride, q_head_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, L: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr,
-    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, INDEX_PAIRS: tl.constexpr,
-    BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, IN_PAIRS: tl.constexpr,
+    INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     rotate_part(queries, positions, table, q, index_q, tl.program_id(0).to(tl.int64), tl.program_id(1), max_len,
                 in_stride, q_token_stride, q_head_stride, HEADS, NOPE, L, ROT, HALF_PAD, INDEX_HEADS, D, REST_PAD,
-                INDEX_PAIRS, BLOCK_H)
+                IN_PAIRS, INDEX_FIRST, INDEX_PAIRS, BLOCK_H)
 
 
 def rotate_queries(
@@ -292,7 +298,8 @@ def rotation_launch(
             q.stride(0), q.stride(1))
     options = {"HEADS": num_heads, "NOPE": nope_dim, "L": q.shape[2] - rot, "ROT": rot,
                "HALF_PAD": next_power_of_two(rot // 2), "INDEX_HEADS": index_heads, "D": index_dim,
-               "REST_PAD": next_power_of_two(max(1, index_dim - rot)), "INDEX_PAIRS": index_in_pairs,
+               "REST_PAD": next_power_of_two(max(1, index_dim - rot)), "IN_PAIRS": rope.in_pairs,
+               "INDEX_FIRST": index_dim - rot if rope.index_at_end else 0, "INDEX_PAIRS": index_in_pairs,
                "BLOCK_H": _HEADS}  # fmt: skip
     return parts, args, options
 
