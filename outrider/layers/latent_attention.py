@@ -30,8 +30,9 @@ from outrider.layers.context import RowAdapters, StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
-from outrider.mixers import BoundLatentLayer, IndexedPositions, LatentLayer, LatentNorms
+from outrider.mixers import BoundLatentLayer, IndexedPositions, LatentLayer, LatentNorms, PooledPositions
 
+POOL_GATE, PLACE_BIAS = "indexer.index_kpool_compress_gate", "indexer.index_kpool_compress_ape"
 NORM_EPS = 1e-6  # eps of the norms of compressed vectors and of index keys, whatever the model's own is
 
 
@@ -110,14 +111,16 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
 
 class Compression(Module):
-    """The products of a layer's input: compressed queries, latents and, with an indexer, index keys and head weights.
-    They are one product, unless some have a bias and others do not."""
+    """The products of a layer's input: compressed queries, latents and, with an indexer, index keys, head weights and,
+    where it chooses stretches, gates. They are one product, unless some have a bias and others do not."""
 
     def __init__(self, shape: LatentShape, layer: LatentLayer, index: IndexedPositions | None, *, dtype: torch.dtype,
                  device: torch.device) -> None:
         stored = {} if shape.q_rank is None else {"q_a_proj": shape.q_rank}
         stored["kv_a_proj_with_mqa"] = layer.latent_dim + layer.rope_dim
         of_index = {} if index is None else {"indexer.wk": index.head_dim, "indexer.weights_proj": index.num_heads}
+        if isinstance(index, PooledPositions):
+            of_index[POOL_GATE] = index.head_dim
         products = [(stored, True), (of_index, False)] if shape.has_bias else [(stored | of_index, False)]
         self.products = [FusedLinear(shape.hidden_size, names, bias=bias, dtype=dtype, device=device)
                          for names, bias in products if names]  # fmt: skip
@@ -126,7 +129,7 @@ class Compression(Module):
         return [("", product) for product in self.products]
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """x [tokens, hidden] -> [tokens, q | latent | rope | index key | head weights]."""
+        """x [tokens, hidden] -> [tokens, q | latent | rope | index key | head weights | gate]."""
         made = [product(x, context) for product in self.products]
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
@@ -146,6 +149,10 @@ class LatentAttention(TokenMixer):
         self.q_norm = None if shape.q_rank is None else RMSNorm(shape.q_rank, eps, dtype=dtype, device=device)
         self.latent_norm = RMSNorm(layer.latent_dim, eps, dtype=dtype, device=device)
         self.key_norm = None if self.index is None else LayerNorm(self.index.head_dim, dtype=dtype, device=device)
+        self.place_bias: torch.Tensor | None = None  # [size, dim] of the gates of stretches
+        if isinstance(self.index, PooledPositions):
+            shape_of_bias = self.index.stretches.size, self.index.head_dim
+            self.place_bias = torch.empty(shape_of_bias, dtype=dtype, device=device)
         self.expansion = LatentExpansion(layer.num_heads, shape.nope_dim, shape.value_dim, layer.latent_dim,
                                          dtype=dtype, device=device)
         self.out = Linear(layer.num_heads * shape.value_dim, shape.hidden_size, bias=shape.has_bias, dtype=dtype,
@@ -153,7 +160,9 @@ class LatentAttention(TokenMixer):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         q_norm = [] if self.q_norm is None else [("q_a_layernorm", self.q_norm)]
-        key_norm = [] if self.key_norm is None else [("indexer.k_norm", self.key_norm)]
+        key_norm: list[tuple[str, Module]] = [] if self.key_norm is None else [("indexer.k_norm", self.key_norm)]
+        if self.place_bias is not None:
+            key_norm.append((PLACE_BIAS, Parameter(self.place_bias)))
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
                 ("kv_b_proj", self.expansion), *key_norm, (self.out_name, self.out)]
 
@@ -189,7 +198,7 @@ class LatentAttention(TokenMixer):
     def _norms(self) -> LatentNorms:
         index_key = None if self.key_norm is None else (self.key_norm.weight, self.key_norm.bias)
         return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale, index_key,
-                           self.shape.norm_eps, self.shape.index_rotates_pairs)
+                           self.shape.norm_eps, self.shape.index_rotates_pairs, self.place_bias, NORM_EPS)
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer, context: StepContext) -> torch.Tensor:

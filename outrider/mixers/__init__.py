@@ -14,6 +14,7 @@ from outrider.mixers.latent.base import (
     IndexedPositions,
     LatentLayer,
     LatentNorms,
+    PooledPositions,
     SharedPositions,
 )
 from outrider.mixers.paged.base import AttentionLayer, HeadNorms, PagedLayer
@@ -23,6 +24,7 @@ from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
     "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
-    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "RecurrentLayer", "RecurrentMixer",
-    "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "StretchChoice", "StretchInputs", "WantedRows",
+    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "PooledPositions", "RecurrentLayer",
+    "RecurrentMixer", "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "StretchChoice", "StretchInputs",
+    "WantedRows",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from outrider.cache.kinds import (
     IndexedSpec,
     LatentSpec,
     PagedSpec,
+    PooledIndexSpec,
     ScaledIndexSpec,
     SlidingSpec,
 )
@@ -72,6 +73,7 @@ _MIXERS: dict[type[PagedSpec], type[Mixer]] = {
     IndexedSpec: IndexedMixer,
     LatentSpec: LatentMixer,
     IndexedLatentSpec: LatentMixer,
+    PooledIndexSpec: LatentMixer,
     ScaledIndexSpec: LatentMixer,
 }
 

@@ -18,6 +18,7 @@ from outrider.cache.kinds import (
     IndexedSpec,
     LatentSpec,
     Part,
+    PooledIndexSpec,
     RecurrentKind,
     RecurrentSpec,
     ScaledIndexSpec,
@@ -38,7 +39,7 @@ from outrider.runner.interface import (
 CLASSES: tuple[type[Any], ...] = (
     BoundedSteps, CacheLayout, CacheType, ChunkedSpec, DraftCost, ElementType, FixedDrafting, FullSpec, Group,
     IndexedLatentSpec, IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place,
-    PlacedPart, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps,
+    PlacedPart, PooledIndexSpec, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps,
     WorkerInfo,
 )  # fmt: skip
 

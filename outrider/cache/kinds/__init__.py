@@ -5,7 +5,7 @@ from outrider.cache.kinds.base import Capacity, Kind, PagedSpec, kind_of, pages_
 from outrider.cache.kinds.chunked import ChunkedKind, ChunkedSpec
 from outrider.cache.kinds.full import FullKind, FullSpec
 from outrider.cache.kinds.indexed import IndexedSpec
-from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
+from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, PooledIndexSpec, ScaledIndexSpec
 from outrider.cache.kinds.parts import MODEL_DTYPE, Part
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
@@ -28,6 +28,7 @@ __all__ = [
     "LatentSpec",
     "PagedSpec",
     "Part",
+    "PooledIndexSpec",
     "RecurrentKind",
     "RecurrentSpec",
     "RowCapacity",
@@ -45,4 +46,5 @@ register_kind(ChunkedSpec, ChunkedKind)
 register_kind(IndexedSpec, FullKind)
 register_kind(LatentSpec, FullKind)
 register_kind(IndexedLatentSpec, FullKind)
+register_kind(PooledIndexSpec, FullKind)
 register_kind(ScaledIndexSpec, FullKind)

@@ -50,6 +50,16 @@ class IndexedLatentSpec(LatentSpec):
 
 
 @dataclass(frozen=True)
+class PooledIndexSpec(IndexedLatentSpec):
+    """A latent cache whose indexer chooses stretches: beside the keys it keeps the gates that weigh them."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        gates = Part("index_gate", (self.index_dim,), self.itemsize)
+        return (self.latent_part, Part("index_key", (self.index_dim,), self.itemsize), gates)
+
+
+@dataclass(frozen=True)
 class ScaledIndexSpec(IndexedLatentSpec):
     """A latent cache whose index keys are fp8 numbers, each key with a scale of its own."""
 

@@ -22,7 +22,7 @@ from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.stretches import Stretches, every_stretch
 from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView
-from outrider.mixers.latent.base import plan_group
+from outrider.mixers.latent.base import check_stretch_size, plan_group, step_offsets
 from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
 from outrider.mixers.pool import DevicePool
 
@@ -121,9 +121,7 @@ class IndexedMixer(Mixer):
         self._layers = []
         for layer in layers:
             group, parts = pool.layout.groups_of(layer.index)[0], pool.layer(layer.index)
-            if group.page_tokens % layer.choice.stretches.size:
-                raise ValueError(f"layer {layer.index}: a stretch of {layer.choice.stretches.size} tokens, which the "
-                                 f"indexer chooses at once, must divide a page of {group.page_tokens} tokens")
+            check_stretch_size(layer.index, layer.choice.stretches.size, group.page_tokens)
             cache = KeyValueCache(parts["k"], parts["v"])
             backend.check_cache(cache)
             self._layers.append((layer, cache, parts["index_key"], group))
@@ -147,9 +145,8 @@ class IndexedMixer(Mixer):
         made = plan_group(view, group)
         needs_whole = view.max_length.tokens <= max(layer.choice.whole_len for layer, _, _, own in self._layers
                                                     if own.index == group.index)
-        rows = torch.arange(view.num_tokens, device=view.positions.device)
-        return IndexedPlan(made.slots, view.positions, rows - view.query_starts[view.request_of], made.contexts,
-                           made.num_positions, self.backend.plan(view, group) if needs_whole else None)
+        return IndexedPlan(made.slots, view.positions, step_offsets(view), made.contexts, made.num_positions,
+                           self.backend.plan(view, group) if needs_whole else None)
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         self.backend.prepare_capture(device, limits)

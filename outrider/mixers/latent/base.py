@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.cache.groups import Group
-from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, ScaledIndexSpec
+from outrider.cache.kinds import IndexedLatentSpec, LatentSpec, PooledIndexSpec, ScaledIndexSpec
 from outrider.kernels import ops
 from outrider.kernels.latent import NUM_COUNTERS, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Operation
+from outrider.kernels.pooled_keys import PoolCells, PoolWeights
+from outrider.kernels.stretches import Stretches
 from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.pool import DevicePool
@@ -39,6 +41,24 @@ class IndexedPositions:
     top_k: int
     lasts_for_drafting: bool = False  # further drafting passes take the choice of the first one
     has_fp8_keys: bool = False  # index keys are stored in fp8, each with a scale
+
+
+    @property
+    def whole_len(self) -> int:
+        """Tokens of the longest context of which everything is chosen."""
+        return self.top_k
+
+
+@dataclass(frozen=True)
+class PooledPositions(IndexedPositions):
+    """The layer's indexer chooses stretches, `top_k` of them; the tokens after the last whole stretch are attended to
+    in any case."""
+
+    stretches: Stretches = field(kw_only=True)
+
+    @property
+    def whole_len(self) -> int:
+        return (self.top_k + 1) * self.stretches.size - 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,8 @@ class LatentLayer:
         return replace(self, num_heads=heads, sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> LatentSpec:
+        if isinstance(self.attends_to, PooledPositions):
+            return PooledIndexSpec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
         if isinstance(self.attends_to, IndexedPositions):
             spec = ScaledIndexSpec if self.attends_to.has_fp8_keys else IndexedLatentSpec
             return spec(self.latent_dim, self.rope_dim, itemsize, self.attends_to.head_dim)
@@ -83,6 +105,15 @@ class GroupPlan:
     num_positions: int  # no context is longer
 
 
+@dataclass(frozen=True)
+class StretchPlan(GroupPlan):
+    """The plan of a group in which indexers choose stretches."""
+
+    positions: torch.Tensor  # [tokens] in their requests
+    offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
+    visible: Mapping[Stretches, TokenContexts]  # the whole stretches that each token row sees
+
+
 class LatentOperations(NamedTuple):
     """The operations on the cache of latent layers, in the ordinary mode or in exact mode."""
 
@@ -90,11 +121,13 @@ class LatentOperations(NamedTuple):
     choose: Operation[..., None]
     attend: Operation[..., torch.Tensor]
     attend_everywhere: Operation[..., torch.Tensor]
+    write_pooled: Operation[..., torch.Tensor]
 
     @classmethod
     def from_mode(cls, exact: bool) -> LatentOperations:
         return cls(ops.write_latents.variant(exact), ops.choose_positions.variant(exact),
-                   ops.latent_attention.variant(exact), ops.dense_latent_attention.variant(exact))
+                   ops.latent_attention.variant(exact), ops.dense_latent_attention.variant(exact),
+                   ops.write_pooled_keys.variant(exact))
 
 
 ORDINARY = LatentOperations.from_mode(exact=False)
@@ -108,6 +141,8 @@ class LatentNorms(NamedTuple):
     index_key: tuple[torch.Tensor, torch.Tensor] | None  # weight and bias of the norm of index keys
     eps: float
     index_in_pairs: bool
+    place_bias: torch.Tensor | None = None  # [size, dim] of gates, where the indexer chooses stretches
+    index_eps: float = 1e-6  # of the norm of index keys
 
 
 class VisibleRanges(NamedTuple):
@@ -132,7 +167,7 @@ class WholeContext:
 class ListedPositions:
     """The indexer listed positions for each token row."""
 
-    positions: torch.Tensor  # [tokens, top_k]
+    positions: torch.Tensor  # [tokens, most chosen]
 
 
 @dataclass(frozen=True)
@@ -167,9 +202,12 @@ class BoundLatentLayer:
 
     def write(self, compressed: torch.Tensor, norms: LatentNorms,
               rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights].
-        Returns q, normed, and the indexer's head weights, scaled."""
+        """Stores the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights], and
+        gates behind these where the indexer chooses stretches. Returns q, normed, and the indexer's head weights,
+        scaled."""
         index, attends_to = None, self.layer.attends_to
+        if isinstance(attends_to, PooledPositions):
+            return self._write_pooled(compressed, norms, rope, attends_to)
         if isinstance(attends_to, IndexedPositions):
             assert norms.index_key is not None
             scale = (attends_to.num_heads * attends_to.head_dim) ** -0.5
@@ -178,20 +216,37 @@ class BoundLatentLayer:
         return self.operations.write(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
                                      self.cache["latent"], index)
 
+    def _write_pooled(self, compressed: torch.Tensor, norms: LatentNorms, rope: RopeRows,
+                      index: PooledPositions) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(self.plan, StretchPlan) and norms.index_key is not None and norms.place_bias is not None
+        plan, width = self.plan, compressed.shape[1] - 2 * index.head_dim - index.num_heads
+        q, _ = self.operations.write(compressed[:, :width], norms.q, norms.latent, norms.eps, rope, plan.slots,
+                                     self.cache["latent"], None)
+        weights = PoolWeights(*norms.index_key, norms.place_bias, norms.index_eps,
+                              (index.num_heads * index.head_dim) ** -0.5)
+        cells = PoolCells(plan.slots, plan.positions, plan.offsets, self.cache["index_key"], self.cache["index_gate"])
+        return q, self.operations.write_pooled(compressed[:, width:], weights, cells, plan.contexts, index.stretches)
+
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
         """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads] for this layer and for those after it
-        that share. A context no longer than top_k is taken whole."""
-        assert isinstance(self.layer.attends_to, IndexedPositions)
-        top_k, plan = self.layer.attends_to.top_k, self.plan
+        that share. Contexts of which everything can be chosen are taken whole."""
+        index, plan = self.layer.attends_to, self.plan
+        assert isinstance(index, IndexedPositions)
         if isinstance(self.chosen.latest, KeptChoice):
             return
-        if plan.num_positions <= top_k:
+        if plan.num_positions <= index.whole_len:
             self.chosen.latest = WholeContext()
             return
-        positions = torch.empty(q.shape[0], top_k, dtype=torch.int32, device=q.device)
-        self.chosen.latest = ListedPositions(positions)
-        self.operations.choose(q, weights, self.cache["index_key"], plan.contexts, positions,
-                               self.cache.get("index_scale"), self.chosen.take_counters())
+        keys, contexts = self.cache["index_key"], plan.contexts
+        if isinstance(index, PooledPositions):
+            assert isinstance(plan, StretchPlan)
+            keys, contexts = index.stretches.keys(keys), plan.visible[index.stretches]
+        chosen = torch.empty(q.shape[0], index.top_k, dtype=torch.int32, device=q.device)
+        self.operations.choose(q, weights, keys, contexts, chosen, self.cache.get("index_scale"),
+                               self.chosen.take_counters())
+        if isinstance(index, PooledPositions):
+            chosen = ops.list_stretches(plan.contexts, chosen, index.stretches)
+        self.chosen.latest = ListedPositions(chosen)
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
@@ -239,8 +294,14 @@ class LatentMixer(Mixer):
         self._groups = {group.index: group for _, _, group in self._layers}
         self._operations = ORDINARY
         # Up to these lengths an indexer would choose every position, and is not asked.
-        lengths = [own.attends_to.top_k for own in layers if isinstance(own.attends_to, IndexedPositions)]
+        lengths = [own.attends_to.whole_len for own in layers if isinstance(own.attends_to, IndexedPositions)]
         self.whole_len = min(lengths, default=EVERY_LENGTH)
+        self._stretches: dict[int, set[Stretches]] = {}  # by group
+        for layer, _, group in self._layers:
+            if isinstance(layer.attends_to, PooledPositions):
+                stretches = layer.attends_to.stretches
+                check_stretch_size(layer.index, stretches.size, group.page_tokens)
+                self._stretches.setdefault(group.index, set()).add(stretches)
 
     @staticmethod
     def is_capturable(spec: LatentSpec) -> bool:
@@ -251,17 +312,25 @@ class LatentMixer(Mixer):
         self._operations = LatentOperations.from_mode(exact)
 
     def bind(self, view: BatchView) -> dict[int, BoundLatentLayer]:
-        plans = {index: plan_group(view, group) for index, group in self._groups.items()}
+        plans = {index: self._plan(view, group) for index, group in self._groups.items()}
         chosen = ChosenPositions(self._make_counters(view))
         return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen, self._operations)
                 for layer, cache, group in self._layers}  # fmt: skip
+
+    def _plan(self, view: BatchView, group: Group) -> GroupPlan:
+        made, stretches = plan_group(view, group), self._stretches.get(group.index)
+        if stretches is None:
+            return made
+        is_asked = made.num_positions > self.whole_len
+        visible = {each: each.visible(made.contexts) for each in stretches if is_asked}
+        return StretchPlan(made.slots, made.contexts, made.num_positions, view.positions, step_offsets(view), visible)
 
     def _make_counters(self, view: BatchView) -> tuple[torch.Tensor, ...]:
         """Counters of zero for all indexers of a small batch, made by one fill: a fill in every layer would take longer
         than the counting. Empty for large batches, which need no counters."""
         num_tokens, device = view.positions.shape[0], view.positions.device
         num_choices = sum(isinstance(layer.attends_to, IndexedPositions)
-                          and layer.attends_to.top_k < view.max_length.tokens for layer, _, _ in self._layers)
+                          and layer.attends_to.whole_len < view.max_length.tokens for layer, _, _ in self._layers)
         if not num_choices or num_tokens > MAX_COUNTED or device.type == "cpu":
             return ()
         return torch.zeros(num_choices, num_tokens, NUM_COUNTERS, dtype=torch.int32, device=device).unbind()
@@ -272,6 +341,18 @@ class LatentMixer(Mixer):
         for layer, _, _ in self._layers:
             if isinstance(layer.attends_to, IndexedPositions) and layer.attends_to.lasts_for_drafting:
                 later[layer.index].keep_choice(earlier[layer.index], token_rows)
+
+
+def step_offsets(view: BatchView) -> torch.Tensor:
+    """[tokens] how many tokens of its request each token has before it in this step."""
+    rows = torch.arange(view.num_tokens, device=view.positions.device)
+    return rows - view.query_starts[view.request_of]
+
+
+def check_stretch_size(layer: int, size: int, page_tokens: int) -> None:
+    if page_tokens % size:
+        raise ValueError(f"layer {layer}: a stretch of {size} tokens, which the indexer chooses at once, must divide a "
+                         f"page of {page_tokens} tokens")
 
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:
