@@ -58,6 +58,15 @@ def add_silu(values: Tensor, convolved: Tensor) -> Tensor:
     return values + F.silu(convolved)
 
 
+def mean_streams(streams: Tensor, num_streams: int) -> Tensor:
+    """The mean over streams [tokens, num_streams x hidden], added in one order: [tokens, hidden]."""
+    first, *others = streams.to(torch.promote_types(streams.dtype, torch.float32)).chunk(num_streams, dim=1)
+    total = first
+    for each in others:
+        total = total + each
+    return (total / num_streams).to(streams.dtype)
+
+
 class StreamRule(NamedTuple):
     """How the weights of hyper-connections are made of a product's results."""
 

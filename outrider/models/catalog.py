@@ -82,6 +82,7 @@ FAMILIES = (
            ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.2-Exp")),
     Family("GLM-4.5, 4.6 and 4.7", _causal("Glm4Moe"), ("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6")),
     Family("GLM-5", _causal("GlmMoeDsa"), ("zai-org/GLM-5",)),
+    Family("GLM5-Next", ("Glm5NextForConditionalGeneration",), ("zai-org/GLM-5.3-Flash",)),
     Family("MiniMax-M2", _causal("MiniMaxM2"), ("MiniMaxAI/MiniMax-M2",)),
     Family("Phi-3, Phi-3.5 and Phi-4", _causal("Phi3"), ("microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4",
            "microsoft/Phi-4-mini-instruct")),

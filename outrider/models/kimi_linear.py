@@ -58,7 +58,7 @@ class KimiLinear(HybridDecoder):
         config = self.in_common_words(config)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        self.shape = self._read_latent_shape()
+        self.shape = self.read_latent_shape()
         self.rotaries = [self.read_rotary(max_len)]
         self.kda_shape = self.read_kda_shape()
         kinds = self.read_kinds()
@@ -119,7 +119,7 @@ class KimiLinear(HybridDecoder):
     def layer(self, index: int, mixer: TokenMixer, is_sparse: bool) -> DecoderLayer:
         feed_forward: FeedForward = self.make_mlp(self.sizes.intermediate_size)
         if is_sparse:
-            feed_forward = self._experts(index)
+            feed_forward = self.make_experts(index)
         names = LayerNames(mixer=self.mixer_name, mlp=self.experts_name if is_sparse else "mlp")
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
 
@@ -132,7 +132,7 @@ class KimiLinear(HybridDecoder):
         is_dense = index.isdecimal() and int(index) < self.num_layers and not self.is_sparse[int(index)]
         return f"{prefix}.mlp.{rest}" if is_dense else name
 
-    def _read_latent_shape(self) -> LatentShape:
+    def read_latent_shape(self) -> LatentShape:
         config = self.config
         config.must_equal("num_key_value_heads", self.sizes.num_heads, default=self.sizes.num_heads)
         nope_dim = config.required("qk_nope_head_dim", int)
@@ -151,7 +151,7 @@ class KimiLinear(HybridDecoder):
         return KDA(index, self.sizes.hidden_size, self.kda_shape, self.sizes.eps, names=self.kda_names,
                    dtype=self.dtype, device=self.device)
 
-    def _experts(self, index: int) -> MoE:
+    def make_experts(self, index: int) -> MoE:
         hidden_size, rule, dtype, device = self.sizes.hidden_size, read_rule(self.config), self.dtype, self.device
         width = self.config.required("moe_intermediate_size", int)
         num_shared = self.config.get("n_shared_experts", int, 1)

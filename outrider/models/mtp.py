@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from outrider.kernels import ops
-from outrider.layers import DecoderLayer, Linear, Module, RMSNorm, StepContext, StreamEnd
+from outrider.layers import DecoderLayer, Linear, Module, RMSNorm, StepContext, StreamEnd, Unrotated
 from outrider.mixers import AttendsTo, AttentionLayer, EveryPosition, LatentLayer, WantedRows
 from outrider.models.bailing_hybrid import BailingHybrid
 from outrider.models.base import Decoder, Hidden, Model
@@ -22,6 +22,7 @@ from outrider.models.config import FULL, ConfigError
 from outrider.models.deepseek_v2 import DeepseekV2
 from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
 from outrider.models.glm4_moe import Glm4Moe
+from outrider.models.glm5_next import Glm5Next
 from outrider.models.head import SlotHead, SlotRotary
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama
@@ -80,7 +81,8 @@ class MTPHead(SlotHead):
         self.projection = Linear(2 * target.hidden_size, target.hidden_size, bias=False, dtype=dtype, device=device)
         self.layers, attention_layers = description.layers(first_layer)
         self.attention_layers = list(attention_layers)
-        self.rotary = SlotRotary(target.rotaries[self.layers[0].rotary])
+        rotary = target.rotaries[self.layers[0].rotary]
+        self.rotary = rotary if isinstance(rotary, Unrotated) else SlotRotary(rotary)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         names = self.description.names
@@ -99,6 +101,10 @@ class MTPHead(SlotHead):
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
+
+    def slot_name(self, name: str) -> str:
+        """The module's tensors are named like the target's."""
+        return self.target.slot_name(name)
 
     @property
     def last_writer(self) -> int:
@@ -320,6 +326,19 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
     return MTPDescription(layers, target.sizes.eps, names)
 
 
+def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
+    """One more layer with latent attention to stretches and experts, over the target's final state. The config says
+    whether further drafting passes keep the choice of the first."""
+    target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
+    lasts = target.config.get(SHARED_CHOICE, bool, False)
+
+    def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
+        layer, latent = target.predicting_layer(index, lasts)
+        return [layer], [latent]
+
+    return MTPDescription(layers, target.sizes.eps, _names_behind(target, target.num_layers))
+
+
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
     """One more layer that attends to chosen stretches, over the target's streams. Every pass chooses anew, although
     checkpoints may say that further passes keep the choice of the first: it sees the same and the newest tokens."""
@@ -340,6 +359,7 @@ register_mtp(Llama, _describe_llama)
 register_mtp(Glm4Moe, _describe_glm)
 register_mtp(DeepseekV2, _describe_nothing)
 register_mtp(BailingHybrid, _describe_bailing)
+register_mtp(Glm5Next, _describe_glm5_next)
 register_mtp(DeepseekV3, _describe_deepseek)
 register_mtp(Qwen3Next, _describe_qwen)
 register_mtp(Qwen4Exp, _describe_qwen4)

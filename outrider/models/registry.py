@@ -44,6 +44,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5:Qwen3_5",
     "Qwen4ExpForCausalLM": "qwen4_exp:Qwen4Exp",
     "Qwen4ExpForConditionalGeneration": "qwen4_exp:Qwen4Exp",
+    "Glm5NextForConditionalGeneration": "glm5_next:Glm5Next",
     "NemotronHForCausalLM": "nemotron_h:NemotronH",
     "BambaForCausalLM": "bamba:Bamba",
     "DeepseekV2ForCausalLM": "deepseek_v2:DeepseekV2",

@@ -39,8 +39,8 @@ from outrider.runner.interface import (
 CLASSES: tuple[type[Any], ...] = (
     BoundedSteps, CacheLayout, CacheType, ChunkedSpec, DraftCost, ElementType, FixedDrafting, FullSpec, Group,
     IndexedLatentSpec, IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place,
-    PlacedPart, PooledIndexSpec, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts, UnboundedSteps,
-    WorkerInfo,
+    PlacedPart, PooledIndexSpec, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts,
+    UnboundedSteps, WorkerInfo,
 )  # fmt: skip
 
 

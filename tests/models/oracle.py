@@ -16,11 +16,20 @@ from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers import NothingAttends, StepContext, TokenHistory
 from outrider.mixers.indexed.base import IndexedLayer, StretchInputs
-from outrider.mixers.latent.base import BoundLatentLayer, ChosenPositions, GroupPlan, LatentLayer, LatentNorms
+from outrider.mixers.latent.base import (
+    BoundLatentLayer,
+    ChosenPositions,
+    EveryPosition,
+    GroupPlan,
+    LatentLayer,
+    LatentNorms,
+    PooledPositions,
+)
 from outrider.mixers.recurrent.base import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
+from outrider.models.sources.folder import read_config
 from tests.models.classics import CLASSICS
 
 # The context of token rows that make logits, or of products alone: nothing attends and nothing is adapted.
@@ -338,6 +347,53 @@ STREAM_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_POOLED: dict[str, Any] = _KDA | {
+    "hidden_act": "silu",
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "num_local_experts": None,
+    "n_routed_experts": 8,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 0,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    # With fewer heads many scores are exactly 0, and which of them transformers chooses is not said.
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 12,
+    "index_kpool": 4,
+    "swiglu_limit": 1.0,
+}  # fmt: skip
+# The language models of these are parts of models that see images. Their oracle came with KDA_SINCE too.
+POOLED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm5_next": ("Glm5Next", _POOLED),
+    "glm5_next_free": (
+        "Glm5Next",
+        _POOLED
+        | {
+            "layer_types": ["indexed_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+            "indexer_types": ["full", "shared", "full", "full"],
+            "mlp_layer_types": ["sparse", "sparse", "dense", "sparse"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "linear_lower_bound": None,
+            "index_kpool": 8,
+            "index_topk": 16,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "swiglu_limit": 10.0,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+}
+_EYES: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
+                         "projection_intermediate_size": 16, "image_size": 28}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -367,7 +423,8 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
 }  # fmt: skip
-ALL = FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | CLASSICS
+ALL = (FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | POOLED_FAMILIES
+       | CLASSICS)
 _TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
 
 
@@ -376,6 +433,9 @@ def hf_config(family: str, **changes: Any) -> Any:
 
     name, values = ALL[family]
     config_class = getattr(transformers, f"{name}TextConfig" if name in _TEXT_CONFIGS else f"{name}Config")
+    if family in POOLED_FAMILIES:
+        text = {key: value for key, value in (BASE | values | changes).items() if key != "num_local_experts"}
+        return config_class(text_config=text, vision_config=_EYES)
     return config_class(**BASE | values | changes)
 
 
@@ -384,7 +444,8 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     import transformers
 
     torch.manual_seed(zlib.crc32(family.encode()))
-    model = getattr(transformers, f"{ALL[family][0]}ForCausalLM")(hf_config(family, **changes))
+    kind = "ForConditionalGeneration" if family in POOLED_FAMILIES else "ForCausalLM"
+    model = getattr(transformers, ALL[family][0] + kind)(hf_config(family, **changes))
     for name, parameter in model.named_parameters():
         mean = mean_of(name, ALL[family][0])
         torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
@@ -411,7 +472,10 @@ def mean_of(name: str, architecture: str) -> float:
 def hf_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+    (name,) = read_config(folder)["architectures"]
+    is_part = name.removesuffix("ForConditionalGeneration") in {name for name, _ in POOLED_FAMILIES.values()}
+    found = getattr(transformers, name) if is_part else transformers.AutoModelForCausalLM
+    return found.from_pretrained(folder, dtype=dtype, **options).eval()
 
 
 class DenseAttend:
@@ -427,6 +491,8 @@ class DenseAttend:
         self.mixers = getattr(model, "recurrent_layers", {})  # a draft head declares none
         self.states: dict[int, RecurrentState] = {}
         self.index_keys: dict[int, torch.Tensor] = {}  # [tokens, index dim] by layer
+        self.gates: dict[int, torch.Tensor] = {}  # [tokens, index dim] by layer, of index keys that are weighed
+        self.seen: list[list[int]] = []  # the last choice: positions, by token row of the pass
         self.text = torch.zeros(1, 0, dtype=torch.int64)
 
     def history(self, tokens: torch.Tensor) -> TokenHistory:
@@ -440,6 +506,8 @@ class DenseAttend:
         spec = self.layers[layer]
         if isinstance(spec, IndexedLayer):
             return partial(self.indexed, spec)
+        if isinstance(spec, LatentLayer) and not isinstance(spec.attends_to, EveryPosition):
+            return DensePooledLayer(self, spec)
         return DenseLatentLayer(self, spec) if isinstance(spec, LatentLayer) else DenseLayer(self, layer)
 
     def indexed(self, layer: IndexedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -544,6 +612,58 @@ class DenseLatentLayer:
 
     def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
         return self._bound.values(q, to_values)
+
+
+class DensePooledLayer:
+    """One latent attention layer of a DenseAttend that attends to chosen stretches, its own or those of the layer
+    before it. Every query by itself, by a plain sort. The tokens of a draft head begin at position 1, and so do its
+    stretches."""
+
+    def __init__(self, dense: DenseAttend, layer: LatentLayer) -> None:
+        assert layer.rope_dim == 0
+        self._dense, self._layer = dense, layer
+
+    def write(self, compressed: torch.Tensor, norms: LatentNorms,
+              rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
+        dense, layer, index = self._dense, self._layer, self._layer.attends_to
+        assert norms.q is not None
+        own = (index.head_dim, index.num_heads, index.head_dim) if isinstance(index, PooledPositions) else (0, 0, 0)
+        q, latent, key, heads, gate = compressed.split((len(norms.q), layer.latent_dim, *own), dim=1)
+        q, latent = (x / (x.square().mean(-1, keepdim=True) + norms.eps).sqrt() * gain
+                     for x, gain in ((q, norms.q), (latent, norms.latent)))  # fmt: skip
+        given = [(dense.latents, latent)]
+        if isinstance(index, PooledPositions):
+            assert norms.index_key is not None and norms.place_bias is not None
+            self._bias = norms.place_bias
+            key = torch.nn.functional.layer_norm(key, (index.head_dim,), *norms.index_key, 1e-6)
+            given += [(dense.index_keys, key), (dense.gates, gate)]
+        for kept, new in given:
+            kept[layer.index] = torch.cat((kept[layer.index], new)) if layer.index in kept else new
+        return q, heads
+
+    def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        dense, index = self._dense, self._layer.attends_to
+        assert isinstance(index, PooledPositions)
+        size, keys, gates = index.stretches.size, dense.index_keys[self._layer.index], dense.gates[self._layer.index]
+        dense.seen = []
+        for row in range(len(q)):
+            length = len(keys) - len(q) + row + 1
+            whole = length // size
+            pooled = [((gates[at : at + size] + self._bias).softmax(0) * keys[at : at + size]).sum(0)
+                      for at in range(0, whole * size, size)]
+            scores = [float(weights[row] @ (q[row] @ key).relu()) for key in pooled]
+            best = sorted(range(whole), key=lambda at: (-scores[at], at))[: index.top_k]
+            dense.seen.append([at * size + i for at in sorted(best) for i in range(size)]
+                              + list(range(whole * size, length)))
+
+    def __call__(self, q: torch.Tensor) -> torch.Tensor:
+        entries, out = self._dense.latents[self._layer.index], torch.zeros_like(q)
+        for row, seen in enumerate(self._dense.seen):
+            out[row] = (q[row] @ entries[seen].T * self._layer.scale).softmax(-1) @ entries[seen]
+        return out
+
+    def values(self, q: torch.Tensor, to_values: torch.Tensor) -> None:
+        return None
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
