@@ -76,10 +76,18 @@ class StreamRule(NamedTuple):
     post_factor: float  # of the weights with which a half of a layer adds to each stream
     post_eps: float = 0.0
     num_rounds: int = 0  # of dividing mixing weights by the sums of columns and rows; 0: streams do not mix
+    writes: bool = True  # False: the streams end here, and nothing is added to them
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of logits that make the weights of reading, of adding and of mixing; fewer of them where the
+        streams do not mix or end."""
+        n = self.num_streams
+        return (n,) if not self.writes else (n, n, n * n) if self.num_rounds else (n, n)
 
     @property
     def num_logits(self) -> int:
-        return self.num_streams * (2 + (self.num_streams if self.num_rounds else 0))
+        return sum(self.parts)
 
 
 def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
@@ -87,17 +95,18 @@ def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
     """What a half of a layer reads of streams [tokens, n x hidden], and the weights by which it writes to them.
 
     logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
-    yet, with a matrix. scale [2 or 3] and base [logits]: of each part. Returns (the weighted sum of the streams
-    [tokens, hidden], post [tokens, n], mixing weights [tokens, n x n], or no columns of them)."""
+    yet, with a matrix. scale [number of parts] and base [logits]: of each part. Returns (the weighted sum of the streams
+    [tokens, hidden], post [tokens, n], mixing weights [tokens, n x n]); the last two have no columns where the rule has
+    no such part."""
     n, wide = rule.num_streams, streams.to(logits.dtype)
     rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + rule.rms_eps)
-    factors = torch.cat([part.expand(size) for part, size in zip(scale, (n, n, n * n), strict=False)])
-    pre, post, mixing = (logits * rms * factors + base).split((n, n, rule.num_logits - 2 * n), dim=1)
+    factors = torch.cat([part.expand(size) for part, size in zip(scale, rule.parts, strict=True)])
+    pre, post, mixing = (logits * rms * factors + base).tensor_split((n, 2 * n), dim=1)
     pre = torch.sigmoid(pre) + rule.eps
     read = sum(pre[:, i, None] * part for i, part in enumerate(wide.split(wide.shape[1] // n, dim=1)))
     assert isinstance(read, Tensor)
     post = rule.post_factor * torch.sigmoid(post) + rule.post_eps
-    if rule.num_rounds:
+    if mixing.shape[1]:
         mixing = mixing.unflatten(1, (n, n)).softmax(dim=-1) + rule.eps
         mixing = mixing / (mixing.sum(dim=1, keepdim=True) + rule.eps)
         for _ in range(rule.num_rounds - 1):

@@ -32,7 +32,7 @@ class HyperWeights(NamedTuple):
 
 
 class HyperConnection(Module):
-    """Matrix, base and scales of one half of a layer."""
+    """Matrix, base and scales of one half of a layer, or of the place where the streams end."""
 
     def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -41,7 +41,7 @@ class HyperConnection(Module):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.matrix = torch.empty(rule.num_logits, rule.num_streams * hidden_size, dtype=dtype, device=device)
         self.base = torch.empty(rule.num_logits, dtype=wide, device=device)
-        self.scale = torch.empty(3 if rule.num_rounds else 2, dtype=wide, device=device)
+        self.scale = torch.empty(len(rule.parts), dtype=wide, device=device)
         self.set_exact(False)
 
     def set_exact(self, exact: bool) -> None:

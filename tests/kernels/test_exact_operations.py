@@ -320,13 +320,14 @@ def gate_values(rows: torch.Tensor) -> torch.Tensor:
     return ops.add_silu.variant(exact=True)(made, wide[0])
 
 
-def hyper_streams(rows: torch.Tensor, num_rounds: int = 5) -> torch.Tensor:
-    rule = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=num_rounds)
+def hyper_streams(rows: torch.Tensor, num_rounds: int = 5, writes: bool = True) -> torch.Tensor:
+    rule = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=num_rounds, writes=writes)
     streams, wide = random(ROWS, 4 * WIDTH, seed=1)[rows], {"dtype": torch.float32}
     logits, base = random(ROWS, rule.num_logits, **wide)[rows], random(rule.num_logits, seed=2, **wide)
-    scale = random(3 if num_rounds else 2, seed=3, **wide)
+    scale = random(len(rule.parts), seed=3, **wide)
     read, *weights = ops.read_streams.variant(exact=True)(streams, logits, scale, base, rule)
-    ops.write_streams(streams, random(ROWS, WIDTH, seed=4)[rows], *weights)
+    if writes:
+        ops.write_streams(streams, random(ROWS, WIDTH, seed=4)[rows], *weights)
     return torch.cat((read, *weights, streams), dim=1)
 
 
@@ -381,7 +382,8 @@ SHOWN: dict[str, list[Call]] = {
     "exact_mix_streams": [mix_streams],
     "exact_gate_values": [gate_values],
     "exact_add_silu": [gate_values],
-    "exact_read_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0)],
+    "exact_read_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0),
+                           lambda rows: hyper_streams(rows, 0, writes=False)],
     "write_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0)],
     "choose_scaled": [drawn(ops.operations()["choose_scaled"], ON_CARD)],
     "draw_tokens": [drawn(ops.operations()["draw_tokens"], True)],

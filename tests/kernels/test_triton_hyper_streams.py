@@ -15,6 +15,7 @@ from outrider.kernels.triton import hyper_streams as kernels  # noqa: E402
 
 MIXING = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=20)
 PLAIN = StreamRule(4, 1e-5, 1e-6, post_factor=1.7, post_eps=1e-6)
+END = StreamRule(4, 1e-5, 1e-6, post_factor=1.7, writes=False)
 HIDDEN = 24
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -48,15 +49,27 @@ def test_the_twins_are_transformers_modules(rule: StreamRule) -> None:
     torch.testing.assert_close(streams, written[0].flatten(1))
 
 
+@torch.no_grad()
+def test_streams_end_as_in_transformers() -> None:
+    hy = pytest.importorskip("transformers.models.hy_v4.modeling_hy_v4")
+    theirs = hy.HYV4HyperHead(SimpleNamespace(hc_mult=4, hc_eps=END.eps, rms_norm_eps=END.rms_eps, hidden_size=HIDDEN))
+    for seed, parameter in enumerate(theirs.parameters()):
+        parameter.copy_(drawn(*parameter.shape, seed=seed, scale=0.5))
+    streams = drawn(5, 4 * HIDDEN, seed=7)
+    read, *weights = twins.read_streams(streams, streams @ theirs.hc_fn.T, theirs.hc_scale, theirs.hc_base, END)
+    torch.testing.assert_close(read, theirs(streams.view(1, 5, 4, HIDDEN))[0])
+    assert not any(weight.numel() for weight in weights), "nothing is added to streams that end"
+
+
 @pytest.mark.parametrize("hidden", [24, 1030])
-@pytest.mark.parametrize("rule", [MIXING, PLAIN], ids=["mixing", "plain"])
+@pytest.mark.parametrize("rule", [MIXING, PLAIN, END], ids=["mixing", "plain", "end"])
 def test_the_kernels_are_the_twins(device: torch.device, dtype: torch.dtype, rule: StreamRule, hidden: int) -> None:
     near = {"atol": NEAR[dtype], "rtol": NEAR[dtype]}
     wide = torch.full((3, 4 * hidden + 5), torch.nan)
     wide[:, 2:-3] = drawn(3, 4 * hidden, seed=1)
     streams = wide.to(device, dtype)[:, 2:-3]
     logits, base = (drawn(*shape, seed=2).to(device) for shape in ((3, rule.num_logits), (rule.num_logits,)))
-    scale = drawn(3 if rule.num_rounds else 2, seed=3).to(device)
+    scale = drawn(len(rule.parts), seed=3).to(device)
     mine = kernels.read_streams(streams, logits, scale, base, rule, pdl=False)
     theirs = twins.read_streams(streams, logits, scale, base, rule)
     for own, other in zip(mine, theirs, strict=True):
@@ -64,6 +77,8 @@ def test_the_kernels_are_the_twins(device: torch.device, dtype: torch.dtype, rul
     if rule.num_rounds:
         sums = mine[2].view(3, 4, 4).sum(dim=1)
         torch.testing.assert_close(sums, torch.ones_like(sums), atol=1e-4, rtol=0.0)
+    if not rule.writes:
+        return
     x, written = drawn(3, hidden, seed=4).to(device, dtype), streams.clone()
     twins.write_streams(written, x, *theirs[1:])
     kernels.write_streams(streams, x, *theirs[1:], pdl=False)

@@ -31,7 +31,8 @@ _MAX_STREAMS = 16
 def _read_kernel(
     streams, logits, scale, base, out, post, mixing, streams_stride, logits_stride, out_stride, rms_eps, eps,
     post_factor, post_eps,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr, WRITES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -47,8 +48,9 @@ def _read_kernel(
     row = logits + token * logits_stride
     pre = tl.load(row + stream).to(tl.float32) * rms * tl.load(scale) + tl.load(base + stream)
     pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
-    after = tl.load(row + N + stream).to(tl.float32) * rms * tl.load(scale + 1) + tl.load(base + N + stream)
-    tl.store(post + token * N + stream, post_factor / (1.0 + tl.exp(-after)) + post_eps)
+    if WRITES:
+        after = tl.load(row + N + stream).to(tl.float32) * rms * tl.load(scale + 1) + tl.load(base + N + stream)
+        tl.store(post + token * N + stream, post_factor / (1.0 + tl.exp(-after)) + post_eps)
     if ROUNDS:
         place = stream[:, None] * N + stream[None, :]
         mixed = tl.load(row + 2 * N + place).to(tl.float32) * rms * tl.load(scale + 2) + tl.load(base + 2 * N + place)
@@ -76,17 +78,17 @@ def read_streams(streams: torch.Tensor, logits: torch.Tensor, scale: torch.Tenso
     require(n & (n - 1) == 0 and 0 < n <= _MAX_STREAMS and width % n == 0, name, "streams",
             f"has {width} columns, expected {n} streams, a power of two up to {_MAX_STREAMS}")
     require_tensor(name, "logits", logits, (num_tokens, rule.num_logits), device, wide)
-    require_tensor(name, "scale", scale, (3 if rule.num_rounds else 2,), device, wide)
+    require_tensor(name, "scale", scale, (len(rule.parts),), device, wide)
     require_tensor(name, "base", base, (rule.num_logits,), device, wide)
     out = torch.empty(num_tokens, width // n, dtype=streams.dtype, device=device)
-    post = torch.empty(num_tokens, n, dtype=torch.float32, device=device)
-    mixing = torch.empty(num_tokens, n * n if rule.num_rounds else 0, dtype=torch.float32, device=device)
+    post = torch.empty(num_tokens, n if rule.writes else 0, dtype=torch.float32, device=device)
+    mixing = torch.empty(num_tokens, rule.parts[2] if len(rule.parts) > 2 else 0, dtype=torch.float32, device=device)
     if num_tokens:
         _read_kernel[(num_tokens,)](
-            streams, logits, scale, base, out, post, mixing if rule.num_rounds else post, streams.stride(0),
-            logits.stride(0), out.stride(0), rule.rms_eps, rule.eps, rule.post_factor, rule.post_eps, WIDTH=width // n,
-            COLUMNS=min(_COLUMNS, next_power_of_two(width // n)), N=n, ROUNDS=rule.num_rounds, PDL=pdl, num_warps=8,
-            **pdl_options(pdl),
+            streams, logits, scale, base, out, post if rule.writes else out, mixing if mixing.shape[1] else out,
+            streams.stride(0), logits.stride(0), out.stride(0), rule.rms_eps, rule.eps, rule.post_factor, rule.post_eps,
+            WIDTH=width // n, COLUMNS=min(_COLUMNS, next_power_of_two(width // n)), N=n,
+            ROUNDS=rule.num_rounds if rule.writes else 0, WRITES=rule.writes, PDL=pdl, num_warps=8, **pdl_options(pdl),
         )  # fmt: skip
     return out, post, mixing
 
