@@ -95,7 +95,7 @@ def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
     """What a half of a layer reads of streams [tokens, n x hidden], and the weights by which it writes to them.
 
     logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
-    yet, with a matrix. scale [number of parts] and base [logits]: of each part. Returns (the weighted sum of the streams
+    yet, with a matrix. scale [parts] and base [logits]: of each part. Returns (the weighted sum of the streams
     [tokens, hidden], post [tokens, n], mixing weights [tokens, n x n]); the last two have no columns where the rule has
     no such part."""
     n, wide = rule.num_streams, streams.to(logits.dtype)

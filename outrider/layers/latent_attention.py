@@ -47,6 +47,9 @@ class LatentShape:
     has_bias: bool
     index_rotates_pairs: bool  # the indexer's rope is interleaved, too
     norm_eps: float = NORM_EPS  # of the norms of compressed vectors
+    rotates_pairs: bool = True  # the rope of queries and of the keys beside latents is interleaved
+    index_rope_at_end: bool = False  # index keys and their queries rotate in their last dimensions
+    index_eps: float = NORM_EPS  # of the norm of index keys
 
 
 class LayerNorm(Module):
@@ -185,7 +188,8 @@ class LatentAttention(TokenMixer):
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """x: [tokens, hidden]."""
         bound: BoundLatentLayer = context.attend.mixer(self.layer.index)
-        rope = RopeRows(angles.positions, angles.table)
+        shape = self.shape
+        rope = RopeRows(angles.positions, angles.table, shape.rotates_pairs, shape.index_rope_at_end)
         compressed_q, weights = bound.write(self.compress(x, context), self._norms(), rope)
         queries = self.queries(x if self.q_norm is None else compressed_q, context)
         return self.leave(self.expansion.attend(bound, self._enter(queries, weights, rope, bound, context), context),
@@ -198,7 +202,7 @@ class LatentAttention(TokenMixer):
     def _norms(self) -> LatentNorms:
         index_key = None if self.key_norm is None else (self.key_norm.weight, self.key_norm.bias)
         return LatentNorms(None if self.q_norm is None else self.q_norm.scale, self.latent_norm.scale, index_key,
-                           self.shape.norm_eps, self.shape.index_rotates_pairs, self.place_bias, NORM_EPS)
+                           self.shape.norm_eps, self.shape.index_rotates_pairs, self.shape.index_eps, self.place_bias)
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer, context: StepContext) -> torch.Tensor:

@@ -95,6 +95,7 @@ FAMILIES = (
            "baidu/ERNIE-4.5-21B-A3B-PT")),
     Family("Hunyuan", _causal("HunYuanDenseV1", "HunYuanMoEV1"), ("tencent/Hunyuan-7B-Instruct",
            "tencent/Hunyuan-A13B-Instruct")),
+    Family("HY-V4 (Hy4)", _causal("HYV4"), ("tencent/Hy4-preview",)),
     Family("EXAONE 4", _causal("Exaone4"), ("LGAI-EXAONE/EXAONE-4.0-1.2B", "LGAI-EXAONE/EXAONE-4.0-32B")),
     Family("Command R and Command A", _causal("Cohere", "Cohere2"), ("CohereLabs/c4ai-command-r-v01",
            "CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025")),

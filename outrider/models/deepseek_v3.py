@@ -6,12 +6,15 @@ GLM-MoE-DSA some layers take the choice of the layer before them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from outrider.config import INDEX_KEY_DTYPES
 from outrider.layers import (
     DecoderLayer,
     Experts,
+    FeedForward,
     LatentAttention,
     LatentShape,
     MoE,
@@ -35,13 +38,16 @@ class DeepseekV3(Decoder):
 
     index_rotates_pairs = False
     layer_types: tuple[str, ...] = (FULL,)  # names of the type that every layer has, in configs that name the types
+    # Keys that may have one value only.
+    fixed: tuple[tuple[str, Any], ...] = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
+                                          ("moe_layer_freq", 1), ("rope_interleave", True), ("mlp_bias", False))
+    expert_activation: str | None = None  # of routed experts; None: that of the other MLPs
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1),
-                          ("rope_interleave", True), ("mlp_bias", False)):
+        for key, only in self.fixed:
             config.must_equal(key, only, default=only)
         if set(config.get("layer_types", list[str], [])) - {*self.layer_types}:
             raise config.refusal("layer_types", f"all layers must be {' or '.join(self.layer_types)}")
@@ -82,8 +88,10 @@ class DeepseekV3(Decoder):
 
     def layer(self, attention: LatentLayer, is_sparse: bool) -> DecoderLayer:
         mixer = LatentAttention(attention, self.shape, dtype=self.dtype, device=self.device)
-        feed_forward = self._experts(attention.index) if is_sparse else self.make_mlp(self.sizes.intermediate_size)
-        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), self.feed_forward(attention.index, is_sparse))
+
+    def feed_forward(self, index: int, is_sparse: bool) -> FeedForward:
+        return self._experts(index) if is_sparse else self.make_mlp(self.sizes.intermediate_size)
 
     def _read_shape(self) -> LatentShape:
         config = self.config
@@ -108,8 +116,8 @@ class DeepseekV3(Decoder):
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
             router,
-            Experts(router.rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
-                    device=self.device),
+            Experts(router.rule.num_experts, hidden_size, width, activation=self.expert_activation or self.activation,
+                    dtype=self.dtype, device=self.device),
             shared=self.make_mlp(self.num_shared * width) if self.num_shared else None,
         )
 

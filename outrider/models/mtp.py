@@ -24,6 +24,7 @@ from outrider.models.deepseek_v3 import PREDICTED, DeepseekV3, DeepseekV32
 from outrider.models.glm4_moe import Glm4Moe
 from outrider.models.glm5_next import Glm5Next
 from outrider.models.head import SlotHead, SlotRotary
+from outrider.models.hy_v4 import HYV4, MODULES
 from outrider.models.hybrid import LINEAR
 from outrider.models.llama import Llama
 from outrider.models.nemotron_h import MOE, NemotronH, kinds_under
@@ -298,6 +299,30 @@ def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
     return MTPDescription(layers, target.sizes.eps, _names_behind(target, number), zeroes_first_embedding=True)
 
 
+def _describe_hy_v4(target: HYV4) -> MTPDescription:
+    """A layer with experts and an indexer for each module, which reads the final state: the streams have ended. The
+    config says whether further drafting passes keep the choice of the first."""
+    config, count = target.config, target.num_predicted
+    if count > 1:
+        config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
+    lasts = config.get(SHARED_CHOICE, bool, False)
+
+    def layers(index: int) -> tuple[list[DecoderLayer], list[LatentLayer]]:
+        layer, latent = target.predicting_layer(index, lasts)
+        return [layer], [latent]
+
+    def module(number: int) -> MTPDescription:
+        prefix = f"{MODULES}.{number}"
+        names = MTPNames(prefix=f"{prefix}.", embedding_norm=f"{prefix}.enorm", hidden_norm=f"{prefix}.hnorm",
+                         projection=f"{prefix}.eh_proj", layers=MODULES, first_layer=number,
+                         norm=f"{prefix}.final_layernorm",
+                         shared=(f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"))
+        return MTPDescription(layers, target.sizes.eps, names, zeroes_first_embedding=True)
+
+    first, *later = map(module, range(count))
+    return replace(first, num_predicted=count, following=tuple(later))
+
+
 def _describe_glm(target: Glm4Moe) -> MTPDescription:
     """One more layer with experts for each module."""
     first, *later = (MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
@@ -361,6 +386,7 @@ register_mtp(DeepseekV2, _describe_nothing)
 register_mtp(BailingHybrid, _describe_bailing)
 register_mtp(Glm5Next, _describe_glm5_next)
 register_mtp(DeepseekV3, _describe_deepseek)
+register_mtp(HYV4, _describe_hy_v4)
 register_mtp(Qwen3Next, _describe_qwen)
 register_mtp(Qwen4Exp, _describe_qwen4)
 register_mtp(NemotronH, _describe_nemotron_h)

@@ -15,10 +15,11 @@ from outrider.core.ranks import CutSize, rank_refusal
 # Families whose attention ranks share; one from outside may hold it whole. Those that are missing here are refused by
 # the ranks, later.
 FAMILIES = re.compile(
-    r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HunYuan|KimiLinear|Lfm2|Llama"
-    r"|MiniMaxM2|Mistral|Mixtral|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
+    r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HYV4|HunYuan|KimiLinear|Lfm2"
+    r"|Llama|MiniMaxM2|Mistral|Mixtral|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
 # Attention in patterns of layers.
-ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+             "deepseek_sparse_attention")
 HEADS = "num_attention_heads"
 TEXT = "text_config"  # the section of a language model in configs of several
 # Sizes that some families cut. They only narrow down the numbers of ranks that are named: a config may have a key that

@@ -56,6 +56,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "DeepseekV3ForCausalLM": "deepseek_v3:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek_v3:DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek_v3:GlmMoeDsa",
+    "HYV4ForCausalLM": "hy_v4:HYV4",
     "Ministral3ForCausalLM": "ministral3:Ministral3",
     "Llama4ForCausalLM": "llama4:Llama4",
     "Llama4ForConditionalGeneration": "llama4:Llama4Conditional",

@@ -35,6 +35,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["GlmMoeDsaForCausalLM"], "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
+    "hy_v4": _INDEXED | {
+        "architectures": ["HYV4ForCausalLM"], "num_hidden_layers": 4, "n_group": 1, "swiglu_limit": 0.3, "hc_mult": 2,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
 }  # fmt: skip
 
 

@@ -412,6 +412,7 @@ _LATENT: dict[str, Any] = {
 # With fewer heads many scores are exactly 0, and which of them transformers chooses is not said.
 _INDEX: dict[str, Any] = {"index_topk": 12, "index_head_dim": 32, "index_n_heads": 16}
 _LATENT_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+_HALVES = {"rope_interleave": False, "indexer_rope_interleave": False}
 LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _LATENT | {"rope_parameters": _LATENT_YARN}),
     "deepseek_v3_direct": ("DeepseekV3", _LATENT | {"q_lora_rank": None, "attention_bias": True, "n_group": 1,
@@ -422,6 +423,13 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                   "routed_scaling_factor": 2.0}),
     "glm_moe_dsa": ("GlmMoeDsa", _LATENT | _INDEX | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1,
                                                      "indexer_types": ["full", "shared", "full", "shared"]}),
+    # transformers rotates halves; limits that are reached show.
+    "hy_v4": ("HYV4", _LATENT | _INDEX | {"n_group": 1, "topk_group": 1, "swiglu_limit": 0.8, "hc_magnitude": 1.5,
+                                          "n_shared_experts": 1, "first_k_dense_replace": None, **_HALVES}),
+    "hy_v4_yarn": ("HYV4", _LATENT | _INDEX | {
+        "n_group": 1, "topk_group": 1, "swiglu_limit": 100.0, "hc_mult": 2, "hc_eps": 0.01, "attention_bias": True,
+        "first_k_dense_replace": None, "rope_parameters": _LATENT_YARN, "index_head_dim": 16,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "dense"], **_HALVES}),
 }  # fmt: skip
 ALL = (FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | POOLED_FAMILIES
        | CLASSICS)

@@ -1,4 +1,4 @@
-"""Latent attention and sparse attention: DeepSeek-V3, V3.2 and GLM-MoE-DSA against transformers, over real pages.
+"""Latent and sparse attention: DeepSeek-V3, V3.2, GLM-MoE-DSA and HY-V4 against transformers, over real pages.
 
 The truth is transformers' forward without a cache. Chosen positions are compared with a naive choice in float64.
 """
@@ -76,10 +76,22 @@ def test_a_model_without_shared_experts_equals_transformers(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES)
 def test_every_value_of_a_checkpoint_is_loaded(folder_of: Folders, family: str) -> None:
-    slots, saved = load(folder_of(family)).weights(), dict(safetensors_tensors(folder_of(family)))
-    assert saved.keys() == slots.keys()
+    model, saved = load(folder_of(family)), dict(safetensors_tensors(folder_of(family)))
+    slots = {name: slot.target for name, slot in model.weights().items()}
+    found = {}
     for name, tensor in saved.items():
-        assert torch.equal(slots[name].target, tensor), name
+        name = model.slot_name(name)
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj":  # of all experts
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {"gate_proj": gate, "up_proj": up}
+        else:
+            parts = {last: tensor} if last == "down_proj" else {}
+        found |= {f"{prefix}.{i}.{part}.weight": one for part, each in parts.items() for i, one in enumerate(each)}
+        found |= {} if parts else {name: tensor}
+    assert found.keys() == slots.keys()
+    for name, tensor in found.items():
+        assert torch.equal(slots[name], tensor), name
 
 
 def test_greedy_text_equals_transformers_without_a_cache(folder_of: Folders) -> None:

@@ -141,8 +141,8 @@ class LatentNorms(NamedTuple):
     index_key: tuple[torch.Tensor, torch.Tensor] | None  # weight and bias of the norm of index keys
     eps: float
     index_in_pairs: bool
-    place_bias: torch.Tensor | None = None  # [size, dim] of gates, where the indexer chooses stretches
     index_eps: float = 1e-6  # of the norm of index keys
+    place_bias: torch.Tensor | None = None  # [size, dim] of gates, where the indexer chooses stretches
 
 
 class VisibleRanges(NamedTuple):
@@ -212,7 +212,7 @@ class BoundLatentLayer:
             assert norms.index_key is not None
             scale = (attends_to.num_heads * attends_to.head_dim) ** -0.5
             index = IndexInputs(attends_to.num_heads, *norms.index_key, scale, norms.index_in_pairs,
-                                self.cache["index_key"], self.cache.get("index_scale"))
+                                self.cache["index_key"], self.cache.get("index_scale"), norms.index_eps)
         return self.operations.write(compressed, norms.q, norms.latent, norms.eps, rope, self.plan.slots,
                                      self.cache["latent"], index)
 
