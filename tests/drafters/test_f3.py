@@ -20,7 +20,7 @@ from tests.drafters.latent_rig import TOP_K, VOCAB, latent_of
 from tests.engine.harness import prompt_of
 from tests.models.paged import PagedModel, Piece
 
-FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+FAMILIES = ("deepseek_v32", "glm_moe_dsa", pytest.param("hy_v4", marks=pytest.mark.long))
 POISON = -99
 
 

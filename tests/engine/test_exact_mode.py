@@ -84,6 +84,8 @@ FAMILIES |= {  # some contexts have more positions than an indexer chooses, some
     | {"architectures": ["DeepseekV3ForCausalLM"]},
     "deepseek_v32": _LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "num_hidden_layers": 2},
     "glm_moe_dsa": _LATENT | {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": _LATENT | {"architectures": ["HYV4ForCausalLM"], "num_hidden_layers": 2, "n_group": 1, "hc_mult": 2,
+                        "indexer_types": ["full", "shared"], "swiglu_limit": 0.2},
 }
 FAMILIES["kimi_linear"] = _SIZES | {
     "architectures": ["KimiLinearForCausalLM"], "num_key_value_heads": 4, "num_hidden_layers": 3, "kv_lora_rank": 19,
@@ -188,9 +190,10 @@ MATES, CHUNKS, PREEMPTED, SCRIPTED, HITS = CELLS
 SOME_CELLS = {  # latent attention is slow on a CPU
     "deepseek_v3": [SCRIPTED], "deepseek_v32": [CHUNKS, HITS], "glm_moe_dsa": [PREEMPTED, MTP],
     "qwen3_next": [*CELLS, MTP], "kimi_linear": [CHUNKS, SCRIPTED, HITS],
-    "qwen4_exp": [SCRIPTED],
+    "qwen4_exp": [SCRIPTED], "hy_v4": [MTP],
 }  # fmt: skip
-CASES = [(family, cell) for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]
+CASES = [pytest.param(family, cell, marks=pytest.mark.long if family == "hy_v4" else ())
+         for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "cell"), CASES, ids=lambda value: value if isinstance(value, str) else value.name)

@@ -145,13 +145,14 @@ CELLS = {  # family, steps in flight, drafter -> cases
     ("gemma3", 2, "ngram"): 50, ("moe", 2, ""): 40, ("mamba2", 2, ""): 40, ("gated_delta", 3, "ngram"): 30,
     ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30, ("deepseek_v3", 2, "mtp"): 30,
     ("deepseek_v32", 3, "ngram"): 30, ("deepseek_v32", 2, "mtp"): 20, ("deepseek_v32_modules", 2, "mtp"): 12,
-    ("glm_moe_dsa", 3, "mtp"): 12,
+    ("glm_moe_dsa", 3, "mtp"): 12, ("hy_v4", 2, "mtp"): 12,
 }  # fmt: skip
 
 
 # Others of the same kind of cache and drafter are among the quick ones.
 LONG = {("moe", 2, ""), ("deepseek_v3", 2, "mtp"), ("llama", 3, "ngram"), ("sliding", 3, ""), ("mamba2", 2, ""),
-        ("qwen3_5", 2, "mtp"), ("deepseek_v32", 3, "ngram"), ("deepseek_v32_modules", 2, "mtp")}  # fmt: skip
+        ("qwen3_5", 2, "mtp"), ("deepseek_v32", 3, "ngram"), ("deepseek_v32_modules", 2, "mtp"),
+        ("hy_v4", 2, "mtp")}  # fmt: skip
 QUICK = [pytest.param(cell, marks=pytest.mark.long if cell in LONG else ()) for cell in CELLS]
 
 

@@ -73,12 +73,13 @@ ENGINES = {
     "deepseek_v3": ("none", "mtp"),
     "deepseek_v32": ("none", "mtp", "ngram"),
     "glm_moe_dsa": ("none", "mtp"),
+    "hy_v4": ("none", "mtp"),
 }
 HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5", "bamba")
 # Left to OUTRIDER_GPU_ALL=1: another drafter runs the same layers.
 LONG = {("gemma3", "none"), ("gemma4_shared", "none"), ("qwen3_moe", "ngram"), ("nemotron_h", "none"),
         ("qwen3_5", "mtp"), ("bamba", "none"), ("deepseek_v3", "none"), ("deepseek_v32", "none"),
-        ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none")}  # fmt: skip
+        ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none"), ("hy_v4", "none")}  # fmt: skip
 CELLS = [
     pytest.param(family, drafter, id=f"{family}-{drafter}", marks=[
         pytest.mark.together(family), *([pytest.mark.long] if (family, drafter) in LONG else [])])

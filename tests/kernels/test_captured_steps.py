@@ -262,7 +262,7 @@ def test_unequal_numbers_of_drafts(device: torch.device, family: str) -> None:
 @pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),
                                                    long("deepseek_v32", True), long("glm_moe_dsa", True),
                                                    long("deepseek_v32_fp8", False),
-                                                   long("deepseek_v32_modules", False)])
+                                                   long("deepseek_v32_modules", False), long("hy_v4", False)])
 def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> None:
     """With their multi-token-prediction module, whose passes choose anew or share the first choice. One context crosses
     top-k while it is decoded."""
@@ -277,7 +277,8 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
         wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
     with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
         with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.rotate_queries, ops.head_products,
-                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention):
+                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention, ops.read_streams,
+                       ops.write_streams):
             assert tokens_of(rig.run(asks)) == wanted
     assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
