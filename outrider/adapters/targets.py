@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import ClassVar, NamedTuple
@@ -333,6 +333,7 @@ class Targets:
 
     all: tuple[Target, ...]
     of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies
+    slot_name: Callable[[str], str] = field(repr=False, default=str)  # the model's name for a tensor of other files
 
     @classmethod
     def from_model(cls, model: Model) -> Targets:
@@ -345,7 +346,7 @@ class Targets:
             for target in _targets_of(name, module, len(found)):
                 found.append(target)
                 of_module.setdefault(key, []).append(target)
-        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()})
+        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()}, model.slot_name)
 
     @cached_property
     def ranges(self) -> Mapping[int, TargetRange]:
@@ -379,8 +380,11 @@ class Targets:
         """The target of a file's module, and the rest of the module's name behind it. Refused by the tensor's name if
         the model has none."""
         name = plain_name(module)
-        if (target := self._by_name.get(name)) is not None:
-            return target, ""
+        # An adapter has the names of transformers' modules, the model those of its makers' files.
+        published = plain_name(self.slot_name(f"model.{name}.weight").removesuffix(".weight"))
+        for known in (name, published):
+            if (target := self._by_name.get(known)) is not None:
+                return target, ""
         for experts, targets in self._experts.items():
             if name == experts or name.startswith(f"{experts}."):
                 rest = name[len(experts) + 1 :]

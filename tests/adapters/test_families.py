@@ -28,7 +28,7 @@ JOINT = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_pro
 MAMBA = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc1_latent_proj"]
 FIRST: dict[str, dict[str, Any]] = {
     "llama": {}, "gemma3": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": JOINT, "qwen3_next": JOINT, "qwen3_5": {},
-    "qwen3_5_moe": JOINT, "deepseek_v3": JOINT, "deepseek_v32": JOINT, "glm_moe_dsa": JOINT,
+    "qwen3_5_moe": JOINT, "deepseek_v3": JOINT, "deepseek_v32": JOINT, "glm_moe_dsa": JOINT, "hy_v4": JOINT,
     "bamba": {"target_modules": MAMBA},
     "nemotron_h": {"target_modules": MAMBA[:-1], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
     "nemotron_h_latent": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
