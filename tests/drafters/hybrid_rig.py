@@ -53,6 +53,15 @@ QWEN4_EXP: dict[str, Any] = _DELTA | _EXPERTS | {
     "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
     "indexer_budget": 8, "indexer_compress_ratio": 4, "eos_token_id": 2,
 }  # fmt: skip
+# Latent attention to chosen stretches and residual streams that mix.
+GLM5_NEXT: dict[str, Any] = _SIZES | {
+    "architectures": ["Glm5NextForConditionalGeneration"], "num_attention_heads": 4, "num_key_value_heads": 4,
+    "num_hidden_layers": 3, "layer_types": _DELTA["layer_types"], "mlp_layer_types": ["dense", "sparse", "dense"],
+    "linear_head_dim": 8, "linear_num_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "n_shared_experts": 1, "hc_mult": 2, "hc_sinkhorn_iters": 4, "index_n_heads": 8, "index_head_dim": 16,
+    "index_topk": 8, "index_kpool": 4, "swiglu_limit": 1.0,
+}  # fmt: skip
 DRAFTERS = ("mtp", "ngram", "scripted")
 Script = Callable[[tuple[int, ...], int], list[int]]
 

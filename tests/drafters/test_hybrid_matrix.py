@@ -22,6 +22,7 @@ from tests.covering import grid
 from tests.drafters.hybrid_rig import (
     DRAFTERS,
     FAMILIES,
+    GLM5_NEXT,
     QWEN4_EXP,
     VOCAB,
     HybridRig,
@@ -35,6 +36,7 @@ from tests.models import oracle
 
 K = 3
 LENGTH = 22
+STRETCHES = {"qwen4_exp": QWEN4_EXP, "glm5_next": GLM5_NEXT}
 SHARED = prompt_of(0, 32, VOCAB)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
 
@@ -235,14 +237,16 @@ def test_many_more_of_any_engine() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_qwen4_exp(drafter: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All conditions at once, on a hybrid that attends to chosen stretches and reads n-grams of drafts."""
-    monkeypatch.setitem(FAMILIES, "qwen4_exp", QWEN4_EXP)
+@pytest.mark.parametrize("family", STRETCHES)
+def test_chosen_stretches(family: str, drafter: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All conditions at once, on hybrids that attend to chosen stretches. One of them reads n-grams of drafts, and one
+    attends to latents."""
+    monkeypatch.setitem(FAMILIES, family, STRETCHES[family])
     monkeypatch.setitem(SETTINGS, "checkpoint_interval", 32)
-    wanted = expected("qwen4_exp")
+    wanted = expected(family)
     right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, wanted, strict=True)}
     script = script_with_errors(right, (2, 3, 1, 5))
-    target = hybrid_of("qwen4_exp")
+    target = hybrid_of(family)
     with HybridRig(target, compares=not overlap, drafter=drafter_of(drafter, target, K, script), max_num_seqs=3,
                    pad_requests=(4,), pad_tokens=(6, 24, 72), max_num_batched_tokens=17, overlap=overlap) as rig:
         assert tokens_of(rig.run(ASKS, after_step=rig.preempt)) == tokens_of(rig.run(ASKS)) == wanted

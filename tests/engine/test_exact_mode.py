@@ -101,6 +101,11 @@ FAMILIES["qwen4_exp"] = _SIZES | _EXPERTS | {
     "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 5, "indexer_kv_heads": 1,
     "indexer_head_dim": 18, "indexer_budget": 32, "indexer_compress_ratio": 8, "eos_token_id": 2,
 }  # fmt: skip
+FAMILIES["glm5_next"] = _LATENT | {
+    "architectures": ["Glm5NextForConditionalGeneration"], "num_key_value_heads": 4, "num_hidden_layers": 3,
+    "layer_types": [LINEAR, FULL, LINEAR], "mlp_layer_types": ["dense", "sparse", "dense"], "linear_head_dim": 9,
+    "linear_num_heads": 3, "qk_rope_head_dim": 0, "index_topk": 32, "index_kpool": 8, "swiglu_limit": 1.5, "hc_mult": 3,
+}  # fmt: skip
 SHARED = prompt_of(0, 32, VOCAB)
 LOUD = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.2, seed=13, max_tokens=LENGTH,
                       logprobs=VOCAB, ignore_eos=True)  # fmt: skip
@@ -190,7 +195,7 @@ MATES, CHUNKS, PREEMPTED, SCRIPTED, HITS = CELLS
 SOME_CELLS = {  # latent attention is slow on a CPU
     "deepseek_v3": [SCRIPTED], "deepseek_v32": [CHUNKS, HITS], "glm_moe_dsa": [PREEMPTED, MTP],
     "qwen3_next": [*CELLS, MTP], "kimi_linear": [CHUNKS, SCRIPTED, HITS],
-    "qwen4_exp": [SCRIPTED], "hy_v4": [MTP],
+    "qwen4_exp": [SCRIPTED], "glm5_next": [SCRIPTED], "hy_v4": [MTP],
 }  # fmt: skip
 CASES = [pytest.param(family, cell, marks=pytest.mark.long if family == "hy_v4" else ())
          for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]  # fmt: skip
@@ -217,7 +222,7 @@ def test_bits_are_a_function_of_the_request(family: str, cell: Cell) -> None:
 INEXACT_REFERENCES = ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "sigmoid_scale", "gelu_scale",
                       "cap_logits", "rope_write", "paged_attention", "linear", "linear_wide", "gated_linear", "experts",
                       "route", "gated_norm", "write_latents", "head_products", "choose_positions", "latent_attention",
-                      "dense_latent_attention")  # fmt: skip
+                      "dense_latent_attention", "write_pooled_keys")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -18,7 +18,7 @@ from tests.engine.recurrent_rig import StateRig
 from tests.models import oracle
 from tests.ranks.families import make_model
 
-FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp")
+FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp", "glm5_next")
 LENGTH = 10
 SHARED = prompt_of(0, 32)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue

@@ -158,13 +158,14 @@ def test_a_step_with_drafts_reads_nothing(monkeypatch: pytest.MonkeyPatch, mode:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v32_fp8", "deepseek_v32_modules",
-                                    "qwen4_exp", "hy_v4"])
+                                    "qwen4_exp", "hy_v4", "glm5_next"])
 def test_a_step_with_an_indexer_reads_nothing(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Choosing positions has shapes of its own, which must not come from the device, nor do several prediction modules
     read anything. Experts on the CPU may read."""
-    model = latent_of(family) if "qwen" not in family else random_model(
-        EXACT_FAMILIES[family] | {"vocab_size": 24, "indexer_budget": 16}, torch.float64, seed=4)
-    drafter = mtp_of(model, 3) if family in ("deepseek_v32_modules", "hy_v4") else None
+    budgets = {"qwen4_exp": {"indexer_budget": 16}, "glm5_next": {"index_topk": 16}}
+    model = latent_of(family) if family not in budgets else random_model(
+        EXACT_FAMILIES[family] | {"vocab_size": 24} | budgets[family], torch.float64, seed=4)
+    drafter = mtp_of(model, 3) if family in ("deepseek_v32_modules", "hy_v4", "glm5_next") else None
     for experts in find_modules([model, *([] if drafter is None else drafter.modules())], Experts):
         monkeypatch.setattr(experts.format, "mix", lambda x, *_: x)
     monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)

@@ -26,6 +26,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen4_exp_sigmoid": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "glm4_moe": {"num_nextn_predict_layers": 1},
+    "glm5_next_free": {"linear_num_heads": 4},
     "kimi_linear": {"mlp_layer_types": ["dense", *["sparse"] * 4]},
     "kimi_linear_groups": {"linear_num_heads": 4, "first_k_dense_replace": 1},
     "bailing_hybrid": {"linear_head_dim": 16},
@@ -37,7 +38,8 @@ def config_of(family: str) -> dict[str, Any]:
     if family.startswith("gemma4_"):
         return gemma4.TARGETS[family.removeprefix("gemma4_")] | {"architectures": ["Gemma4ForCausalLM"]}
     name, values = oracle.ALL[family]
-    config = oracle.BASE | values | CHANGES.get(family, {}) | {"architectures": [f"{name}ForCausalLM"]}
+    kind = "ForConditionalGeneration" if family in oracle.POOLED_FAMILIES else "ForCausalLM"
+    config = oracle.BASE | values | CHANGES.get(family, {}) | {"architectures": [f"{name}{kind}"]}
     if name in ("KimiLinear", "BailingHybrid"):  # names that transformers translates when it writes a config
         other = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
         config = {other.get(key, key): value for key, value in config.items() if value is not None}

@@ -10,12 +10,13 @@ from outrider.models.base import Model
 from outrider.models.loader import load_dummy
 from outrider.models.registry import build_model
 from tests.models.classics import CLASSICS
-from tests.models.oracle import HYBRID_FAMILIES, KDA_FAMILIES, LATENT_FAMILIES, STREAM_FAMILIES
+from tests.models.oracle import HYBRID_FAMILIES, KDA_FAMILIES, LATENT_FAMILIES, POOLED_FAMILIES, STREAM_FAMILIES
 from tests.ranks.families import config_of
 from tests.ranks.test_families import DENSE, EXPERTS
 
 COUNT = 2
-FAMILIES = [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *STREAM_FAMILIES, *CLASSICS]
+FAMILIES = [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *STREAM_FAMILIES, *POOLED_FAMILIES,
+            *CLASSICS]
 # Packed matrices, heads in another order than the file's, transposed convolutions and experts.
 QUICK = {"llama_bias", "qwen3_next", "nemotron_h", "kimi_linear", "gpt_oss", "deepseek_v3_direct", "cohere_normed"}
 

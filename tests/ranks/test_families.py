@@ -23,6 +23,7 @@ from tests.models.oracle import (
     LATENT_FAMILIES,
     LOGIT_ROWS,
     MOE_FAMILIES,
+    POOLED_FAMILIES,
     STREAM_FAMILIES,
     tokens_of,
 )
@@ -37,16 +38,16 @@ QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2
          ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
          ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
          ("minimax_m2", 2), ("ernie_moe", 4), ("kimi_linear", 4), ("bailing_hybrid", 2),
-         ("gpt_oss", 4), ("qwen4_exp", 4), ("hy_v4", 2)}  # fmt: skip
+         ("gpt_oss", 4), ("qwen4_exp", 4), ("glm5_next", 2), ("hy_v4", 2)}  # fmt: skip
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
          for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *STREAM_FAMILIES,
-                        *CLASSICS)
+                        *POOLED_FAMILIES, *CLASSICS)
          for count in (2, 4)]  # fmt: skip
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
     r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer"
-    r"|hyper_connection|hc_(pre|head)|ple\.(key_proj|value_proj|conv1d)")
+    r"|hyper_connection|hc_(pre|head|attn|ffn)|ple\.(key_proj|value_proj|conv1d)")
 
 # Norms with a scale for every feature of every head: each rank has those of its heads.
 CUT_NORMS = re.compile(r"^(olmo|cohere|minimax).*\.[qk]_norm\.")
@@ -194,7 +195,7 @@ def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes:
 
 
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES,
-                                    *STREAM_FAMILIES, *CLASSICS])
+                                    *STREAM_FAMILIES, *POOLED_FAMILIES, *CLASSICS])
 def test_heads_are_refused_without_torch_only_where_the_model_refuses_them(family: str) -> None:
     """Before ranks start, the config alone is looked at. Its refusal names numbers of ranks that the model takes."""
     config = config_of(family)
