@@ -33,7 +33,7 @@ from outrider.sample.sampler import sample_chunk  # noqa: E402
 from tests.drafters.blocks import FORMS, make_block  # noqa: E402
 from tests.drafters.checkpoints import make_drafter  # noqa: E402
 from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
-from tests.drafters.hybrid_rig import QWEN4_EXP, mtp_of, script_with_errors  # noqa: E402
+from tests.drafters.hybrid_rig import GLM5_NEXT, QWEN4_EXP, mtp_of, script_with_errors  # noqa: E402
 from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
 from tests.drafters.scripted_drafter import ScriptedDrafter  # noqa: E402
 from tests.engine.captured import AsCaptured  # noqa: E402
@@ -297,6 +297,24 @@ def test_chosen_stretches_and_streams(device: torch.device) -> None:
         with ops.using("triton", ops.visible_ranges, ops.write_stretch_keys, ops.write_keys_values,
                        ops.choose_positions, ops.stretch_attention, ops.join_streams, ops.stream_gates,
                        ops.mix_streams):
+            assert tokens_of(rig.run(asks)) == wanted
+    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
+    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+
+
+@pytest.mark.long
+def test_latent_attention_to_chosen_stretches(device: torch.device) -> None:
+    """GLM5-Next with its module. One context becomes too long to be chosen whole while it is decoded."""
+    model = random_model(GLM5_NEXT, torch.float32, 4)
+    asks = [Ask(prompt_of(1, 8, VOCAB), greedy(5)),
+            Ask(prompt_of(2, 13, VOCAB), SamplingParams(temperature=3.0, seed=4, max_tokens=3))]
+    settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
+        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
+        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.write_pooled_keys, ops.list_stretches,
+                       ops.rotate_queries, ops.head_products, ops.choose_positions, ops.latent_attention,
+                       ops.dense_latent_attention, ops.read_streams, ops.write_streams, ops.limited_silu_mul):
             assert tokens_of(rig.run(asks)) == wanted
     assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
     assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
