@@ -163,7 +163,8 @@ class Glm5Next(KimiLinear):
     # Files
 
     def slot_name(self, name: str) -> str:
-        """Files have the matrix of gates as a bare tensor."""
+        """Files have the matrix of gates as a bare tensor. Adapters have the names of transformers' own modules."""
+        name = name.replace(".self_attn.forget_gate.", ".self_attn.")
         return f"{name}.weight" if name.endswith(POOL_GATE) else name
 
     def ignores(self, name: str) -> bool:

@@ -61,6 +61,22 @@ def test_text_is_that_of_peft_for_each_adapter_of_a_batch(family: str, tmp_path:
         assert tokens_of(llm, [PROMPT] * 3, asked[::-1]) == wanted[::-1], "pages of the first run are found"
 
 
+@pytest.mark.long
+def test_text_of_a_language_model_within_another_is_that_of_peft(tmp_path: Path) -> None:
+    """GLM5-Next: all of its linear layers, those of KDA, of the indexer and of limited MLPs too, and experts."""
+    folder = oracle.make_folder("glm5_next", tmp_path / "model")
+    inside = r".*language_model\.layers\..*(_proj|_mqa|wq_b|wk)"
+    paths = [make_adapter(folder, tmp_path / "first", 1, target_modules=inside, target_parameters=[
+                 "language_model.layers.1.mlp.experts.gate_up_proj", "language_model.layers.1.mlp.experts.down_proj"]),
+             make_adapter(folder, tmp_path / "second", 2, r=8, target_modules=["embed_tokens", "lm_head"])]
+    wanted = [peft_greedy(folder, each, PROMPT, COUNT) for each in (None, *paths)]
+    assert len(set(map(tuple, wanted))) == 3, "the adapters change nothing"
+    asked = [None, *(LoRARequest(path.name, 1, str(path)) for path in paths)]
+    with LLM(str(folder), **SETTINGS) as llm:
+        assert tokens_of(llm, [PROMPT] * 3, asked) == wanted
+        assert tokens_of(llm, [PROMPT] * 3, asked[::-1]) == wanted[::-1], "pages of the first run are found"
+
+
 def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path) -> None:
     """Logits of a request alone and in a batch, with an adapter and without, bit for bit."""
     folder = oracle.make_folder("llama", tmp_path / "model")
