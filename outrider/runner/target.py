@@ -91,6 +91,9 @@ def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
     asked = f"index_key_dtype={config.index_key_dtype!r}"
+    section = values.get("text_config")  # a language model within another has its keys there
+    if isinstance(section, Mapping) and section.get("index_topk") is not None:
+        return {**values, "text_config": with_index_keys(config, section, device)}
     if values.get("index_topk") is None:
         raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:

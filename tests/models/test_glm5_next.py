@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.config import SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import DraftBuild, Drafts, Step
 from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.drafters.mtp import mtp_drafter
@@ -24,6 +24,7 @@ from outrider.models.config import ConfigError
 from outrider.models.glm5_next import Glm5Next
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
+from outrider.runner.target import with_index_keys
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
@@ -89,6 +90,13 @@ def test_configs_that_cannot_be_served(folder_of: Folders, changes: dict[str, An
     config = read_config(folder_of("glm5_next"))
     with pytest.raises(ConfigError, match=message):
         build_model(config | {"text_config": config["text_config"] | changes}, dtype=torch.float32, device="meta")
+
+
+def test_index_keys_in_fp8_are_refused_by_their_key(folder_of: Folders) -> None:
+    config = EngineConfig(model=str(folder_of("glm5_next")), index_key_dtype="fp8")
+    values = with_index_keys(config, read_config(folder_of("glm5_next")), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="text_config: index_key_dtype='fp8' is not supported"):
+        build_model(values, dtype=torch.float32, device="meta")
 
 
 def test_makers_names_of_keys(folder_of: Folders) -> None:
