@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.kernels import moe as reference
-from outrider.kernels.moe import RouteRule
+from outrider.kernels.moe import RouteRule, limited_silu
 
 pytest.importorskip("triton", reason="needs the triton package")
 
@@ -16,7 +16,7 @@ from outrider.kernels.triton import moe, router, shared_expert  # noqa: E402
 from outrider.kernels.triton.launch import collecting  # noqa: E402
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
-ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2"]
+ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2", limited_silu(0.3)]
 
 
 def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

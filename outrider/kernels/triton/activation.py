@@ -12,6 +12,7 @@ from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
     gated,
+    limited,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -30,7 +31,7 @@ _MAX_ROUNDED = 32768  # columns of a token row that one program holds
 
 @kernel
 def _gated_kernel(
-    x, out, x_stride, out_stride, width, limit, GELU: tl.constexpr, LIMITED: tl.constexpr, COLUMNS: tl.constexpr,
+    x, out, x_stride, out_stride, width, GELU: tl.constexpr, LIMIT: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -40,9 +41,8 @@ def _gated_kernel(
     valid = column < width
     gate = tl.load(x + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
     up = tl.load(x + token * x_stride + width + column, mask=valid, other=0.0).to(tl.float32)
-    if LIMITED:  # by selection, not by a minimum, which would turn NaN into a number
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if LIMIT > 0:
+        gate, up = limited(gate, up, LIMIT)
     result = gated(gate, up, GELU)
     tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=valid)
 
@@ -68,7 +68,7 @@ def _gated_rounded_kernel(
 
 
 def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | None,
-           limit: float | None = None) -> torch.Tensor:  # fmt: skip
+           limit: float = 0.0) -> torch.Tensor:  # fmt: skip
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, fused = x.shape
@@ -89,8 +89,8 @@ def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | 
         return out
     grid = (num_tokens, cdiv(width, _COLUMNS))
     _gated_kernel[grid](
-        x, out, x.stride(0), out.stride(0), width, limit or 0.0, GELU=gelu, LIMITED=limit is not None,
-        COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        x, out, x.stride(0), out.stride(0), width, GELU=gelu, LIMIT=limit, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4,
+        **pdl_options(pdl),
     )
     return out
 

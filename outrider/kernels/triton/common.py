@@ -56,6 +56,12 @@ def gated(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
+def limited(gate, up, LIMIT: tl.constexpr):
+    """(gate at most LIMIT, up from -LIMIT to LIMIT), by selection: a minimum would turn NaN into a number."""
+    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
 def add_product(acc, a, b):
     """acc + a times b. In float32 the product is summed on its own and then added, because one chain of additions over
     all tiles would round more. It is subtracted negated: Triton would make a sum part of the chain."""

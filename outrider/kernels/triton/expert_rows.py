@@ -15,6 +15,7 @@ import triton.language as tl
 from outrider.kernels.triton.common import (
     cdiv,
     gated,
+    limited,
     next_power_of_two,
     pdl_options,
     release_dependents,
@@ -55,8 +56,8 @@ def _first_columns(at, early, pair, in_rows, inside, WHOLE: tl.constexpr, SHARED
 @kernel
 def _expert_rows_kernel(
     x, weight, shared, out, ids, x_stride, expert_stride, weight_stride, out_stride, P, num_shared, N,
-    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
@@ -96,7 +97,10 @@ def _expert_rows_kernel(
             up += load_weight(own + up_offset + column[None, :], in_rows, inside, WHOLE).to(tl.float32) * value
     result = tl.sum(acc, axis=1)
     if GATED:
-        result = gated(result, tl.sum(up, axis=1), ACTIVATION == _GELU_TANH)
+        factor = tl.sum(up, axis=1)
+        if LIMIT > 0:
+            result, factor = limited(result, factor, LIMIT)
+        result = gated(result, factor, ACTIVATION == _GELU_TANH)
     elif ACTIVATION == _RELU2:
         result = tl.where(result < 0, 0.0, result * result)  # not a maximum, which would turn NaN into a number
     to = out + tl.where(pair < 0, P + token, pair) * out_stride + row
@@ -152,19 +156,20 @@ def expert_rows_config(k: int) -> ThinConfig:
 
 
 def expert_rows(
-    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: int, pdl: bool,
+    x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: tuple[int, float], pdl: bool,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared expert's weight [rows, k]
-    rows for all token rows follow. Arguments are checked by the caller."""
+    rows for all token rows follow. activation: the kernel's number of it, and its limit or 0. Arguments are checked by
+    the caller."""
     k, (num_tokens, top_k) = weight.shape[2], ids.shape
     config = expert_rows_config(k)
     num_shared = 0 if shared is None else num_tokens
     out = torch.empty(ids.numel() + num_shared, n, dtype=x.dtype, device=x.device)
     _expert_rows_kernel[(cdiv(n, config.block_n), len(out))](
         x, weight, weight if shared is None else shared, out, ids, x.stride(0), weight.stride(0), weight.stride(1),
-        out.stride(0), ids.numel(), num_shared, n, K=k, PAIRS_PER_ROW=top_k, ACTIVATION=activation,
-        SHARED=shared is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl,
+        out.stride(0), ids.numel(), num_shared, n, K=k, PAIRS_PER_ROW=top_k, ACTIVATION=activation[0],
+        LIMIT=activation[1], SHARED=shared is not None, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
     )
     return out

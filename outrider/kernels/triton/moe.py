@@ -21,6 +21,7 @@ from outrider.kernels.triton.common import (
     add_product,
     cdiv,
     gated,
+    limited,
     next_power_of_two,
     num_sms,
     pdl_options,
@@ -62,8 +63,9 @@ def _load_weight(pointer, mask, FEW: tl.constexpr):
 @kernel(do_not_specialize=["P", "first_expert"])
 def _expert_kernel(
     x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, first_expert, E, N,
-    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr,
-    EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, FEW: tl.constexpr,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
@@ -98,6 +100,8 @@ def _expert_kernel(
                 w = _load_weight(up_row + column, w_mask, FEW)
                 up = add_product(up, value, tl.trans(w))
         if GATED:
+            if LIMIT > 0:
+                acc, up = limited(acc, up, LIMIT)
             acc = gated(acc, up, ACTIVATION == _GELU_TANH)
         elif ACTIVATION == _RELU2:
             # Not a maximum with zero, which would turn NaN into a number.
@@ -246,10 +250,8 @@ def experts(
         refuse(name, "method", f"is {method!r}, known are {list(METHODS)}")
     if ids.numel() == 0:
         return torch.empty_like(x) if added is None else added
-    if activation not in ACTIVATIONS:  # in three steps: no kernel adds biases or limits between the products
+    if activation == CLAMPED:  # in three steps: no kernel adds biases between the products
         pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
-        if biases is None and pairs is not None and (method or choose_method(ids.numel(), gate_up, down)) == "library":
-            return combine(_library(x, pairs, gate_up, down, activation), weights, pairs.place, added)
         projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, up_config, pdl)
         made = activate_pairs(projected, ids, activation, biases, pdl)
         made = _product(made, down, ids, pairs, 1, hidden, None, down_config, pdl)
@@ -259,7 +261,7 @@ def experts(
         for other in methods_of_class(ids.numel(), gate_up, down) - {method} if is_collecting() else ():
             experts(x, ids, weights, gate_up, down, activation, added, method=other, pdl=pdl)
     if method == "rows":
-        return mix_rows(expert_rows(x, gate_up, ids, width, ACTIVATIONS[activation], pdl), down, ids, weights, pdl,
+        return mix_rows(expert_rows(x, gate_up, ids, width, activation_code(activation), pdl), down, ids, weights, pdl,
                         added=added)
     pairs = None if method == "few" else sort_pairs(ids, num_experts, pdl=pdl)
     if method == "library":
@@ -284,6 +286,12 @@ def check_activation(name: str, activation: str, biases: ExpertBiases | None) ->
         refuse(name, "activation", f"is {activation!r}, known are {[*ACTIVATIONS, CLAMPED, limited_silu(10.0)][1:]}")
     if biases is not None and activation != CLAMPED:
         refuse(name, "biases", f"are served with the activation {CLAMPED!r} alone")
+
+
+def activation_code(activation: str | None) -> tuple[int, float]:
+    """The kernels' number of an activation, and its limit, or 0 if it has none."""
+    limit = None if activation is None else silu_limit(activation)
+    return (ACTIVATIONS[activation], 0.0) if limit is None else (ACTIVATIONS["silu"], limit)
 
 
 def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, biases: ExpertBiases | None,
@@ -345,11 +353,12 @@ def multiply_pairs(
     tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
     grid = (cdiv(n, config.block_n), tiles)
+    code, limit = activation_code(activation)
     order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
     _expert_kernel[grid](
         x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
         num_pairs, first_expert, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
+        ACTIVATION=code, LIMIT=limit, FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl, num_warps=config.num_warps,
         num_stages=config.num_stages, **pdl_options(pdl),
