@@ -301,7 +301,8 @@ def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
 
 def _describe_hy_v4(target: HYV4) -> MTPDescription:
     """A layer with experts and an indexer for each module, which reads the final state: the streams have ended. The
-    config says whether further drafting passes keep the choice of the first."""
+    config says whether further drafting passes keep the choice of the first. The makers let one module make three
+    drafts."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -320,7 +321,7 @@ def _describe_hy_v4(target: HYV4) -> MTPDescription:
         return MTPDescription(layers, target.sizes.eps, names, zeroes_first_embedding=True)
 
     first, *later = map(module, range(count))
-    return replace(first, num_predicted=count, following=tuple(later))
+    return replace(first, num_predicted=None if count == 1 else count, following=tuple(later))
 
 
 def _describe_glm(target: Glm4Moe) -> MTPDescription:
