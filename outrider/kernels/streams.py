@@ -95,10 +95,12 @@ def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
     """What a half of a layer reads of streams [tokens, n x hidden], and the weights by which it writes to them.
 
     logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
-    yet, with a matrix. scale [parts] and base [logits]: of each part. Returns (the weighted sum of the streams
-    [tokens, hidden], post [tokens, n], mixing weights [tokens, n x n]); the last two have no columns where the rule has
-    no such part."""
+    yet, with a matrix; or twice as many columns, of which the first half and the second are to be added. scale [parts]
+    and base [logits]: of each part. Returns (the weighted sum of the streams [tokens, hidden], post [tokens, n], mixing
+    weights [tokens, n x n]); the last two have no columns where the rule has no such part."""
     n, wide = rule.num_streams, streams.to(logits.dtype)
+    if logits.shape[1] == 2 * rule.num_logits:
+        logits = logits[:, : rule.num_logits] + logits[:, rule.num_logits :]
     rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + rule.rms_eps)
     factors = torch.cat([part.expand(size) for part, size in zip(scale, rule.parts, strict=True)])
     pre, post, mixing = (logits * rms * factors + base).tensor_split((n, 2 * n), dim=1)

@@ -35,11 +35,14 @@ class HyperConnection(Module):
     """Matrix, base and scales of one half of a layer, or of the place where the streams end."""
 
     def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        """names: those of matrix, base and scales in the checkpoint."""
-        self.rule, self.names = rule, names
+                 device: torch.device, keeps_float32: bool = False) -> None:
+        """names: those of matrix, base and scales in the checkpoint. keeps_float32: the matrix is one of float32 also
+        in a model of 16 bits."""
+        self.rule, self.names, self._dtype = rule, names, dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.matrix = torch.empty(rule.num_logits, rule.num_streams * hidden_size, dtype=dtype, device=device)
+        self.matrix = torch.empty(rule.num_logits, rule.num_streams * hidden_size, device=device,
+                                  dtype=wide if keeps_float32 else dtype)
+        self._multiplied = self.matrix
         self.base = torch.empty(rule.num_logits, dtype=wide, device=device)
         self.scale = torch.empty(len(rule.parts), dtype=wide, device=device)
         self.set_exact(False)
@@ -51,9 +54,18 @@ class HyperConnection(Module):
         tensors = (self.matrix, self.base, self.scale)
         return [(name, Parameter(tensor)) for name, tensor in zip(self.names, tensors, strict=True)]
 
+    def finalize(self) -> None:
+        """Round a matrix of float32 to a matrix of the model's 16 bits and one of what that rounded off: a product with
+        both, whose results are added, has 16 bits more and needs no other kernel."""
+        super().finalize()
+        self._multiplied = self.matrix
+        if self.matrix.dtype != self._dtype:
+            high = self.matrix.to(self._dtype)
+            self._multiplied = torch.cat((high, (self.matrix - high.float()).to(self._dtype)))
+
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperWeights]:
         """streams [tokens, streams x hidden] -> (the state that the half reads [tokens, hidden], its weights)."""
-        made, *weights = self._read(streams, self._product(streams, self.matrix), self.scale, self.base, self.rule)
+        made, *weights = self._read(streams, self._product(streams, self._multiplied), self.scale, self.base, self.rule)
         return made, HyperWeights(*weights)
 
 

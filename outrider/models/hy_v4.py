@@ -120,7 +120,8 @@ class HYV4(DeepseekV32):
         rule = StreamRule(self.num_streams, self.sizes.eps, eps, config.get("hc_magnitude", float, 2.0), post_eps=eps,
                           writes=writes)
         matrix, base, scale = (f"{prefix}{part}" for part in STREAM_PARTS)
-        return HyperConnection(self.hidden_size, rule, (matrix, base, scale), dtype=self.dtype, device=self.device)
+        return HyperConnection(self.hidden_size, rule, (matrix, base, scale), dtype=self.dtype, device=self.device,
+                               keeps_float32=True)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("model.hc_head", self.stream_end)]

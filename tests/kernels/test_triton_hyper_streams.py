@@ -77,6 +77,10 @@ def test_the_kernels_are_the_twins(device: torch.device, dtype: torch.dtype, rul
     if rule.num_rounds:
         sums = mine[2].view(3, 4, 4).sum(dim=1)
         torch.testing.assert_close(sums, torch.ones_like(sums), atol=1e-4, rtol=0.0)
+    rest = drawn(3, rule.num_logits, seed=9).to(device)  # of logits in two parts
+    halves = kernels.read_streams(streams, torch.cat((logits - rest, rest), dim=1), scale, base, rule, pdl=False)
+    for own, other in zip(halves, theirs, strict=True):
+        torch.testing.assert_close(own, other, **near)
     if not rule.writes:
         return
     x, written = drawn(3, hidden, seed=4).to(device, dtype), streams.clone()

@@ -72,3 +72,19 @@ def test_a_layer_is_what_transformers_modules_make(num_rounds: int) -> None:
     rows = torch.tensor([4, 1])
     _, some = layer.for_rows(WantedRows(rows), None, streams.clone(), None, LOGIT_ROWS)
     torch.testing.assert_close(some, whole[rows])
+
+
+@torch.no_grad()
+def test_a_matrix_of_float32_loses_nothing_in_a_model_of_16_bits() -> None:
+    rule = StreamRule(STREAMS, 1e-5, 1e-6, 1.5, 1e-6)
+    streams = torch.randn(TOKENS, STREAMS * HIDDEN, generator=torch.Generator().manual_seed(9)).bfloat16()
+    found = []
+    for dtype, keeps_float32 in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        made = HyperConnection(HIDDEN, rule, NAMES[0], dtype=dtype, device=OPTIONS["device"],  # type: ignore[arg-type]
+                               keeps_float32=keeps_float32)
+        for seed, slot in enumerate(made.weights().values()):
+            slot.store(torch.randn(slot.shape, generator=torch.Generator().manual_seed(seed)) * 0.5)
+        made.finalize()
+        found.append(made.read(streams.to(dtype))[1].post)
+    exact, kept, rounded = found
+    assert (kept - exact).abs().max() < 5e-6 < 2e-4 < (rounded - exact).abs().max()

@@ -308,9 +308,10 @@ def test_the_pool_holds_what_capacity_counts(folder_of: Folders, family: str) ->
     layout = paged.pool.layout
     held = sum(view[0].numel() * view.element_size() for layer in range(4) for view in paged.pool.layer(layer).values())
     assert held == sum(group.used_bytes for group in layout.groups)
-    indexed = sum(isinstance(layer.attends_to, IndexedPositions) for layer in paged.model.attention_layers)
+    indexed = sum(layer.attends_to.head_dim for layer in paged.model.attention_layers
+                  if isinstance(layer.attends_to, IndexedPositions))
     per_token = {group.page_tokens for group in layout.groups}
-    assert len(per_token) > 1 or held == per_token.pop() * 4 * (4 * (32 + 16) + indexed * 32)
+    assert len(per_token) > 1 or held == per_token.pop() * 4 * (4 * (32 + 16) + indexed)
     assert paged.pool.num_bytes == len(paged.pool.data) * layout.page_bytes
 
 

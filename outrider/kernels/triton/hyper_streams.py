@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.streams import StreamRule
 from outrider.kernels.triton.common import (
@@ -27,13 +28,22 @@ _COLUMNS = 1024  # of each stream, that a program handles at once
 _MAX_STREAMS = 16
 
 
+@triton.jit
+def _logits(row, place, SECOND: tl.constexpr):
+    value = tl.load(row + place).to(tl.float32)
+    if SECOND:
+        value += tl.load(row + SECOND + place).to(tl.float32)
+    return value
+
+
 @kernel
 def _read_kernel(
     streams, logits, scale, base, out, post, mixing, streams_stride, logits_stride, out_stride, rms_eps, eps,
     post_factor, post_eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr, WRITES: tl.constexpr,
-    PDL: tl.constexpr,
+    SECOND: tl.constexpr, PDL: tl.constexpr,
 ):
+    """SECOND: the column from which on logits are added to the first ones; 0 if there are none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -46,14 +56,14 @@ def _read_kernel(
         squares += value * value
     rms = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (N * WIDTH) + rms_eps)
     row = logits + token * logits_stride
-    pre = tl.load(row + stream).to(tl.float32) * rms * tl.load(scale) + tl.load(base + stream)
+    pre = _logits(row, stream, SECOND) * rms * tl.load(scale) + tl.load(base + stream)
     pre = 1.0 / (1.0 + tl.exp(-pre)) + eps
     if WRITES:
-        after = tl.load(row + N + stream).to(tl.float32) * rms * tl.load(scale + 1) + tl.load(base + N + stream)
+        after = _logits(row, N + stream, SECOND) * rms * tl.load(scale + 1) + tl.load(base + N + stream)
         tl.store(post + token * N + stream, post_factor / (1.0 + tl.exp(-after)) + post_eps)
     if ROUNDS:
         place = stream[:, None] * N + stream[None, :]
-        mixed = tl.load(row + 2 * N + place).to(tl.float32) * rms * tl.load(scale + 2) + tl.load(base + 2 * N + place)
+        mixed = _logits(row, 2 * N + place, SECOND) * rms * tl.load(scale + 2) + tl.load(base + 2 * N + place)
         mixed = tl.exp(mixed - tl.max(mixed, axis=1)[:, None])
         mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
         mixed = mixed / (tl.sum(mixed, axis=0)[None, :] + eps)
@@ -77,7 +87,8 @@ def read_streams(streams: torch.Tensor, logits: torch.Tensor, scale: torch.Tenso
     num_tokens, width = streams.shape
     require(n & (n - 1) == 0 and 0 < n <= _MAX_STREAMS and width % n == 0, name, "streams",
             f"has {width} columns, expected {n} streams, a power of two up to {_MAX_STREAMS}")
-    require_tensor(name, "logits", logits, (num_tokens, rule.num_logits), device, wide)
+    is_double = logits.shape[-1] == 2 * rule.num_logits
+    require_tensor(name, "logits", logits, (num_tokens, rule.num_logits * (1 + is_double)), device, wide)
     require_tensor(name, "scale", scale, (len(rule.parts),), device, wide)
     require_tensor(name, "base", base, (rule.num_logits,), device, wide)
     out = torch.empty(num_tokens, width // n, dtype=streams.dtype, device=device)
@@ -88,7 +99,8 @@ def read_streams(streams: torch.Tensor, logits: torch.Tensor, scale: torch.Tenso
             streams, logits, scale, base, out, post if rule.writes else out, mixing if mixing.shape[1] else out,
             streams.stride(0), logits.stride(0), out.stride(0), rule.rms_eps, rule.eps, rule.post_factor, rule.post_eps,
             WIDTH=width // n, COLUMNS=min(_COLUMNS, next_power_of_two(width // n)), N=n,
-            ROUNDS=rule.num_rounds if rule.writes else 0, WRITES=rule.writes, PDL=pdl, num_warps=8, **pdl_options(pdl),
+            ROUNDS=rule.num_rounds if rule.writes else 0, WRITES=rule.writes,
+            SECOND=rule.num_logits if is_double else 0, PDL=pdl, num_warps=8, **pdl_options(pdl),
         )  # fmt: skip
     return out, post, mixing
 
