@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from outrider.core.params import SamplingParams
@@ -37,8 +38,8 @@ from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
 from tests.models import quantized_files as files
-from tests.models.bridged import BRIDGED, FORCED, hf_config_of, model_class_of
-from tests.models.oracle import DenseAttend, all_logits
+from tests.models.bridged import BRIDGED, FORCED, hf_config_of, make_bridged, model_class_of
+from tests.models.oracle import DenseAttend, all_logits, hf_model, load
 from tests.models.oracle import tokens_of as tokens_from
 from tests.models.test_quantized_files import load as load_quantized
 from tests.unit.test_extending import outcome
@@ -149,6 +150,20 @@ def test_modules_that_differ_in_small_or_large_values_alone_are_not_known() -> N
     assert SelfAttention not in kinds_of(outlined("olmo", clip_qkv=300.0))
 
 
+@torch.no_grad()
+def test_the_row_of_a_padding_token_is_that_of_the_file(tmp_path: Path) -> None:
+    """transformers clears Youtu's row after it has been read, and the embedding is the head too: the logits of that
+    token differ, and those of no other."""
+    folder = make_bridged("youtu", tmp_path, q_lora_rank=None, pad_token_id=0)
+    reference, tokens = hf_model(folder), tokens_from(1, 30)
+    found = all_logits(load(folder), tokens)
+    wanted = reference(tokens[None], use_cache=False).logits[0]
+    assert (found - wanted)[:, 1:].abs().max() < 1e-4 and not wanted[:, 0].any()
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    reference.get_input_embeddings().weight[0] = stored[0]
+    assert (found - reference(tokens[None], use_cache=False).logits[0]).abs().max() < 1e-4
+
+
 # What is refused
 
 
@@ -167,6 +182,10 @@ def test_architectures_are_refused_by_name(architecture: str, says: str) -> None
     ("DiffLlama", {}, "attends twice for one token"),
     ("Doge", {}, "makes its mask by itself"),
     ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "experts of this kind .GptOssExperts. are not"),
+    ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 3, "head_dim": 16},
+     r"in model.layers.0.mlp.gate .HunYuanMoEV1Gate. the code reads the weight of a linear layer by itself"),
+    ("JetMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
+     r"in model.layers.0.self_attention.experts.router .JetMoeTopKGating. the code copies values of a tensor to the"),
 ])
 def test_what_code_does_is_refused_by_its_module(monkeypatch: pytest.MonkeyPatch, kind: str, values: dict[str, Any],
                                                   says: str) -> None:

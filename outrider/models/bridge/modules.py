@@ -24,6 +24,10 @@ class BridgedModule(nn.Module):
         self.step = step
 
 
+class WeightIsRead(AttributeError):
+    """Code asks a linear module for its weight or bias. The layer has them, in a form that no other code knows."""
+
+
 class BridgedLinear(BridgedModule):
     def __init__(self, linear: Linear, step: CurrentStep) -> None:
         super().__init__(step)
@@ -35,6 +39,11 @@ class BridgedLinear(BridgedModule):
         if x.is_meta:
             return x.new_empty(shape)
         return self.linear(x.reshape(-1, self.in_features), self.step.context).view(shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise WeightIsRead(name)
+        return super().__getattr__(name)
 
 
 class JoinedProduct:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.mixers import AttentionLayer
 from outrider.models.bridge.attention import CALLED, NAME, OUTLINE, MaskDescriptions, describing, use_function
-from outrider.models.bridge.modules import BridgedLinear
+from outrider.models.bridge.modules import BridgedLinear, WeightIsRead
 from outrider.models.bridge.refusal import Unservable, words_of
 
 NUM_TOKENS = 5  # of the run; unlike any number of heads or layers, so that mixed-up axes show
@@ -92,11 +92,13 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     inputs: list[tuple[str, torch.Tensor]] = []  # keeps the tensors alive, so that an identity has one owner
     ropes: dict[str, int] = {}
     makes_tuple: dict[str, bool] = {}
+    running: list[str] = []  # modules that have been called and have not returned
     hooks = []
     for name, module in model.named_modules():
         object.__setattr__(module, CALLED, _Recorder(name, module, outline, masks, ropes))
-        hooks.append(module.register_forward_pre_hook(_note_inputs(name, module, inputs, ropes), with_kwargs=True))
-        hooks.append(module.register_forward_hook(_note_output(name, makes_tuple)))
+        hooks.append(module.register_forward_pre_hook(_note_inputs(name, module, inputs, ropes, running),
+                                                      with_kwargs=True))
+        hooks.append(module.register_forward_hook(_note_output(name, makes_tuple, running)))
     tokens, positions = (torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
     attention_mask = torch.ones(1, NUM_TOKENS, dtype=torch.bool, device="meta")
     use_function(model, OUTLINE)
@@ -106,7 +108,9 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     except Unservable:
         raise
     except Exception as error:  # code of another package, called as the engine would call it
-        raise Unservable(f"its code cannot be run on rows of tokens: {words_of(error)}") from error
+        name = running[-1] if running else ""
+        place = f"{name} ({type(model.get_submodule(name)).__name__})" if name else type(base).__name__
+        raise Unservable(f"its code cannot be run on rows of tokens: in {place} {_reason(error)}") from error
     finally:
         use_function(model, NAME)
         for hook in hooks:
@@ -121,6 +125,15 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     outline.makes_tuples = makes_tuple[f"{outline.layers}.0"]
     outline.shared_inputs = _shared(inputs)
     return outline
+
+
+def _reason(error: Exception) -> str:
+    """Why a module cannot be run, in the engine's words where it knows them."""
+    if isinstance(error, WeightIsRead):
+        return f"the code reads the {error} of a linear layer by itself, and the engine keeps it in a form of its own"
+    if isinstance(error, NotImplementedError) and "meta tensor" in str(error):
+        return "the code copies values of a tensor to the host, and no step waits for values"
+    return words_of(error)
 
 
 class _Recorder:
@@ -163,8 +176,9 @@ class _Recorder:
 
 
 def _note_inputs(name: str, module: nn.Module, inputs: list[tuple[str, torch.Tensor]],
-                 ropes: dict[str, int]) -> Callable[..., None]:
+                 ropes: dict[str, int], running: list[str]) -> Callable[..., None]:
     def note(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        running.append(name)
         if isinstance(module, BridgedLinear):
             inputs.append((name, args[0]))
         rope = options.get("position_embeddings")
@@ -175,8 +189,9 @@ def _note_inputs(name: str, module: nn.Module, inputs: list[tuple[str, torch.Ten
     return note
 
 
-def _note_output(name: str, makes_tuple: dict[str, bool]) -> Callable[..., None]:
+def _note_output(name: str, makes_tuple: dict[str, bool], running: list[str]) -> Callable[..., None]:
     def note(_: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        running.pop()
         makes_tuple[name] = isinstance(made, tuple)
 
     return note
