@@ -21,7 +21,9 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
     if head.sizes.max_positions < build.max_len:
         log.warning("the %s head %s was made for %d positions and max_model_len is %d: it may guess badly beyond them",
                     method, source.name, head.sizes.max_positions, build.max_len)
-    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed)
+    # A GPU reads the few megabytes of a head as fast in 16 bits; products of a CPU take half as long in 8.
+    keep_quantized = build.keep_quantized and build.device.type == "cpu"
+    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed, keep_quantized=keep_quantized)
     return head_drafter(method, head, config.num_speculative_tokens)
 
 

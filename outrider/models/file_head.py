@@ -1,21 +1,25 @@
 """FileHead: a head with files of its own, in which the embedding, the output and a reduced vocabulary are optional.
 
-EAGLE heads and block drafters are published like this. Tensors that a file does not have are the target's.
+EAGLE heads and block drafters are published like this. Tensors that a file does not have are the target's. With
+`target_output_rows` in its config a head with a reduced vocabulary has no output in its file: the output is made of the
+target's rows of these tokens, so that the file holds the head's own layers alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from outrider.formats import WeightSlot
+from outrider.formats import StoredFormat, WeightSlot
 from outrider.layers import Embedding, Linear
 from outrider.models.base import Model
 from outrider.models.config import ConfigReader, Sizes
 from outrider.models.head import DraftHead
-from outrider.models.sources.base import WeightError
+from outrider.models.loader import Stored
+from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.target_rows import TargetRows
 
 EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
@@ -32,6 +36,8 @@ class FileHead(DraftHead):
         super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
         self.sizes, self._source = sizes, source
         self.has_own_embedding = False
+        self._uses_target_rows = False
+        self._target_rows: TargetRows | None = None
         if sizes.vocab_size != target.vocab_size:
             raise config.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens; "
                                                "use a head that was made for this target")
@@ -42,6 +48,12 @@ class FileHead(DraftHead):
         if not 0 < self.num_outputs <= self.target.vocab_size:
             raise config.refusal("draft_vocab_size",
                                  f"the target's vocabulary has {self.target.vocab_size} tokens")
+        self._uses_target_rows = config.get("target_output_rows", bool, False)
+        if self._uses_target_rows and self.hidden_size != self.target.hidden_size:
+            raise config.refusal("target_output_rows", OTHER_SIZE.format(self.target.hidden_size))
+        if self._uses_target_rows and self.target.group is not None:
+            raise config.refusal("target_output_rows", "each of several ranks holds a part of the target's rows: use a "
+                                                       "head with an output of its own, or one rank")
 
     def read_target_size(self, config: ConfigReader, layer: ConfigReader) -> int:
         """The size of the target's hidden states, which the head's own may differ from."""
@@ -52,12 +64,25 @@ class FileHead(DraftHead):
             raise reader.refusal(key, OTHER_SIZE.format(self.target.hidden_size))
         return wide
 
-    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def name_here(self, name: str) -> str:
+        """The name used here of a file's tensor or matrix."""
+        for pattern, ours in self.renamed:
+            name = re.sub(pattern, ours, name)
+        return name
+
+    def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
+        in_files = {self.name_here(name).removesuffix(".weight"): name.removesuffix(".weight")
+                    for name in source.tensor_names() if name.endswith(".weight")}
+        return lambda name: source.stored_format(in_files.get(name, name))
+
+    def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         for original, tensor in tensors:
-            name = original
-            for pattern, ours in self.renamed:
-                name = re.sub(pattern, ours, name)
-            if name == EMBEDDING:
+            name = self.name_here(original)
+            if name in (EMBEDDING, OUTPUT, OFFSETS) and not isinstance(tensor, torch.Tensor):
+                tensor = tensor.dequantize()
+            if not isinstance(tensor, torch.Tensor):
+                yield name, tensor
+            elif name == EMBEDDING:
                 shape = (self.sizes.vocab_size, self.hidden_size)
                 shared = self.target.embed_tokens.weight
                 table = self._own(original, tensor, shape, shared)
@@ -82,6 +107,8 @@ class FileHead(DraftHead):
                 f"{source}: the head knows {self.num_outputs} of the target's {target.vocab_size} tokens and has no "
                 f"tensor {OFFSETS} that says which; fetch the whole checkpoint, or convert it again"
             )
+        if self._uses_target_rows:
+            self._make_target_rows()
         if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
             raise WeightError(
                 f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "
@@ -91,6 +118,19 @@ class FileHead(DraftHead):
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         """Without an output of its own, which not every checkpoint has."""
         return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
+
+    def follow_target(self) -> None:
+        if self._target_rows is not None:
+            self._target_rows.take()
+
+    def _make_target_rows(self) -> None:
+        if self.own_output is not None:
+            raise WeightError(f"{self._source}: target_output_rows says that the head has no {OUTPUT}, and its files "
+                              "hold one: remove either")
+        if self.target_ids is not None:  # with the whole vocabulary the target's output serves as it is
+            self._target_rows = TargetRows(self.target.lm_head, self.target_ids, self.dtype)
+            self.own_output = self._target_rows.linear
+            self.own_tensors += self._target_rows.tensors()
 
     def _take_output(self, name: str, tensor: torch.Tensor) -> None:
         shared = self.target.lm_head.format.dense()

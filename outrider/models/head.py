@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from outrider.formats import StoredFormat
 from outrider.layers import LayeredModule, Linear, Rotary, StepContext
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
-from outrider.models.loader import declare_formats, load_dummy, load_weights
+from outrider.models.loader import Stored, declare_formats, load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
 
 
@@ -37,9 +38,16 @@ class DraftHead(LayeredModule):
         self.own_output: Linear | None = None
         self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
 
-    def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
         return iter(tensors)
+
+    def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
+        """How a source stores a matrix, by the head's name for it."""
+        return source.stored_format
+
+    def follow_target(self) -> None:  # noqa: B027
+        """Take again what the head copied from the target's weights, which may be other ones now."""
 
     def check_loaded(self) -> None:
         """Refuse a checkpoint that leaves the head unusable with this target."""
@@ -111,8 +119,8 @@ class SlotRotary(Rotary):
 def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int,
               keep_quantized: bool = False) -> None:
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`.
-    `keep_quantized`: weights stay in the format of their files where they can; the names of the head's tensors must be
-    those of the files. An outline on the meta device has nothing to fill. A head is cut like its target."""
+    `keep_quantized`: weights stay in the format of their files where they can. An outline on the meta device has
+    nothing to fill. A head is cut like its target."""
     if head.target.group is not None:
         head.cut(head.target.group)
     if head.device.type == "meta":
@@ -122,7 +130,7 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
     loadable: Any = head  # the loader only uses methods of a model that a head has too
     source = find_source()
     if keep_quantized:
-        declare_formats(loadable, source.stored_format)
+        declare_formats(loadable, head.stored_format(source))
     tensors: Any = source.read() if keep_quantized else source.tensors()
     load_weights(loadable, head.arrivals(tensors))
     head.check_loaded()
