@@ -37,7 +37,7 @@ Run = Callable[[list[list[int]], int], object]  # generates a number of new toke
 
 def our_llm(model: str, settings: dict[str, Any]) -> LLM:
     return LLM(model, max_model_len=2048, max_num_seqs=16, enable_prefix_caching=False, max_num_batched_tokens=512,
-               kv_cache_memory_bytes=1 << 29, **settings)
+               kv_cache_memory_bytes=1 << 29, speculative_config=None, **settings)
 
 
 def hf_model(name: str) -> Any:

@@ -346,7 +346,7 @@ def main(argv: Sequence[str]) -> int:
     begin = time.monotonic()
     args = make_parser().parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    config = engine_config(args, max_model_len=args.prompt_len + args.max_tokens + 1)
+    config = engine_config(args, speculative_config=None, max_model_len=args.prompt_len + args.max_tokens + 1)
     loaded = load_random(config) if config.load_format == "dummy" else load(config, needs_text=False)
     bench = Bench(loaded, config, make_asks(loaded, args.requests, args.prompt_len, args.max_tokens, config.seed),
                   args.out)

@@ -152,13 +152,14 @@ def measure_beside_offline(model: str, batch: int, prompt_len: int, num_tokens: 
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = ["--max-num-seqs", str(batch), "--no-enable-prefix-caching", "--port", str(port)]
+    settings = ["--max-num-seqs", str(batch), "--no-enable-prefix-caching", "--speculative-config", "none", "--port",
+                str(port)]
     server = subprocess.Popen([sys.executable, "-m", "outrider.cli", "serve", model, *settings],
                               stderr=subprocess.DEVNULL)
     offline, served = [], []
     source = random.Random(0)
     try:
-        with LLM(model, max_num_seqs=batch, enable_prefix_caching=False) as llm:
+        with LLM(model, max_num_seqs=batch, enable_prefix_caching=False, speculative_config=None) as llm:
             params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
             while not is_ready(port):
                 assert server.poll() is None, "the server has ended"

@@ -15,6 +15,7 @@ from outrider.core import PAGE_TOKENS, Limits
 from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
 from outrider.core.logits_processors import load_processors
 from outrider.core.params import Seed
+from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -24,6 +25,7 @@ MODEL_IMPLS = ("auto", "outrider", "transformers")
 BACKENDS = ["auto", "torch", "native", "cpu", "triton", "flex"]  # `cpu` is native; registering a backend adds its name
 # Registering a cache type adds its name.
 CACHE_TYPES = ["auto", "float32", "bfloat16", "float16", "float64", "fp8", "fp8_e4m3"]
+AUTO_DRAFTER = "auto"  # of speculative_config: the drafter that comes with the model
 SLIDING = "sliding_window"  # all layers with a window
 SkippedLayer = Annotated[str, OneOf((SLIDING,), r"\d{1,6}", "the number of a layer")]
 LOGPROBS_MODES = ("raw", "processed")
@@ -69,7 +71,9 @@ class EngineConfig:
     max_logprobs: Annotated[int, Range(0, INT32, also=(-1,))] = 20  # -1: as many as the vocabulary has
     pad_requests: tuple[Count, ...] = ()  # batches are padded up to the next of these sizes
     pad_tokens: tuple[Count, ...] = ()
-    speculative_config: dict[str, Any] | None = None
+    # Tokens are guessed by: a drafter of these settings; "auto": the one that comes with the model, if there is one
+    # (core/shipped_drafters.py); None: nothing.
+    speculative_config: dict[str, Any] | Annotated[str, OneOf((AUTO_DRAFTER,))] | None = AUTO_DRAFTER
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
@@ -99,7 +103,7 @@ class EngineConfig:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                              "every adapter on the device is kept in the host's memory too")
-        if self.speculative_config is not None:
+        if isinstance(self.speculative_config, dict):
             SpeculativeConfig.parse(self.speculative_config)
         if self.kv_events_config is not None:
             KVEventsConfig.parse(self.kv_events_config)
@@ -110,7 +114,39 @@ class EngineConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        return None if self.speculative_config is None else SpeculativeConfig.parse(self.speculative_config)
+        """The drafter that was asked for, or that comes with the model; None where tokens are not guessed."""
+        given = self.drafter_settings
+        return None if given is None else SpeculativeConfig.parse(given)
+
+    @property
+    def drafter_settings(self) -> dict[str, Any] | None:
+        """`speculative_config` with the model's own drafter in the place of "auto"."""
+        if isinstance(self.speculative_config, dict):
+            return self.speculative_config
+        drafter = self.shipped_drafter
+        return None if drafter is None or self.shipped_drafter_obstacle is not None else drafter.speculative_config
+
+    @property
+    def shipped_drafter(self) -> ShippedDrafter | None:
+        """The drafter that comes with the model, if the choice is left to it. The engine may have to do without it."""
+        return SHIPPED.get(self.model) if self.speculative_config == AUTO_DRAFTER else None
+
+    @property
+    def shipped_drafter_obstacle(self) -> str | None:
+        """Why an engine with these settings does without the drafter that comes with its model; None if it may have it.
+        A default must not refuse what is served without it."""
+        drafter = self.shipped_drafter
+        if drafter is not None and not drafter.is_there:
+            return f"{drafter.folder} lacks its weights"
+        if self.load_format == "dummy":
+            return "random weights (load_format='dummy') have nothing to guess"
+        if self.tensor_parallel_size > 1:
+            return "each of several ranks holds a part of the model's output, whose rows the drafter uses"
+        if self.hf_overrides:
+            return "hf_overrides make another model of it"
+        if self.model_impl == "transformers":
+            return "it is for the model as this package computes it"
+        return None
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
@@ -123,7 +159,7 @@ class EngineConfig:
         drafts there are to check."""
         overlap = self.overlap
         if overlap is None:
-            overlap = on_cuda or self.speculative_config is None
+            overlap = on_cuda or self.drafter_settings is None
         return 2 if overlap else 1
 
     def limits(self, *, gpu_bytes: int | None, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:

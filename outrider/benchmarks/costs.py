@@ -280,7 +280,7 @@ def _bytes_by_window(layout: CacheLayout) -> dict[int | None, int]:
 
 def run(args: argparse.Namespace) -> int:
     check_result_file(args.output, "--output")
-    config = engine_config(args).for_streams()
+    config = engine_config(args, speculative_config=None).for_streams()
     start = time.perf_counter()
     engine = start_engine(config, in_process=True)
     print(f"ready after {time.perf_counter() - start:.1f} s", flush=True)

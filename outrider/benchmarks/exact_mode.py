@@ -34,7 +34,7 @@ class Cell:
 
 def run(args: argparse.Namespace) -> int:
     sizes: tuple[int, ...] = args.batch_sizes
-    config = engine_config(args, enable_prefix_caching=False, max_num_seqs=max(sizes))
+    config = engine_config(args, speculative_config=None, enable_prefix_caching=False, max_num_seqs=max(sizes))
     loaded = load(config, needs_text=False)
     room = loaded.model.max_positions if config.max_model_len is None else config.max_model_len
     prompt_len = min(args.prompt_len, room - 2)

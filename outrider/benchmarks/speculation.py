@@ -18,12 +18,13 @@ from outrider.commands.loading import load
 from outrider.commands.output_files import check_plot
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.run_prompts import Ask, run_prompts
+from outrider.config import AUTO_DRAFTER
 from outrider.core import RequestOutput, SamplingParams
 from outrider.engine.stats import EngineStats
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 
-DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}
+DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}  # of a model that comes without a drafter
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ def run(args: argparse.Namespace) -> int:
     sizes: tuple[int, ...] = args.batch_sizes
     sets = read_sets(args.prompts)
     check_plot(args.plot)
-    config = engine_config(args, speculative_config=DEFAULT, enable_prefix_caching=False, max_num_seqs=max(sizes))
-    if config.speculative_config is None:
-        raise UsageError("--speculative-config null leaves nothing to compare")
+    config = engine_config(args, enable_prefix_caching=False, max_num_seqs=max(sizes))
+    if config.speculative_config == AUTO_DRAFTER and config.speculative is None:
+        config = replace(config, speculative_config=DEFAULT)
+    if config.speculative is None:
+        raise UsageError("--speculative-config none leaves nothing to compare")
     loaded = load(config)
     tokenizer = loaded.need_tokenizer()
     plain = loaded.llm(replace(config, speculative_config=None))
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {' and '.join(map(str, written))}")
     print(json.dumps({"bench": "spec", "model": loaded.name, "device": str(loaded.device),
                       "dtype": str(loaded.model.dtype).removeprefix("torch."), "rounds": args.rounds,
-                      "max_tokens": args.max_tokens, "speculative_config": config.speculative_config,
+                      "max_tokens": args.max_tokens, "speculative_config": config.drafter_settings,
                       "results": [asdict(cell) for cell in cells]}))
     return 0
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if not shapes:
         raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
     most = max(shape.batch for shape in shapes)
-    config = engine_config(args, max_num_seqs=most, enable_prefix_caching=False)
+    config = engine_config(args, speculative_config=None, max_num_seqs=most, enable_prefix_caching=False)
     check_result_file(args.save_result)
     if config.tensor_parallel_size > 1 and args.routing == "spread":
         raise UsageError("--routing spread draws experts of a model in this process: leave it out with -tp")

@@ -19,7 +19,7 @@ from outrider.commands.vllm_flags import add_unlisted_flags, own_flags
 from outrider.compat.engine_args import config_for
 from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
-from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, MODEL_IMPLS, EngineConfig
+from outrider.config import AUTO_DRAFTER, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, Range, check_value, did_you_mean
 from outrider.core.structured import StructuredOutputsParams
@@ -61,7 +61,8 @@ ENGINE_HELP = {
     "max_logprobs": "most log-probabilities a request may ask for; -1: of the whole vocabulary",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
-    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'; none: no drafts; '
+                          "auto: the drafter that comes with the model, if there is one",
     "exact": "the same logits, bit for bit, alone and in any batch, with drafts and without; costs speed",
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",
@@ -252,7 +253,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("synthetic_rates", "synthetic_request_rates"):
         given, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
         if given is not None:
-            if settings.get("speculative_config") is None:
+            if not isinstance(settings.get("speculative_config"), dict):
                 raise UsageError(f"{flag} goes with --speculative-config")
             try:
                 rates = [float(rate) for rate in given.split(",")]
@@ -330,6 +331,12 @@ def number_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, as 1,2,3") from None
 
 
+def _drafter(text: str) -> dict[str, Any] | str | None:
+    if text.lower() in ("none", "null"):
+        return None
+    return AUTO_DRAFTER if text.lower() == AUTO_DRAFTER else json_object(text)
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -393,6 +400,7 @@ CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     tuple[int, ...]: ("N,N", number_list),
     list[int] | None: ("N,N", lambda text: list(number_list(text))),
     dict[str, Any] | None: ("JSON", json_object),
+    dict[str, Any] | str | None: ("JSON", _drafter),
     dict[int, float] | None: ("JSON", _bias),
     StructuredOutputsParams | None: ("JSON", _form),
     bool | int | None: ("K", _drafts),

@@ -22,7 +22,7 @@ def training_settings(args: argparse.Namespace) -> TrainingSettings:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = engine_config(args)
+    config = engine_config(args, speculative_config=None)
     if config.speculative_config is not None:
         raise UsageError("--speculative-config: a drafter is trained without another one")
     settings, workspace = training_settings(args), Workspace(Path(args.out))

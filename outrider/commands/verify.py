@@ -172,9 +172,9 @@ class Check:
         settings = dict(variant.settings)
         if not variant.drafts:
             settings["speculative_config"] = None
-        elif self._config.speculative_config is not None:
+        elif (drafting := self._config.drafter_settings) is not None:
             # The most drafts there may be, whatever they cost, so that more is checked.
-            settings["speculative_config"] = {"auto": False} | self._config.speculative_config
+            settings["speculative_config"] = {"auto": False} | drafting
         if variant.pool != "ample":
             settings["num_pages"] = self._small_pool(variant)
         return replace(self._config, **settings)

@@ -31,7 +31,7 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
                            max_drafts=0 if speculative is None else speculative.num_speculative_tokens)
     _check_weights(outline, device)
     check_cache_types(config, outline, device)
-    if speculative is not None:
+    if speculative is not None and config.shipped_drafter is None:  # which steps aside instead, where it does not fit
         make_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
                                              config.seed, config.model))
     tables = sum(rotary.table.shape[1] * rotary.table.element_size()

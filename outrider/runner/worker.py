@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -56,11 +58,15 @@ class Worker:
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
-        parts = gather_parts(config, model, drafter, grammars, ranks)
-        if prepare is not None:
-            prepare(model, parts.drafter)
-        clock.lap("drafter and weights' last touches")
-        limits, num_pages, step_memory = _plan_cache(config, parts)
+
+        def plan(config: EngineConfig) -> PlannedSteps:
+            parts = gather_parts(config, model, drafter, grammars, ranks)
+            if prepare is not None:
+                prepare(model, parts.drafter)
+            clock.lap("drafter and weights' last touches")
+            return PlannedSteps(parts, *_plan_cache(config, parts))
+
+        config, (parts, limits, num_pages, step_memory) = _plan_with_or_without_drafter(config, plan)
         clock.lap("steps collected, kernels begun")
         if fill is not None:
             fill()
@@ -141,6 +147,35 @@ class Worker:
             yield
         finally:
             self.runner.graphs = graphs
+
+
+class PlannedSteps(NamedTuple):
+    parts: StepParts
+    limits: Limits  # perhaps with a shorter length than the config's
+    num_pages: int
+    step_memory: StepMemory | None  # see `_plan_cache`
+
+
+def _plan_with_or_without_drafter(
+    config: EngineConfig, plan: Callable[[EngineConfig], PlannedSteps]
+) -> tuple[EngineConfig, PlannedSteps]:
+    """(the config that is served, its plan). The drafter that comes with a model steps aside where the settings have no
+    room for it, because they are served without it."""
+    drafter = config.shipped_drafter
+    if drafter is None:
+        return config, plan(config)
+    if (obstacle := config.shipped_drafter_obstacle) is None:
+        try:
+            planned = plan(config)
+        except ValueError as error:
+            obstacle = str(error)
+        else:
+            log.info("%s comes with a drafter, which guesses up to %d tokens a step (off: speculative_config=None, "
+                     "--speculative-config none)", config.model, drafter.num_drafts)
+            return config, planned
+    log.info("%s goes without the drafter that comes with it: %s", config.model, obstacle)
+    bare = replace(config, speculative_config=None)
+    return bare, plan(bare)
 
 
 def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:

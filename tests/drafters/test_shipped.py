@@ -1,0 +1,108 @@
+"""The drafter that comes with a model is used unless settings say otherwise, and steps aside where it cannot serve."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.cli import build_parser
+from outrider.commands.parser import UsageError, engine_config
+from outrider.compat.engine_args import EngineArgs, config_for
+from outrider.config import EngineConfig
+from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
+from outrider.drafters.base import Drafter
+from outrider.runner.worker import Worker
+from tests.assets.train_eagle3 import language
+
+ASSETS = Path(__file__).parents[1] / "assets"
+MODEL, HEAD = str(ASSETS / "target"), ASSETS / "eagle3"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+SMALL_POOL = 5 * 24576  # the null page and those of 64 tokens, if no layer of a drafter is in them
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small trained target comes with its head, as smollm2 does."""
+    monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", HEAD, 3))
+
+
+def run(**settings: Any) -> tuple[list[list[int]], Drafter | None]:
+    """(the texts, the drafter of the engine). How many drafts pay is a matter of the machine, and not looked at."""
+    prompts = language().texts(3, 24, torch.Generator().manual_seed(5)).tolist()
+    values = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True} | settings
+    with LLM(MODEL, **values) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
+        assert isinstance(llm.engine.runner, Worker)
+        drafter = llm.engine.runner.device_step.drafter
+        embedded = llm.embed([{"prompt_token_ids": prompts[0]}], use_tqdm=False)
+    assert len(embedded[0].outputs.embedding) == 96
+    return [list(output.outputs[0].token_ids) for output in outputs], drafter
+
+
+def test_unset_means_the_models_own_drafter_and_none_means_no_drafts() -> None:
+    texts, drafter = run()
+    assert drafter is not None and drafter.name == "eagle3" and drafter.max_drafts == 3
+    assert run(speculative_config=None) == (texts, None)
+
+
+def test_a_config_that_is_given_wins() -> None:
+    config = EngineConfig(MODEL, speculative_config=NGRAM)
+    assert config.shipped_drafter is None and config.speculative is not None and config.speculative.method == "ngram"
+
+
+@pytest.mark.parametrize("settings,words", [
+    ({"kv_cache_memory_bytes": SMALL_POOL, "max_num_seqs": 1}, "the cache holds 2 pages"),
+    ({"load_format": "dummy"}, "random weights"),
+    ({"hf_overrides": {"rope_theta": 9999.0}}, "hf_overrides"),
+])  # fmt: skip
+def test_it_steps_aside_where_it_cannot_serve(settings: dict[str, Any], words: str,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that starts without the drafter also starts with the default."""
+    with caplog.at_level(logging.INFO, "outrider"):
+        texts, drafter = run(**settings)
+    assert f"{MODEL} goes without the drafter that comes with it: " in caplog.text and words in caplog.text
+    assert drafter is None and run(**settings, speculative_config=None) == (texts, None)
+
+
+def test_a_drafter_that_was_asked_for_does_not_step_aside() -> None:
+    with pytest.raises(ValueError, match="the cache holds 2 pages"):
+        run(kv_cache_memory_bytes=SMALL_POOL, max_num_seqs=1, speculative_config=SHIPPED[MODEL].speculative_config)
+
+
+def test_ranks_and_missing_files_are_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ranks" in (EngineConfig(MODEL, tensor_parallel_size=2).shipped_drafter_obstacle or "")
+    monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", tmp_path, 3))
+    assert "lacks its weights" in (EngineConfig(MODEL).shipped_drafter_obstacle or "")
+    assert EngineConfig(MODEL).speculative is None
+
+
+def test_other_models_have_no_drafter() -> None:
+    assert EngineConfig("models/other").speculative is None and EngineConfig("models/other").steps_in_flight(False) == 2
+    assert EngineConfig(MODEL).speculative is not None and EngineConfig(MODEL).steps_in_flight(False) == 1
+
+
+@pytest.mark.parametrize("flags,speculates", [((), True), (("--speculative-config", "none"), False),
+                                              (("--speculative-config", "null"), False),
+                                              (("--speculative-config", "auto"), True)])
+def test_the_command_line_can_say_none(flags: tuple[str, ...], speculates: bool) -> None:
+    args = build_parser().parse(["generate", MODEL, "--prompt", "x", *flags])
+    assert (engine_config(args).speculative is not None) == speculates
+
+
+def test_synthetic_rates_need_a_config_of_their_own() -> None:
+    args = build_parser().parse(["bench", "throughput", MODEL, "--synthetic-rates", "1,0"])
+    with pytest.raises(UsageError, match="--synthetic-rates goes with --speculative-config"):
+        engine_config(args)
+
+
+def test_settings_for_vllm_mean_the_same() -> None:
+    assert EngineArgs(MODEL).speculative is not None and EngineArgs(MODEL, speculative_config=None).speculative is None
+    assert config_for("LLM", MODEL, {"speculative_config": None}).speculative is None
+    with pytest.raises(ValueError, match="speculative_config"):
+        EngineConfig(MODEL, speculative_config="ngram")
