@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from outrider import LLM, SamplingParams
 from outrider.cli import build_parser
 from outrider.commands.parser import UsageError, engine_config
 from outrider.compat.engine_args import EngineArgs, config_for
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
-from outrider.drafters.base import Drafter
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import DraftBuild, Drafter
+from outrider.drafters.registry import make_drafter
+from outrider.models.loader import load_dummy
+from outrider.models.registry import build_model
 from outrider.runner.worker import Worker
 from tests.assets.train_eagle3 import language
 
@@ -23,6 +29,10 @@ ASSETS = Path(__file__).parents[1] / "assets"
 MODEL, HEAD = str(ASSETS / "target"), ASSETS / "eagle3"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SMALL_POOL = 5 * 24576  # the null page and those of 64 tokens, if no layer of a drafter is in them
+SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
+           "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+           "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "hidden_act": "silu",
+           "tie_word_embeddings": True}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
@@ -106,3 +116,34 @@ def test_settings_for_vllm_mean_the_same() -> None:
     assert config_for("LLM", MODEL, {"speculative_config": None}).speculative is None
     with pytest.raises(ValueError, match="speculative_config"):
         EngineConfig(MODEL, speculative_config="ngram")
+
+
+# The files of smollm2's drafter
+
+
+FILES = SHIPPED["smollm2"].folder
+
+
+def test_the_shipped_file_is_small_and_the_one_that_its_card_describes() -> None:
+    data = (FILES / "model.safetensors").read_bytes()
+    card = (FILES / "README.md").read_text()
+    assert len(data) <= 12_000_000
+    assert f"{len(data):,} bytes" in card and hashlib.sha256(data).hexdigest() in card
+
+
+def test_the_shipped_files_fit_the_model_in_every_tensor() -> None:
+    """The outline of smollm2 takes the head: no tensor is missing, left over or of another shape."""
+    target = build_model(SMOLLM2, dtype=torch.float32, device="cpu")
+    load_dummy(target, 0)
+    config = SpeculativeConfig.parse(SHIPPED["smollm2"].speculative_config)
+    drafter = make_drafter(config, DraftBuild(target, torch.float32, torch.device("cpu"), 64, keep_quantized=True))
+    assert isinstance(drafter, AutoregressiveDrafter) and drafter.taps == (2, 15, 27)
+    assert drafter.network.num_outputs == 8192 and EngineConfig("smollm2").speculative == config
+
+
+def test_the_wheel_holds_the_shipped_files() -> None:
+    settings = tomllib.loads((FILES.parents[3] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["*"]
+    package = FILES.parents[1]
+    held = {path for pattern in patterns for path in package.glob(pattern)}
+    assert {FILES / name for name in ("config.json", "model.safetensors", "README.md")} <= held

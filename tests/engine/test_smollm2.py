@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
+from outrider.core.shipped_drafters import SHIPPED
 from outrider.models.sources import ModelSource, resolve
 
 pytestmark = pytest.mark.long
@@ -77,3 +78,20 @@ def test_exact_mode_keeps_every_bit_of_real_weights() -> None:
         found.append([(sample.token_ids, [{token: entry.logprob for token, entry in place.items()}
                                           for place in sample.logprobs or []]) for sample in outputs])  # fmt: skip
     assert found[0] == found[1]
+
+
+def test_the_drafter_that_comes_with_the_model_is_used_by_default_and_changes_no_text() -> None:
+    """Mean run of fixed counts on texts that it was not trained on; sampled text too."""
+    questions = ["Why is the sky blue?", "Write a short story about a lighthouse.", "How do I boil an egg?"]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=64) for t in (0.0, 0.0, 0.8)]
+    found = []
+    for config in (None, "auto", {**SHIPPED["smollm2"].speculative_config, "auto": False}):
+        with LLM("smollm2", max_model_len=256, max_num_seqs=3, speculative_config=config) as llm:
+            conversations = [[{"role": "user", "content": text}] for text in questions]
+            outputs = llm.chat(conversations, params, use_tqdm=False)
+            assert (llm.engine.runner.device_step.drafter is None) == (config is None)  # type: ignore[attr-defined]
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1] == found[2]
+    num_tokens, num_steps = (sum(counts) for counts in zip(
+        *((len(output.outputs[0].token_ids), output.metrics.num_steps) for output in outputs), strict=True))
+    assert num_tokens / num_steps > 1.8
