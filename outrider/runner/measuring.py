@@ -13,6 +13,7 @@ from outrider.runner.graphs.mixed_costs import measure_mixed_costs
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, NoDrafting, UnboundedSteps
 from outrider.runner.local import LocalRunner
 from outrider.runner.memory import enough_memory
+from outrider.runner.remembered_costs import remembered_costs
 from outrider.runner.step import DeviceStep
 
 CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
@@ -32,7 +33,9 @@ def measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
                 runner.capture_fewer_drafts()
             costs = measure_costs(step, limits, runner.graphs)
         else:
-            costs = runner.on_thread(lambda: measure_costs(step, limits))
+            is_default = config.shipped_drafter is not None
+            costs = runner.on_thread(lambda: remembered_costs(config, step, limits) if is_default
+                                     else measure_costs(step, limits))
     log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"

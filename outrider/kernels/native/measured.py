@@ -10,21 +10,37 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from outrider.kernels.native.build import library
+
+MOST_REMEMBERED = 64  # entries of the file; the oldest are forgotten
 
 
 def remembered(name: str, measure: Callable[[], bool]) -> bool:
     """The answer that was measured before, or is measured now. Where no file can be written, every start measures."""
-    path = Path(library()._name).with_suffix(".json")
-    known = _read(path)
-    if not isinstance(known.get(name), bool):
-        known[name] = measure()
-        _write(path, known)
-    return known[name]
+    known = recall(name)
+    if not isinstance(known, bool):
+        known = measure()
+        remember(name, known)
+    return known
 
 
-def _read(path: Path) -> dict[str, bool]:
+def recall(name: str) -> Any:
+    """What was remembered by this name, as JSON holds it; None if nothing was."""
+    return _read(_path()).get(name)
+
+
+def remember(name: str, value: Any) -> None:
+    known = {other: held for other, held in _read(_path()).items() if other != name}
+    _write(_path(), dict([*known.items(), (name, value)][-MOST_REMEMBERED:]))
+
+
+def _path() -> Path:
+    return Path(library()._name).with_suffix(".json")
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -32,7 +48,7 @@ def _read(path: Path) -> dict[str, bool]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, known: dict[str, bool]) -> None:
+def _write(path: Path, known: dict[str, Any]) -> None:
     """Writes beside the file and renames, so that another process reads all of it or nothing."""
     try:
         handle, name = tempfile.mkstemp(suffix=".json", dir=path.parent)

@@ -43,7 +43,7 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     if sizes is None:
         sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
     # More tokens never cost less; a dip is noise.
-    seconds = accumulate((_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes), max)
+    seconds = accumulate((step_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes), max)
     plain = StepCosts(tuple(sizes), tuple(seconds))
     counts: list[int] = []
     if step.drafter is not None and step.drafter.attention_layers:
@@ -94,7 +94,7 @@ def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, reque
     request without drafts."""
     def seconds_of(drafts: int) -> float:
         if graphs is None:
-            return _seconds(step, limits, None, 1, drafts) - plain.step(1)
+            return step_seconds(step, limits, None, 1, drafts) - plain.step(1)
         key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
         return _replay_seconds(graphs, key, step.state.device) - plain.step(key.tokens)
 
@@ -124,7 +124,7 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     return reading, 2 * row_bytes * seconds
 
 
-def _seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int) -> float:
+def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int) -> float:
     """The best of a few runs of a step of `tokens` token rows."""
     requests, device = min(tokens, _most_measured(limits, graphs)), step.state.device
     if graphs is not None:

@@ -1,0 +1,81 @@
+"""Step costs on a CPU for a drafter that is used by default: measured at the first start, remembered, checked later.
+
+Measuring takes a second or more, too long for engines that did not ask for drafts. A later start times three steps
+instead: if all are slower or faster than they were by one factor, so are all others. Otherwise everything is measured
+again. Times that a busy machine made implausible serve their own start alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.core.costs import DraftCost, StepCosts
+from outrider.kernels import native
+from outrider.kernels.native.measured import recall, remember
+from outrider.runner.graphs.costs import measure_costs, step_seconds
+from outrider.runner.step import DeviceStep
+
+MOST_DIFFERENCE = 0.2  # between the factors by which steps are slower
+# Settings that products, attention or the sizes of steps depend on.
+SETTINGS = ("model", "dtype", "attention_backend", "kv_cache_dtype", "page_size", "exact", "packed_weights",
+            "keep_quantized", "activation_bits", "enable_lora")  # fmt: skip
+
+
+def remembered_costs(config: EngineConfig, step: DeviceStep, limits: Limits) -> StepCosts:
+    if not native.available() or step.ranks.count > 1:  # ranks must run equally many steps, whatever they remember
+        return measure_costs(step, limits)
+    name = _name(config, limits)
+    known = _read(recall(name))
+    if known is not None and (factor := _factor(known, step, limits)) is not None:
+        return _times(known, factor)
+    costs = measure_costs(step, limits)
+    if _is_plausible(costs, limits.max_drafts):
+        remember(name, {"tokens": costs.tokens, "seconds": costs.seconds, "drafting": costs.drafting})
+    return costs
+
+
+def _name(config: EngineConfig, limits: Limits) -> str:
+    settings = [getattr(config, field) for field in SETTINGS]
+    key = repr((settings, config.drafter_settings, limits, torch.get_num_threads()))
+    return f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _read(found: Any) -> StepCosts | None:
+    """The costs of an entry; None if it is none."""
+    try:
+        costs = StepCosts(tuple(map(int, found["tokens"])), tuple(map(float, found["seconds"])),
+                          drafting=tuple(DraftCost(int(n), float(first), float(each))
+                                         for n, first, each in found["drafting"]))  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        return None
+    is_usable = len(costs.tokens) == len(costs.seconds) > 0 and all(seconds > 0 for seconds in costs.seconds)
+    return costs if is_usable else None
+
+
+@torch.inference_mode()
+def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
+    """By which factor steps take longer now; None if it is not the same for a token, for one with all its drafts, and
+    for a token with a proposal behind it."""
+    drafts = limits.max_drafts
+    one = step_seconds(step, limits, None, 1, 0) / known.step(1)
+    most = step_seconds(step, limits, None, 1 + drafts, 0) / known.step(1 + drafts)
+    proposing = step_seconds(step, limits, None, 1, drafts) / (known.step(1) + known.draft(drafts))
+    return one if all(abs(other / one - 1) <= MOST_DIFFERENCE for other in (most, proposing)) else None
+
+
+def _is_plausible(costs: StepCosts, max_drafts: int) -> bool:
+    """Whether a step takes no longer than its tokens one by one, and a proposal no longer than a step."""
+    one = costs.step(1)
+    return costs.draft(max_drafts) <= one and all(
+        seconds <= size * one for size, seconds in zip(costs.tokens, costs.seconds, strict=True))
+
+
+def _times(costs: StepCosts, factor: float) -> StepCosts:
+    return replace(costs, seconds=tuple(factor * seconds for seconds in costs.seconds),
+                   drafting=tuple(DraftCost(n, factor * first, factor * each) for n, first, each in costs.drafting))
