@@ -1,4 +1,5 @@
-"""`outrider demo`: the default model answers four prompts at once, streamed; then one without and with drafts."""
+"""`outrider demo`: the default model answers four prompts at once, streamed; then one alone and a list to copy, each
+without drafts and with them."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import argparse
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.commands.loading import Loaded, load
 from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
-from outrider.config import EngineConfig
+from outrider.config import AUTO_DRAFTER, EngineConfig
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.status_line import is_terminal
 
@@ -27,7 +29,23 @@ COPY = (
     "4. Bake in the oven at 180 degrees for forty minutes.\n5. Let it cool for ten minutes and serve with cream.\n\n"
     "Copy the text above word for word."
 )
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 4}
+FREE = "Explain in a few sentences why the sky is blue."
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A request that is shown without drafts and with them."""
+
+    title: str
+    prompt: str
+    drafter: str
+    drafts: dict[str, Any] | str
+
+
+SHOWN = (
+    Shown("A question", FREE, "the drafter that comes with the model", AUTO_DRAFTER),
+    Shown("A list to copy", COPY, "n-gram drafts", {"method": "ngram", "num_speculative_tokens": 4}),
+)
 WIDTH = 88
 COLORS = (36, 33, 32, 35)
 
@@ -37,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(MODEL, max_model_len=1024, max_num_seqs=len(PROMPTS))
     loaded = load(config)
     _answer_four(loaded, config, args.max_tokens, start)
-    _with_drafts(loaded, config)
+    for shown in SHOWN:
+        _with_drafts(loaded, config, shown)
     return 0
 
 
@@ -88,21 +107,39 @@ def _mark(index: int, line: str) -> str:
     return f"\033[{COLORS[index % len(COLORS)]}m{line}\033[0m" if is_terminal(sys.stdout) else line
 
 
-def _with_drafts(loaded: Loaded, config: EngineConfig) -> None:
+def _with_drafts(loaded: Loaded, config: EngineConfig, shown: Shown) -> None:
     """Run one request without drafts and with them. A short run comes first, so that neither pays for the start."""
     params = SamplingParams(temperature=0.0, max_tokens=96)
-    ids = chat_ids(loaded.need_tokenizer(), COPY)
-    speeds, texts = [], []
-    for drafts in (None, DRAFTS):
+    ids = chat_ids(loaded.need_tokenizer(), shown.prompt)
+    speeds: list[float] = []
+    texts: list[str] = []
+    for drafts in (None, shown.drafts):
+        steps = _Steps()
         with loaded.llm(replace(config, speculative_config=drafts, enable_prefix_caching=False)) as llm:
             run_prompts(llm, [Ask(ids, replace(params, max_tokens=4))])
-            ran = run_prompts(llm, [Ask(ids, params)])
+            ran = run_prompts(llm, [Ask(ids, params)], on_output=steps.add)
         speeds.append(ran.tokens_per_second)
         texts.append(ran.outputs[0].outputs[0].text)
         if drafts is None:
-            print(f"A list to copy, without drafts: {ran.tokens_per_second:.1f} tokens/s")
+            print(f"{shown.title}, without drafts: {ran.tokens_per_second:.1f} tokens/s")
         else:
             same = "the same text" if texts[0] == texts[1] else "OTHER TEXT"
-            print(f"The same with n-gram drafts:    {ran.tokens_per_second:.1f} tokens/s, a mean run of "
-                  f"{ran.mean_run_length:.2f} tokens, {speeds[1] / speeds[0]:.2f}x, {same}:\n")
-    print(textwrap.indent(texts[1].strip(), "    "))
+            accepted = ran.outputs[0].metrics.num_accepted_tokens / max(1, ran.num_steps)
+            print(f"The same with {shown.drafter}: {ran.tokens_per_second:.1f} tokens/s, "
+                  f"{speeds[1] / speeds[0]:.2f}x, {same}.\n{ran.num_tokens} tokens in {ran.num_steps} steps, "
+                  f"{accepted:.2f} accepted guesses a step; | ends a step:\n")
+            print(textwrap.indent("\n".join(part for line in steps.text.strip().splitlines()
+                                            for part in textwrap.wrap(line, WIDTH)), "    ") + "\n")
+
+
+class _Steps:
+    """The text of one request with a mark behind what each step gave."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._num_shown = 0
+
+    def add(self, output: RequestOutput) -> None:
+        text = output.outputs[0].text
+        self.text += text[self._num_shown :] + ("" if output.finished else "|")
+        self._num_shown = len(text)
