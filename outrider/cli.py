@@ -27,6 +27,7 @@ from outrider.commands.parser import (
     check_flags,
     count_flag,
     counts_flag,
+    number_flag,
 )
 from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
 from outrider.commands.training_flags import TRAIN_EXAMPLES, add_training_flags
@@ -275,6 +276,8 @@ def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
                       help="answer tokens (default: %(default)s)")
     spec.add_argument("--rounds", type=count_flag, default=3, metavar="N", help="interleaved runs; the median counts "
                                                                          "(default: %(default)s)")
+    spec.add_argument("--temperature", type=number_flag(0, 100), default=0.0, metavar="X",
+                      help="of all requests, with seeds of their own (default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
     add_engine_flags(spec)
 

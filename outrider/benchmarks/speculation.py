@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {' and '.join(map(str, written))}")
     print(json.dumps({"bench": "spec", "model": loaded.name, "device": str(loaded.device),
                       "dtype": str(loaded.model.dtype).removeprefix("torch."), "rounds": args.rounds,
-                      "max_tokens": args.max_tokens, "speculative_config": config.drafter_settings,
+                      "max_tokens": args.max_tokens, "temperature": args.temperature,
+                      "speculative_config": config.drafter_settings,
                       "results": [asdict(cell) for cell in cells]}))
     return 0
 
@@ -119,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
 def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, batch: int,
              args: argparse.Namespace) -> Comparison:
     # Answers may end early: text after the end of an answer would not be typical for the model.
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
-    asks = [Ask(ids, params) for ids in prompts.encode(tokenizer, args.prompts_per_set or batch)]
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, detokenize=False)
+    texts = prompts.encode(tokenizer, args.prompts_per_set or batch)
+    asks = [Ask(ids, replace(params, seed=seed)) for seed, ids in enumerate(texts)]
     for llm in llms:
         run_prompts(llm, [replace(ask, params=replace(params, max_tokens=2)) for ask in asks[:batch]])  # warm-up
     before = llms[1].engine.stats.copy()

@@ -516,7 +516,7 @@ def test_bench_spec_reads_spec_benchs_form(folder: Path, tmp_path: Path, capsys:
     prompts = tmp_path / "spec_bench.jsonl"
     prompts.write_text("\n".join(map(json.dumps, questions)))
     result = outrider(capsys, "bench", "spec", folder, "--prompts", prompts, "--batch-sizes", 1, "--max-tokens", 8,
-                      "--rounds", 1, "--prompts-per-set", 2, "--num-pages", 99,
+                      "--rounds", 1, "--prompts-per-set", 2, "--num-pages", 99, "--temperature", 0.8,
                       "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "auto": false}')
     assert result.status == 0, result.err
     *cells, total = json.loads(result.out.splitlines()[-1])["results"]
