@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from outrider.learning.named_layers import NamedLayers, rotate, wide
 from outrider.training.block_sizes import BlockSizes
-from outrider.training.named_layers import NamedLayers, rotate, wide
 
 
 class BlockNetwork(NamedLayers):

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from outrider.learning.eagle3_network import LAYER, Eagle3Network
 from outrider.models.base import Decoder, Model
-from outrider.training.eagle3_network import LAYER, Eagle3Network, weight_shapes
-from outrider.training.eagle3_sizes import HeadSizes, read_taps
+from outrider.training.eagle3_sizes import HeadSizes, read_taps, weight_shapes
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
@@ -30,7 +30,7 @@ class Eagle3Trainee(Trainee):
         fresh = begin_weights(weight_shapes(self.sizes, len(vocabulary.ids)), target, vocabulary, settings.seed)
         self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
         self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
-        self._network = Eagle3Network(self.sizes, self.weights)
+        self._network = Eagle3Network(self.sizes.form, self.weights)
 
     @classmethod
     def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from outrider.learning.eagle3_network import LAYER, HeadForm
+from outrider.learning.named_layers import rotate
 from outrider.models.base import Decoder, Model
 from outrider.training.settings import TrainingSettings
 
@@ -49,6 +52,12 @@ class HeadSizes:
                    sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), taps,
                    has_usual_taps=taps == usual_taps(target), is_classic=settings.classic)
 
+    @property
+    def form(self) -> HeadForm:
+        """The part that the head's arithmetic depends on."""
+        return HeadForm(self.num_kv_heads, self.head_dim, self.eps, partial(rotate, theta=self.rope_theta),
+                        norms_taps=not self.is_classic, feeds_back_normed=not self.is_classic)
+
     def layer_config(self) -> dict[str, Any]:
         return {
             "model_type": "llama", "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
@@ -81,6 +90,30 @@ class HeadSizes:
             },
         }  # fmt: skip
         return config if self.has_usual_taps else config | {TAPS_KEY: list(self.taps)}
+
+
+def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the exported file that is a weight, by name."""
+    hidden, width = sizes.hidden_size, sizes.intermediate_size
+    queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(sizes.taps) * hidden),
+        f"{LAYER}.input_layernorm.weight": (hidden,),
+        f"{LAYER}.hidden_norm.weight": (hidden,),
+        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
+        f"{LAYER}.self_attn.q_proj.weight": (queries, 2 * hidden),
+        f"{LAYER}.self_attn.k_proj.weight": (others, 2 * hidden),
+        f"{LAYER}.self_attn.v_proj.weight": (others, 2 * hidden),
+        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
+        f"{LAYER}.mlp.gate_proj.weight": (width, hidden),
+        f"{LAYER}.mlp.up_proj.weight": (width, hidden),
+        f"{LAYER}.mlp.down_proj.weight": (hidden, width),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab_size, hidden),
+    }
+    if not sizes.is_classic:
+        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(len(sizes.taps))}
+    return shapes
 
 
 def usual_taps(target: Model) -> tuple[int, ...]:

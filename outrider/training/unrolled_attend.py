@@ -1,7 +1,7 @@
 """UnrolledAttend: attention of a draft head's passes over whole texts, as torch operations with gradients.
 
 It stands in the place of an engine's caches while a head that drafts token by token is trained. Passes are unrolled as
-in `training.eagle3_network`: the query of pass s at place p sees the keys of pass 0 up to p, and of the passes after it
+in `learning.eagle3_network`: the query of pass s at place p sees the keys of pass 0 up to p, and of the passes after it
 the one key on its own way.
 """
 

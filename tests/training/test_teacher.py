@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.learning.eagle3_network import Eagle3Network
 from outrider.training.eagle3 import Eagle3Trainee
-from outrider.training.eagle3_network import Eagle3Network
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import Teacher
 from outrider.training.texts import TrainingText
@@ -86,7 +86,7 @@ def test_the_head_in_training_drafts_as_the_engines_head_does(name: str, classic
     trainee.load({key: varied(key, weight.detach()) for key, weight in trainee.weights.items()})
     trainee.export(tmp_path, DrafterCard("tiny", []), "hf")
     weights = {key: weight.detach().bfloat16().double() for key, weight in trainee.weights.items()}
-    network = Eagle3Network(trainee.sizes, weights)
+    network = Eagle3Network(trainee.sizes.form, weights)
     config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "auto": False}
     with DraftRig(model, speculative_config=config, **SIZES) as rig:
         rig.run([Ask(prompt, greedy(10)) for prompt in prompts_of(name, CHECKED)])

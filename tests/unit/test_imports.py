@@ -27,6 +27,7 @@ COLUMNS = [
     {"layers"},
     {"models", "sample"},
     {"adapters", "drafters"},
+    {"learning"},
     {"runner"},
     {"engine", "sched"},
     {"simulation"},

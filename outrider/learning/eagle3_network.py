@@ -12,23 +12,37 @@ its own way:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from outrider.training.eagle3_sizes import HeadSizes
-from outrider.training.named_layers import NamedLayers, rotate, wide
+from outrider.learning.named_layers import NamedLayers, wide
 
 LAYER = "midlayer"
 
 
-class Eagle3Network(NamedLayers):
-    """A head's passes over padded texts. Weights are float32 and named as in the exported file."""
+@dataclass(frozen=True)
+class HeadForm:
+    """The sizes and variants of an EAGLE-3 head of one Llama layer that its arithmetic depends on."""
 
-    def __init__(self, sizes: HeadSizes, weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(weights, sizes.eps)
-        self._sizes = sizes
-        self._scale = sizes.head_dim**-0.5
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # turns x [.., dim] by positions [.., 1]
+    norms_taps: bool  # each tap has a norm of its own (EAGLE 3.1)
+    feeds_back_normed: bool  # the state fed to the next pass is the normed one (EAGLE 3.1)
+    norm_before_residual: bool = False  # the residual stream begins with the normed state
+
+
+class Eagle3Network(NamedLayers):
+    """A head's passes over padded texts. Weights are named as in the exported file, and float32 where they are
+    trained."""
+
+    def __init__(self, form: HeadForm, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(weights, form.eps)
+        self._form = form
+        self._scale = form.head_dim**-0.5
 
     def passes(self, embeds: torch.Tensor, taps: torch.Tensor, num_passes: int) -> Iterator[torch.Tensor]:
         """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds:
@@ -42,20 +56,22 @@ class Eagle3Network(NamedLayers):
             if count < 1:
                 return
             hidden = hidden[:, :count]
-            x = torch.cat((embeds[:, index:], self._norm(f"{LAYER}.hidden_norm", hidden)), dim=-1)
+            normed = self._norm(f"{LAYER}.hidden_norm", hidden)
+            x = torch.cat((embeds[:, index:], normed), dim=-1)
             positions = torch.arange(index, index + count, device=x.device)[:, None]  # slot p turns by p - 1
-            keys.append(rotate(self._heads("k", x), positions, self._sizes.rope_theta))
+            keys.append(self._form.rotate(self._heads("k", x), positions))
             values.append(self._heads("v", x))
-            query = rotate(self._heads("q", x), positions, self._sizes.rope_theta)
+            query = self._form.rotate(self._heads("q", x), positions)
             mixed = self._attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values])
-            stream = hidden + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
+            stream = normed if self._form.norm_before_residual else hidden
+            stream = stream + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
             stream = stream + self._mlp(LAYER, self._norm(f"{LAYER}.post_attention_layernorm", stream))
             output = self._norm("norm", stream)
             yield output
-            hidden = stream if self._sizes.is_classic else output
+            hidden = output if self._form.feeds_back_normed else stream
 
     def _consume(self, taps: torch.Tensor) -> torch.Tensor:
-        if not self._sizes.is_classic:
+        if self._form.norms_taps:
             normed = [self._norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps.unbind(dim=2))]
             taps = torch.stack(normed, dim=2)
         return wide(self._linear("fc", wide(taps.flatten(2))))
@@ -63,7 +79,7 @@ class Eagle3Network(NamedLayers):
     def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
         """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
         count, heads * dim]."""
-        kv_heads, count = self._sizes.num_kv_heads, query.shape[2]
+        kv_heads, count = self._form.num_kv_heads, query.shape[2]
         query = query.unflatten(1, (kv_heads, -1))  # [texts, kv heads, group, count, dim]
         shared = query.flatten(2, 3) @ keys[0].transpose(-1, -2)
         is_later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
@@ -78,28 +94,4 @@ class Eagle3Network(NamedLayers):
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)
-        return projected.unflatten(-1, (-1, self._sizes.head_dim)).transpose(1, 2)
-
-
-def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the exported file that is a weight, by name."""
-    hidden, width = sizes.hidden_size, sizes.intermediate_size
-    queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(sizes.taps) * hidden),
-        f"{LAYER}.input_layernorm.weight": (hidden,),
-        f"{LAYER}.hidden_norm.weight": (hidden,),
-        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
-        f"{LAYER}.self_attn.q_proj.weight": (queries, 2 * hidden),
-        f"{LAYER}.self_attn.k_proj.weight": (others, 2 * hidden),
-        f"{LAYER}.self_attn.v_proj.weight": (others, 2 * hidden),
-        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
-        f"{LAYER}.mlp.gate_proj.weight": (width, hidden),
-        f"{LAYER}.mlp.up_proj.weight": (width, hidden),
-        f"{LAYER}.mlp.down_proj.weight": (hidden, width),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab_size, hidden),
-    }
-    if not sizes.is_classic:
-        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(len(sizes.taps))}
-    return shapes
+        return projected.unflatten(-1, (-1, self._form.head_dim)).transpose(1, 2)

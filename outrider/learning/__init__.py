@@ -1,0 +1,1 @@
+"""Draft heads with gradients, and the head that learns from the traffic while it serves. See docs/training.md."""
