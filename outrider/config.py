@@ -36,6 +36,7 @@ STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; witho
 MAX_PADDING = 16  # the most that a batch may be padded by, as a factor
 LARGE_GPU_BYTES = 64 << 30  # total memory of a GPU that serves twice as many requests at once by default
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
+ADAPT_MEMORY_BYTES = 256 << 20  # default of adapt_memory_bytes
 CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
 
 
@@ -74,6 +75,9 @@ class EngineConfig:
     # Tokens are guessed by: a drafter of these settings; "auto": the one that comes with the model, if there is one
     # (core/shipped_drafters.py); None: nothing.
     speculative_config: dict[str, Any] | Annotated[str, OneOf((AUTO_DRAFTER,))] | None = AUTO_DRAFTER
+    adapt_drafter: bool = False  # an EAGLE-3 head learns from the traffic while it serves; in memory only
+    adapt_memory_bytes: Annotated[int, Range(1, INT64)] = ADAPT_MEMORY_BYTES  # of served texts that it learns from
+    adapt_share: Annotated[float, Range(0.001, 1)] = 0.03  # share of the time that its trainer works while requests run
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
@@ -105,12 +109,29 @@ class EngineConfig:
                              "every adapter on the device is kept in the host's memory too")
         if isinstance(self.speculative_config, dict):
             SpeculativeConfig.parse(self.speculative_config)
+        if self.adapt_drafter:
+            self._check_adapting()
         if self.kv_events_config is not None:
             KVEventsConfig.parse(self.kv_events_config)
+
+    def _check_adapting(self) -> None:
+        """Refuse what no drafter of this config could learn with. The worker looks at the head itself."""
+        methods = () if self.speculative is None else self.speculative.methods
+        if not set(methods) & {AUTO_METHOD, "eagle3"}:
+            named = " and ".join(map(repr, methods)) or "none"
+            raise ValueError(f"adapt_drafter: only EAGLE-3 heads learn while they serve, and the drafter is {named}: "
+                             "give a speculative_config with method 'eagle3' (`outrider train-drafter` trains a "
+                             "head), or leave adapt_drafter out")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(f"adapt_drafter: a head that {self.tensor_parallel_size} ranks hold does not learn while "
+                             "it serves: use tensor_parallel_size=1, or leave adapt_drafter out")
 
     def for_streams(self) -> EngineConfig:
         """The config of an engine whose tokens are read as they come: prompts must not hold them up for long."""
         return self if self.max_step_ms is not None else replace(self, max_step_ms=STREAM_STEP_MS)
+
+    def without_drafts(self) -> EngineConfig:
+        return replace(self, speculative_config=None, adapt_drafter=False)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

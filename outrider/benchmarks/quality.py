@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from outrider.benchmarks.prompt_sets import read_sets
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(config)
     tokenizer = loaded.need_tokenizer()
     found: dict[str, Any] = {}
-    with loaded.llm(replace(config, speculative_config=None)) as llm:
+    with loaded.llm(config.without_drafts()) as llm:
         if args.text_tokens:
             found["perplexity"], found["text_tokens"] = _perplexity(llm, tokenizer, data.text(), args)
             print(f"perplexity {found['perplexity']:.4f} of {found['text_tokens']} tokens", flush=True)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--speculative-config none leaves nothing to compare")
     loaded = load(config)
     tokenizer = loaded.need_tokenizer()
-    plain = loaded.llm(replace(config, speculative_config=None))
+    plain = loaded.llm(config.without_drafts())
     found: list[Comparison] = []
     print(HEAD, flush=True)
     with plain, loaded.llm(config) as drafting:

@@ -63,6 +63,9 @@ ENGINE_HELP = {
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'; none: no drafts; '
                           "auto: the drafter that comes with the model, if there is one",
+    "adapt_drafter": "the EAGLE-3 head learns from the traffic while it serves (in memory only; docs/training.md)",
+    "adapt_memory_bytes": "memory for served texts that the drafter learns from",
+    "adapt_share": "share of the time that the drafter's trainer may work while requests run",
     "exact": "the same logits, bit for bit, alone and in any batch, with drafts and without; costs speed",
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",

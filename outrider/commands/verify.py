@@ -171,7 +171,7 @@ class Check:
     def _config_of(self, variant: Variant) -> EngineConfig:
         settings = dict(variant.settings)
         if not variant.drafts:
-            settings["speculative_config"] = None
+            settings |= {"speculative_config": None, "adapt_drafter": False}
         elif (drafting := self._config.drafter_settings) is not None:
             # The most drafts there may be, whatever they cost, so that more is checked.
             settings["speculative_config"] = {"auto": False} | drafting

@@ -1,5 +1,6 @@
 """Plain data that crosses boundaries: limits, lengths, batches, step results, parameters, outputs. No torch."""
 
+from outrider.core.adaptation import AdaptationReport, RowEnd
 from outrider.core.class_head import ClassHead
 from outrider.core.drafter_faults import FaultRecord
 from outrider.core.lengths import Bound, Settled
@@ -24,6 +25,7 @@ from outrider.core.step import (
 )
 
 __all__ = [
+    "AdaptationReport",
     "AdapterReach",
     "Admission",
     "Axis",
@@ -42,6 +44,7 @@ __all__ = [
     "PageWrite",
     "RequestOutput",
     "RequestResult",
+    "RowEnd",
     "SamplingParams",
     "ScheduledBatch",
     "Settled",

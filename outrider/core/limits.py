@@ -28,6 +28,7 @@ class Axis(enum.Enum):
     ADAPTER_SLOTS = "adapter slots"  # adapters on the device
     ADAPTER_TARGETS = "adapter targets"  # products that adapters may change
     ADAPTER_NUMBERS = "adapter numbers"  # numbers of all adapters on the device together
+    SERVED_TOKENS = "served tokens"  # tokens that a drafter learns from, and a place for the states of no such token
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Limits:
     max_adapters: int = 0  # adapters on the device at once
     num_adapter_targets: int = 0
     num_adapter_numbers: int = 0  # room for all of them together
+    num_served_tokens: int = 0  # tokens of served texts that are kept for a drafter to learn from
 
     def extent(self, axis: Axis) -> int:
         return {
@@ -65,6 +67,7 @@ class Limits:
             Axis.ADAPTER_SLOTS: self.max_adapters,
             Axis.ADAPTER_TARGETS: self.num_adapter_targets,
             Axis.ADAPTER_NUMBERS: self.num_adapter_numbers,
+            Axis.SERVED_TOKENS: self.num_served_tokens + 1,
         }[axis]
 
     @property

@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.core.adaptation import AdaptationReport, RowEnd
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.drafter_faults import DrafterFault
 from outrider.core.params import SamplingParams
@@ -184,6 +185,7 @@ class ScheduledBatch:
     spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
     shares_pages: bool = False  # several of its requests hold the same leading pages, for hundreds of tokens
     adapters: list[AdapterPlacement] = field(default_factory=list)  # that must be on the device before the admissions
+    ends: list[RowEnd] = field(default_factory=list)  # rows that requests have left; admissions may take them again
     is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
 
     @property
@@ -240,3 +242,4 @@ class StepResult:
     times: StepTimes | None = None  # times of a traced step, where its worker can tell them
     drafter_faults: tuple[DrafterFault, ...] = ()  # faults of drafters on the device since the last result
     is_drafting_over: bool = False  # there are drafters on the device, and all of them are switched off
+    adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves, if there is news

@@ -11,11 +11,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from outrider.core import Admission, Limits
+from outrider.core import AdaptationReport, Admission, Limits, RowEnd
 from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
@@ -42,6 +42,23 @@ class DrafterReport(NamedTuple):
 
     faults: tuple[DrafterFault, ...]  # since the last report
     is_over: bool  # there are drafters, and all are switched off
+    adaptation: AdaptationReport | None = None  # of a drafter that learns, if there is news
+
+
+class StepLearner(Protocol):
+    """What a drafter that learns while it serves sees of steps (`learning/learner.py`). It raises nothing."""
+
+    def bind(self, limits: Limits) -> None: ...
+
+    def begin_step(self, ends: Sequence[RowEnd]) -> None: ...
+
+    def admit(self, admissions: Sequence[Admission]) -> None: ...
+
+    def record(self, step: Step) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def take_news(self) -> AdaptationReport | None: ...
 
 
 class DrafterGuard:
@@ -139,10 +156,10 @@ class DrafterGuards:
     """All drafters of an engine: those of a combination, one, or none."""
 
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
-                 without_sums: WithoutSums = nullcontext) -> None:
+                 without_sums: WithoutSums = nullcontext, learner: StepLearner | None = None) -> None:
         """group: the ranks that run the drafters, each a copy of them or a part. without_sums: makes a context in which
-        the group refuses to sum."""
-        self._group = group
+        the group refuses to sum. learner: trains one of the drafters on what steps serve."""
+        self._group, self._learner = group, learner
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
         # Read once: these decide what a captured step contains.
@@ -162,6 +179,14 @@ class DrafterGuards:
         self._num_told_off = 0
         for guard in self._guards:
             guard.watch(row_tensors)
+        if self._learner is not None:
+            self._learner.bind(limits)
+
+    def begin_step(self, ends: Sequence[RowEnd]) -> None:
+        """Called before every step. ends: rows that their requests have left."""
+        self.tell_device()
+        if self._learner is not None:
+            self._learner.begin_step(ends)
 
     @property
     def num_off(self) -> int:
@@ -172,6 +197,8 @@ class DrafterGuards:
             self._choice.admit(admissions)
         for guard in self._guards:
             guard.admit(admissions)
+        if self._learner is not None:
+            self._learner.admit(admissions)
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
         for guard in self._guards:
@@ -187,8 +214,12 @@ class DrafterGuards:
     def reset(self) -> None:
         for guard in self._guards:
             guard.reset()
+        if self._learner is not None:
+            self._learner.reset()
 
     def skip(self, step: Step) -> None:
+        if self._learner is not None:
+            self._learner.record(step)
         if self._choice is not None:
             self._choice.skip(step)
         for guard in self._guards:
@@ -198,6 +229,8 @@ class DrafterGuards:
         """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have. Of
         several drafters one has drafts for each request (`ProposalChoice`). On several ranks, a user's drafters may
         draft differently or fail on one rank alone: the drafts of rank 0 count."""
+        if self._learner is not None:
+            self._learner.record(step)  # before drafters, which may write to the hidden states
         found = [guard.propose(step) for guard in self._guards]
         group = None if self._trusts_all else self._group
         if group is None and all(proposal is None for proposal in found):
@@ -253,4 +286,5 @@ class DrafterGuards:
                 kind = FaultKind.TOKEN if own.is_token else FaultKind.COUNT
                 guard.record.add(kind, f"propose() returned {what} {own.value}")
         news = tuple(fault for guard in self._guards for fault in guard.record.take())
-        return DrafterReport(news, bool(self._guards) and self.num_off == len(self._guards))
+        adaptation = None if self._learner is None else self._learner.take_news()
+        return DrafterReport(news, bool(self._guards) and self.num_off == len(self._guards), adaptation)

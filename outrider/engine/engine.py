@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from outrider.core import ClassHead, FaultRecord, Finish, Limits, StepResult
+from outrider.core import AdaptationReport, ClassHead, FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
@@ -95,6 +95,7 @@ class Engine:
         self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
         self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
         self.sleep_level = 0  # 0 while awake
+        self.adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
         self._process_id = os.getpid()
 
@@ -294,6 +295,7 @@ class Engine:
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
+        self.adaptation = result.adaptation or self.adaptation
         if self._host_faults is not None:
             self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:

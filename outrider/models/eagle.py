@@ -192,8 +192,8 @@ class Eagle3Head(EagleHead):
         self.taps = read_taps(head, target)
         wide = self.read_target_size(head.top, head.layer)
         self.read_vocabulary(head.top)
-        self._norm_before_residual = head.top.get("norm_before_residual", bool, head.is_speculators)
-        self._feeds_back_normed = head.top.get("norm_output", bool, False)
+        self.norm_before_residual = head.top.get("norm_before_residual", bool, head.is_speculators)
+        self.feeds_back_normed = head.top.get("norm_output", bool, False)
         self._build(wide, dtype, device)
 
     def _build(self, wide: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -240,10 +240,10 @@ class Eagle3Head(EagleHead):
         ids, table, _ = self._table(tokens, None, context)
         gains = (self.first.input_norm.scale, self.hidden_norm.scale)
         x, normed = ops.join_embedding(ids, table, hidden, gains=gains, eps=self.sizes.eps)
-        residual = normed if self._norm_before_residual else hidden
+        residual = normed if self.norm_before_residual else hidden
         delta, residual = self._layers_from(x, residual, angles, context, rows)
         output, before_norm = self.norm.add_norm(delta, residual)
-        return output, output if self._feeds_back_normed else before_norm
+        return output, output if self.feeds_back_normed else before_norm
 
 
 def read_taps(head: HeadConfig, target: Model) -> tuple[int, ...]:

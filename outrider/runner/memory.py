@@ -104,8 +104,9 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
                 packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK,
-                adapter_bytes: int = 0) -> MemoryPlan:
-    """All ranks get the number of pages that the rank with the least memory has room for."""
+                adapter_bytes: int = 0, trainer_bytes: int = 0) -> MemoryPlan:
+    """All ranks get the number of pages that the rank with the least memory has room for. trainer_bytes: what a
+    drafter's trainer will take beside what it holds already."""
     step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
@@ -115,7 +116,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     if config.num_pages is not None:
         num_pages = config.num_pages
     else:
-        other_bytes = step.total + num_rows * rows.row_bytes
+        other_bytes = step.total + num_rows * rows.row_bytes + trainer_bytes
         if device.type != "cuda":  # there they are measured with the rows
             other_bytes += adapter_bytes
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes

@@ -11,6 +11,7 @@ from outrider.cache.groups import CacheLayout
 from outrider.core import Limits
 from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
+from outrider.learning.learner import DrafterLearner
 from outrider.mixers import CachedLayers
 from outrider.mixers.paged.base import Backend
 from outrider.mixers.pool import DevicePool
@@ -47,6 +48,7 @@ class StepParts:
     processors: list[EngineProcessor]
     max_adapter_rank: int | None = None  # None: no request may name an adapter
     ranks: WorkerRanks = ONE_RANK
+    learner: DrafterLearner | None = None  # trains the drafter while it serves
 
     @property
     def _takes_checkpoints(self) -> bool:

@@ -11,6 +11,8 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.registry import DraftBuild, make_drafter
 from outrider.layers.fuse import prepare
+from outrider.learning.learner import DrafterLearner, LearningSettings, count_served_tokens
+from outrider.learning.served_head import ServedHead
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.runner.cache_plan import choose_backend, plan_cache
@@ -45,12 +47,26 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
     rates = None if speculative is None else speculative.rates_by_row
-    guards = DrafterGuards(drafter, model.group, ranks.without_sums)
+    limits, learner = _make_learner(config, drafter, limits)
+    guards = DrafterGuards(drafter, model.group, ranks.without_sums, learner)
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
                      make_processors(config, limits, model.device),
-                     config.max_lora_rank if config.enable_lora else None, ranks)
+                     config.max_lora_rank if config.enable_lora else None, ranks, learner)
+
+
+def _make_learner(config: EngineConfig, drafter: Drafter | None,
+                  limits: Limits) -> tuple[Limits, DrafterLearner | None]:
+    """What trains the drafter while it serves, if the config asks for that, and the limits with room for the texts that
+    it learns from."""
+    if not config.adapt_drafter:
+        return limits, None
+    served = ServedHead.from_drafter(drafter, config.packed_weights)
+    num_tokens, segment_tokens = count_served_tokens(served, config.adapt_memory_bytes, limits.max_len)
+    limits = replace(limits, num_served_tokens=num_tokens)
+    settings = LearningSettings.for_head(served.head.hidden_size, config.adapt_share)
+    return limits, DrafterLearner(served, limits, settings, segment_tokens)
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -60,6 +61,25 @@ class Residence:
 
     def sleep(self, level: int) -> SleepReport:
         """Put all parts to sleep. If something speaks against it, nothing is changed."""
+        with self._trainer_paused():
+            return self._sleep(level)
+
+    @contextmanager
+    def _trainer_paused(self) -> Iterator[None]:
+        """Within, a drafter's trainer does not work, and none does afterwards while something sleeps: it reads weights
+        of the model and the drafter."""
+        learner = self._parts.learner
+        if learner is None:
+            yield
+            return
+        learner.pause()
+        try:
+            yield
+        finally:
+            if not self._asleep and not self._are_incomplete:
+                learner.resume()
+
+    def _sleep(self, level: int) -> SleepReport:
         start = time.perf_counter()
         self._synchronize()
         num_packed = self._drop_packed() if level == 2 else 0
@@ -91,6 +111,10 @@ class Residence:
 
     def wake_up(self, parts: Collection[str] = PARTS) -> WakeReport:
         """Bring parts back. If that fails, the part that failed stays asleep, and those after it."""
+        with self._trainer_paused():
+            return self._wake_up(parts)
+
+    def _wake_up(self, parts: Collection[str]) -> WakeReport:
         start = time.perf_counter()
         for part in (part for part in PARTS if part in parts and part in self._asleep):
             try:
@@ -111,6 +135,13 @@ class Residence:
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
         """Replace weights. Everything is checked before anything is changed. If it fails after that, weights that were
         asleep stay so."""
+        with self._trainer_paused():
+            report = self._update_weights(given)
+            if self._parts.learner is not None:
+                self._parts.learner.forget()  # what it has recorded is another model's
+            return report
+
+    def _update_weights(self, given: UpdateWeights) -> UpdateReport:
         start = time.perf_counter()
         self._synchronize()
         self._restore(WEIGHTS)  # slots are views

@@ -45,7 +45,8 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
         return done
     faults = [WrongValue.from_code(own[FAULT], own[FAULT_VALUE]) for own in counts if own[FAULT]]
     report = result.drafting.report(faults)
-    return replace(done, drafter_faults=report.faults, is_drafting_over=report.is_over)
+    return replace(done, drafter_faults=report.faults, is_drafting_over=report.is_over,
+                   adaptation=report.adaptation)
 
 
 def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:

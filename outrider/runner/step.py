@@ -157,7 +157,7 @@ class DeviceStep:
         self.grammars.admit(scheduled.admissions)
         self.planner.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.checkpoints)
-        self.drafting.tell_device()
+        self.drafting.begin_step(scheduled.ends)
         self.drafting.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.host_drafts)
         if scheduled.form is StepForm.SPLIT:

@@ -85,6 +85,9 @@ class Worker:
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
         self.residence = Residence(config, parts, self.device_step, self.runner, source)
+        self._learner = parts.learner
+        if self._learner is not None:
+            self._learner.start()
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
         self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
                                takes_spans=parts.takes_spans, device_name=parts.device_name,
@@ -120,10 +123,12 @@ class Worker:
         if not hasattr(self, "runner"):
             return  # closed before
         is_on_gpu, held_bytes = isinstance(self.runner, CudaRunner), self._count_bytes()
+        if self._learner is not None:
+            self._learner.close()
         self.runner.close()
         if self.device_step.adapters is not None:
             self.device_step.adapters.close()
-        del self.runner, self.device_step, self.residence
+        del self.runner, self.device_step, self.residence, self._learner
         if is_on_gpu or held_bytes >= LARGE:
             release_dropped()
 
@@ -196,7 +201,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
                                               use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks,
-                       adapter_bytes=limits.num_adapter_numbers * parts.model.dtype.itemsize)
+                       adapter_bytes=limits.num_adapter_numbers * parts.model.dtype.itemsize,
+                       trainer_bytes=0 if parts.learner is None else parts.learner.measure_memory())
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
     return fitting, plan.num_pages, step_memory if fitting == limits else None

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from outrider.cache.checkpoints import StateProgress
-from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, ScheduledBatch, StepForm
+from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, RowEnd, ScheduledBatch, StepForm
 from outrider.core.spans import MarkedSpan
 from outrider.core.step import AdapterPlacement
 from outrider.sched.request import Request
@@ -78,7 +78,7 @@ class BatchBuilder:
     def build(self, admissions: Iterable[Admission], pages: PageChanges, host_drafts: list[HostDraft],
               checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
               form: StepForm = StepForm.WHOLE, *, shares_pages: bool = False,
-              adapters: list[AdapterPlacement] | None = None) -> ScheduledBatch:
+              adapters: list[AdapterPlacement] | None = None, ends: list[RowEnd]) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
         requests, num_known, num_drafts, samples, num_pending, _ = map(list, columns)
@@ -103,4 +103,5 @@ class BatchBuilder:
             spans=self._spans,
             shares_pages=shares_pages,
             adapters=adapters or [],
+            ends=ends,
         )

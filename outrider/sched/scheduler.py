@@ -17,6 +17,7 @@ from outrider.core import (
     Finish,
     Limits,
     RequestResult,
+    RowEnd,
     ScheduledBatch,
     StepForm,
     StepResult,
@@ -62,6 +63,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_requests, 0, -1))
         self._in_flight: OrderedDict[int, ScheduledBatch] = OrderedDict()
         self._admissions: list[Admission] = []
+        self._ends: list[RowEnd] = []  # rows that requests have left since the last batch
         self._ended_early: list[Request] = []  # ended by the host since the last update
 
     # What the engine asks
@@ -370,8 +372,9 @@ class Scheduler:
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
         scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, num_wanted, form,
                                 shares_pages=self.cache.shares_pages,
-                                adapters=None if self.adapters is None else self.adapters.take_changes())
-        self._admissions = []
+                                adapters=None if self.adapters is None else self.adapters.take_changes(),
+                                ends=self._ends)
+        self._admissions, self._ends = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
         self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
@@ -419,6 +422,8 @@ class Scheduler:
         if self.adapters is not None and request.input.adapter is not None:
             self.adapters.end(request.input.adapter)
         self._free_rows.append(request.row)
+        is_served = request.finish not in (Finish.ABORT, Finish.ERROR)
+        self._ends.append(RowEnd(request.row, request.settled.at_least if is_served else 0))
         # The row may be taken again in this very batch: nothing of its former owner must reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]
         if self._host_drafts is not None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from outrider.core import AdaptationReport
 from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
@@ -92,6 +93,8 @@ class ServerMetrics:
         lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
         if engine is not None:
             lines += [*self._state_lines(engine), *self._step_lines(engine.stats)]
+            if engine.adaptation is not None:
+                lines += self._adaptation_lines(engine.adaptation)
         return "\n".join(lines) + "\n"
 
     def _state_lines(self, engine: Engine) -> Iterable[str]:
@@ -155,6 +158,20 @@ class ServerMetrics:
         yield from self._gauges("spec_decode_drafter_off", "1 for a drafter that was switched off, with the reason.",
                                 {f'drafter="{_escaped(drafter)}",reason="{_escaped(reason)}"': 1
                                  for drafter, reason in list(stats.drafters_off)})
+
+    def _adaptation_lines(self, report: AdaptationReport) -> Iterable[str]:
+        """Lines of a drafter that learns while it serves."""
+        for name, help_text, value in (
+            ("adapt_texts", "Served texts that the drafter may learn from.", report.num_texts),
+            ("adapt_steps", "Training steps of the drafter.", report.num_steps),
+            ("adapt_swaps", "Times that better weights replaced the drafter's.", report.num_swaps),
+            ("adapt_errors", "Times that the drafter's trainer failed.", report.num_errors),
+        ):
+            yield from self._counter(name, help_text, {"": value})
+        yield from self._gauge("adapt_serving_mean_run", "Mean run of the drafter on held-out texts.",
+                               report.serving_run)
+        yield from self._gauge("adapt_candidate_mean_run", "Mean run of the drafter in training on the same texts.",
+                               report.candidate_run)
 
     def _counter(self, name: str, help_text: str, values: dict[str, int]) -> Iterable[str]:
         yield from _head(f"{name}_total", help_text, "counter")

@@ -52,7 +52,7 @@ class Teacher:
         self._model, self._taps = model, taps
         self._ids = vocabulary.ids.to(model.device)
         self._recorder = TapRecorder(taps, model.hidden_size, model.dtype)
-        config = replace(config, speculative_config=None, enable_prefix_caching=False, enforce_eager=True,
+        config = replace(config.without_drafts(), enable_prefix_caching=False, enforce_eager=True,
                          max_model_len=max_text_tokens + 1, max_num_batched_tokens=micro_tokens, max_step_ms=None,
                          max_num_seqs=min(MAX_MICRO_TEXTS, micro_tokens),
                          gpu_memory_utilization=_memory_share(config, model.device))

@@ -1,0 +1,27 @@
+"""What a drafter that learns from the traffic has done so far, and which rows of a batch have lost their request. No
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class RowEnd(NamedTuple):
+    """A request has left its row: it ended, or it was preempted."""
+
+    row: int
+    num_served: int  # tokens of its text, the prompt's included, that count; 0 for a request that was aborted or failed
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptationReport:
+    """Counts since the start, and the last measurement on held-out texts."""
+
+    num_texts: int = 0  # texts that were recorded
+    num_steps: int = 0  # optimizer steps of the trainer
+    num_swaps: int = 0  # times that better weights replaced those that serve
+    num_errors: int = 0  # times that the trainer failed
+    serving_run: float = 0.0  # mean run of the serving head on held-out texts; 0 before the first measurement
+    candidate_run: float = 0.0  # mean run of the head in training, on the same texts
+    error: str = ""  # the last error of the trainer

@@ -1,0 +1,354 @@
+"""DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
+only if the one sampler picks the same token, whatever weights the head has.
+
+Steps record the texts that they serve (`learning/traffic.py`). A thread of low priority trains a copy of the head on
+them, and compares copy and serving head on texts that neither was trained on. If the copy is better, the thread of
+steps copies its weights over those that serve, before it runs its next step. While requests run, the trainer works for
+a small share of the time; it may use all of it while the engine is idle.
+
+Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
+the trainer ends; drafting goes on with the head as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.core import AdaptationReport, Admission, Limits, RowEnd
+from outrider.core.drafter_faults import words_of
+from outrider.drafters.base import Step
+from outrider.learning.candidate import Candidate
+from outrider.learning.served_head import ServedHead
+from outrider.learning.traffic import RingSegment, ServedText, TrafficRing
+
+log = logging.getLogger("outrider")
+
+SEGMENT_TOKENS = 256  # last tokens of a text that are kept
+STEP_TEXTS = 8  # texts of one optimizer step
+MICRO_TOKENS = 512  # tokens of a micro-batch: what the trainer computes without a rest
+ROUND_STEPS = 10  # optimizer steps between two measurements
+MOST_EPOCHS = 8  # times that a token of the traffic is trained on, on average
+LEAST_TEXTS = 8  # to train on, before the trainer begins
+LEAST_HELD_OUT = 4
+MOST_HELD_OUT = 32  # the newest held-out texts are measured with
+LEAST_GAIN = 0.02  # of the mean run on held-out texts, for a swap
+MOST_FAILURES = 5
+IDLE_SECONDS = 0.25  # without a step: the engine is idle
+POLL_SECONDS = 0.02
+NICENESS = 19
+
+
+@dataclass(frozen=True)
+class LearningSettings:
+    share: float  # of the time that the trainer may work while requests run
+    rate: float  # learning rate
+
+    @classmethod
+    def for_head(cls, hidden_size: int, share: float) -> LearningSettings:
+        return cls(share, 1e-3 * min(1.0, 512 / hidden_size))
+
+
+def count_served_tokens(served: ServedHead, memory_bytes: int, max_len: int) -> tuple[int, int]:
+    """(tokens of the ring, tokens of a segment) that fit into so many bytes. Raises ValueError if a trainer could not
+    begin with them."""
+    head = served.head
+    token_bytes = len(head.taps) * head.target.hidden_size * head.target.dtype.itemsize + 16
+    length = min(SEGMENT_TOKENS, max_len)
+    num_segments = memory_bytes // (token_bytes * length)
+    least = 2 * LEAST_TEXTS
+    if num_segments < least:
+        raise ValueError(f"adapt_memory_bytes={memory_bytes} holds {num_segments} texts of {length} tokens, and the "
+                         f"trainer needs {least}: give it at least {least * token_bytes * length}")
+    return num_segments * length, length
+
+
+class TrainerStopped(Exception):
+    """The engine closes while the trainer works."""
+
+
+class DrafterLearner:
+    """The thread of steps calls all methods. Those of the trainer's thread begin with an underscore."""
+
+    def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, segment_tokens: int) -> None:
+        head = served.head
+        self.served, self._settings = served, settings
+        self.ring = TrafficRing(limits, len(head.taps), head.target.hidden_size, segment_tokens=segment_tokens,
+                                dtype=head.target.dtype, device=served.device)
+        self._candidate = Candidate(served, settings.rate)
+        self._stream = torch.cuda.Stream(served.device) if served.device.type == "cuda" else None
+        self._random = random.Random(0)
+        self._working = threading.Lock()  # held by the trainer while it works, and by others to keep it from working
+        self._is_paused = False
+        self._offer = threading.Event()  # better weights wait for the next step
+        self._taken_at: torch.cuda.Event | None = None  # when the last swap's copies are done
+        self._stop = threading.Event()
+        self._last_step = 0.0  # when a step was last submitted
+        self._num_trained_tokens = 0
+        self._num_failures = 0  # since the last round that went well
+        self._report = AdaptationReport()
+        self._told: AdaptationReport | None = None
+        self._is_recording = True
+        self._thread: threading.Thread | None = None
+
+    # On the thread of steps
+
+    def start(self) -> None:
+        """Start the trainer's thread."""
+        num_threads = torch.get_num_threads()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="outrider-trainer", daemon=True)
+        self._thread.start()
+        ready.wait()
+        torch.set_num_threads(num_threads)  # the trainer has set its own number, which later threads would take over
+
+    def measure_memory(self) -> int:
+        """Device memory that the trainer needs beside what it holds: that of a micro-batch. 0 on a CPU."""
+        device, head = self.served.device, self.served.head
+        if device.type != "cuda":
+            return 0
+        length = self.ring.segment_tokens
+        text = ServedText(torch.zeros(length, dtype=torch.int64, device=device),
+                          torch.zeros(length, len(head.taps), head.target.hidden_size, dtype=head.target.dtype,
+                                      device=device), 1)  # fmt: skip
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        with self._on_stream():
+            self._candidate.add_gradients([text] * max(1, MICRO_TOKENS // length), 1.0)
+            self._candidate.restart()
+            torch.cuda.current_stream(device).synchronize()
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()  # it is counted once, as what the trainer will take
+        return peak - before
+
+    def bind(self, limits: Limits) -> None:
+        self.ring.bind(limits)
+
+    def begin_step(self, ends: Sequence[RowEnd]) -> None:
+        """Called before every step, in order with the steps: rows have lost their requests, and better weights may
+        wait."""
+        self._last_step = time.monotonic()
+        with self._recording():
+            self.ring.end(ends)
+        if self._offer.is_set():
+            self._swap()
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        with self._recording():
+            self.ring.admit(admissions)
+
+    def record(self, step: Step) -> None:
+        """Keep what the step has computed and accepted. Called before drafters, which may write to hidden states."""
+        with self._recording():
+            self.ring.record(step)
+
+    def reset(self) -> None:
+        with self._recording():
+            self.ring.reset()
+
+    def take_news(self) -> AdaptationReport | None:
+        """The report, if it has changed since the last call."""
+        report = self.report
+        if report == self._told:
+            return None
+        self._told = report
+        return report
+
+    @property
+    def report(self) -> AdaptationReport:
+        return replace(self._report, num_texts=self.ring.num_texts)
+
+    def pause(self) -> None:
+        """Wait for the trainer's micro-batch, and keep it from beginning another one."""
+        if not self._is_paused:
+            self._working.acquire()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self._working.release()
+
+    def forget(self) -> None:
+        """The target's weights have changed, so what was recorded is another model's. The trainer must be paused."""
+        assert self._is_paused
+        self._offer.clear()
+        self.ring.clear()
+        self._num_trained_tokens = self.ring.num_tokens
+        self._candidate.restart()
+
+    def close(self) -> None:
+        self._stop.set()
+        self.resume()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """What fails here ends recording, and the step goes on."""
+        if not self._is_recording:
+            return (yield)
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise  # the device's lack, which the runner answers
+        except Exception as error:
+            self._is_recording = False
+            self._stop.set()
+            self._fail(error)
+
+    def _swap(self) -> None:
+        """Serve with the candidate's weights. The trainer waits meanwhile."""
+        try:
+            self.served.take(self._candidate.weights)
+            if self._stream is not None:
+                self._taken_at = torch.cuda.Event()
+                self._taken_at.record()
+            self._report = replace(self._report, num_swaps=self._report.num_swaps + 1)
+        except Exception as error:  # some weights may be new and some old: drafts are worse, and the text is the same
+            self._fail(error)
+        finally:
+            self._offer.clear()
+
+    # On the trainer's thread
+
+    def _run(self, ready: threading.Event) -> None:
+        try:
+            _lower_priority()
+            torch.set_num_threads(1)
+        finally:
+            ready.set()
+        with self._on_stream():
+            try:
+                while self._num_failures < MOST_FAILURES:
+                    self._try_round()
+                    self._wait(POLL_SECONDS)
+                log.error("the trainer of the drafter has ended after %d failures in a row", self._num_failures)
+            except TrainerStopped:
+                return
+
+    def _try_round(self) -> None:
+        try:
+            if self._train_round():
+                self._num_failures = 0
+        except TrainerStopped:
+            raise
+        except Exception as error:  # a trainer that fails must not end serving
+            self._num_failures += 1
+            self._fail(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+            with self._at_work():
+                self._candidate.restart()
+
+    def _train_round(self) -> bool:
+        """Some steps, a measurement, and perhaps a swap. Returns False while there is too little to learn from."""
+        ring = self.ring
+        training, held_out = ring.closed(is_held_out=False), ring.closed(is_held_out=True)[-MOST_HELD_OUT:]
+        may_train = self._num_trained_tokens < MOST_EPOCHS * ring.num_tokens
+        if len(training) < LEAST_TEXTS or len(held_out) < LEAST_HELD_OUT or not may_train:
+            return False
+        for _ in range(ROUND_STEPS):
+            self._train_step(self._random.sample(training, min(STEP_TEXTS, len(training))))
+        serving, candidate = self._measure(held_out)
+        self._report = replace(self._report, serving_run=serving, candidate_run=candidate)
+        if candidate >= serving + LEAST_GAIN:
+            log.info("adapting the drafter: after %d steps its mean run on held-out traffic is %.3f, that of the "
+                     "drafter that serves %.3f: its weights take over", self._report.num_steps, candidate, serving)
+            self._offer_weights()
+        return True
+
+    def _train_step(self, segments: Sequence[RingSegment]) -> None:
+        with self._at_work():
+            texts = self.ring.read(segments)
+        for group in micro_batches(texts):
+            with self._at_work():
+                self._candidate.add_gradients(group, len(group) / len(texts))
+        with self._at_work():
+            self._candidate.apply()
+        self._num_trained_tokens += sum(len(text.tokens) for text in texts)
+        self._report = replace(self._report, num_steps=self._report.num_steps + 1)
+
+    def _measure(self, segments: Sequence[RingSegment]) -> tuple[float, float]:
+        """Mean runs of the serving head and of the candidate on the same texts."""
+        with self._at_work():
+            texts = self.ring.read(segments)
+        num_places, accepted = 0, [0, 0]
+        for group in micro_batches(texts):
+            for index in range(2):
+                with self._at_work():
+                    places, num_accepted = self._candidate.measure(group, is_serving=index == 0)
+                accepted[index] += num_accepted
+            num_places += places
+        return 1 + accepted[0] / max(1, num_places), 1 + accepted[1] / max(1, num_places)
+
+    def _offer_weights(self) -> None:
+        """Let the thread of steps take the weights over, and wait until it has: it reads them where they are."""
+        self._offer.set()
+        while self._offer.is_set():
+            self._wait(POLL_SECONDS)
+        if self._taken_at is not None:
+            self._taken_at.wait()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within, the trainer may use the device, unless it is paused. Afterwards it rests, so that its work takes a
+        bounded share of the time while requests run."""
+        while not self._working.acquire(timeout=POLL_SECONDS):
+            self._wait(0)
+        try:
+            began = time.monotonic()
+            yield
+            if self._stream is not None:
+                self._stream.synchronize()
+            seconds = time.monotonic() - began
+        finally:
+            self._working.release()
+        self._rest(seconds * (1 / self._settings.share - 1))
+
+    def _rest(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        self._wait(0)
+        while (now := time.monotonic()) < until and now - self._last_step < IDLE_SECONDS:
+            self._wait(min(POLL_SECONDS, until - now))
+
+    def _wait(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise TrainerStopped
+
+    def _fail(self, error: Exception) -> None:
+        log.warning("adapting the drafter failed, and serving goes on: %s", words_of(error), exc_info=error)
+        self._report = replace(self._report, num_errors=self._report.num_errors + 1, error=words_of(error))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def micro_batches(texts: Sequence[ServedText]) -> Iterator[list[ServedText]]:
+    """The texts in groups of at most MICRO_TOKENS tokens each, padding included."""
+    group: list[ServedText] = []
+    for text in sorted(texts, key=lambda text: len(text.tokens)):
+        if group and (len(group) + 1) * len(text.tokens) > MICRO_TOKENS:
+            yield group
+            group = []
+        group.append(text)
+    if group:
+        yield group
+
+
+def _lower_priority() -> None:
+    """Let the system run this thread only where others leave it time. Other systems than Linux know no priorities of
+    single threads; there only the share of the time bounds the trainer."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,102 @@
+"""The record of served texts: it holds exactly what was computed and accepted, of requests that may be recorded, and
+its memory is bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.core.outputs import RequestOutput
+from outrider.learning import learner as learner_module
+from outrider.learning.traffic import TrafficRing
+from tests.drafters.rig import DraftRig
+from tests.engine.harness import Ask, greedy
+from tests.learning.rigs import learner_of, learning_rig, naive_taps, prompts, without_thread
+
+
+def texts_in(rig: DraftRig) -> list[tuple[list[int], torch.Tensor, int]]:
+    ring = learner_of(rig).ring
+    segments = [*ring.closed(is_held_out=False), *ring.closed(is_held_out=True)]
+    return [(text.tokens.tolist(), text.taps, text.answer_from) for text in ring.read(segments)]
+
+
+def check_against_naive(rig: DraftRig, outputs: list[RequestOutput], asked: list[list[int]], length: int) -> int:
+    """Every recorded text is the end of a served one, with the target's residual streams. Returns how many they are."""
+    served = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(asked, outputs, strict=True)]
+    recorded = texts_in(rig)
+    for tokens, taps, answer_from in recorded:
+        # The last token of a text may not be computed; a preempted request has a text for each time that it ran.
+        index, end = next((index, end) for index, text in enumerate(served) for end in range(len(text), 0, -1)
+                          if text[max(0, end - len(tokens)) : end] == tokens)
+        is_whole = len(tokens) == min(length, end) and end >= len(served[index]) - 1
+        assert is_whole or rig.scheduler.stats.num_preemptions
+        assert answer_from == max(1, len(asked[index]) - (end - len(tokens)))
+        torch.testing.assert_close(taps, naive_taps(served[index])[end - len(tokens) : end], rtol=0, atol=1e-5)
+    return len(recorded)
+
+
+@pytest.mark.parametrize("condition", ["plain", "chunks", "overlap", "padded", "preempted"])
+def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are rejected on the way, and most texts are longer than segments."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 20)
+    settings = {"chunks": {"max_num_batched_tokens": 17}, "overlap": {"overlap": True},
+                "padded": {"pad_requests": (16,), "pad_tokens": (64,)}}.get(condition, {})
+    asked = [prompt * (3 if index == 0 else 1) for index, prompt in enumerate(prompts(8, seed=5))]
+    with learning_rig(**settings) as rig:
+        outputs = rig.run([Ask(prompt, greedy(10 + 3 * index)) for index, prompt in enumerate(asked)],
+                          after_step=rig.preempt if condition == "preempted" else None)
+        rig.run([Ask(asked[0][:4], greedy(1))])  # the next batch tells that the others have left
+        stats = rig.engine.stats
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+        count = check_against_naive(rig, outputs, asked, 20)
+        assert count >= len(asked) and (condition != "preempted" or count > len(asked))
+
+
+def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    first, second, third = prompts(3, seed=6)
+    with learning_rig(overlap=True) as rig:
+        checks = rig.engine.checks
+        for name, prompt in (("aborted", first), ("served", third)):
+            rig.outputs.add(name, prompt, greedy(20))
+        salted = {"prompt_token_ids": second, "cache_salt": "tenant"}
+        rig.engine.add({"salted": checks.check(salted, greedy(20), 0)})
+        for _ in range(4):
+            rig.engine.step()
+        rig.engine.abort("aborted")
+        while rig.engine.has_work:
+            rig.engine.step()
+        rig.run([Ask(first[:4], greedy(1))])
+        (recorded,) = texts_in(rig)
+        assert recorded[0][: len(third)] == third
+        assert len(recorded[0]) == len(third) + 19
+
+
+def test_memory_is_bounded_and_the_oldest_text_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 16)
+    token_bytes = 3 * 96 * 8 + 16
+    with learning_rig(adapt_memory_bytes=16 * 16 * token_bytes, max_num_seqs=16) as rig:
+        ring: TrafficRing = learner_of(rig).ring
+        size = ring.num_bytes
+        assert size <= 17 * 16 * token_bytes
+        asked = prompts(24, seed=7)
+        for prompt in asked:
+            rig.run([Ask(prompt, greedy(3))])
+        assert ring.num_bytes == size and ring.num_texts == 23
+        segments = [*ring.closed(is_held_out=False), *ring.closed(is_held_out=True)]
+        assert sorted(segment.number for segment in segments) == list(range(8, 23))
+        # More requests at once than the ring records: the others are served and leave no trace.
+        rig.run([Ask(prompt, greedy(6)) for prompt in asked[:16]])
+        assert len(ring._open) == 12
+
+
+def test_a_failed_step_leaves_nothing_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    with learning_rig() as rig:
+        ring = learner_of(rig).ring
+        rig.run([Ask(prompt, greedy(8)) for prompt in prompts(2, seed=8)])
+        assert len(ring._open) == 2
+        rig.step.reset()
+        assert not ring._open and not ring.closed(is_held_out=False) and bool((ring._start_of == -1).all())
