@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -138,23 +138,19 @@ class DrafterLearner:
         """Called before every step, in order with the steps: rows have lost their requests, and better weights may
         wait."""
         self._last_step = time.monotonic()
-        with self._recording():
-            self.ring.end(ends)
+        self._try_recording(lambda: self.ring.end(ends))
         if self._offer.is_set():
             self._swap()
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        with self._recording():
-            self.ring.admit(admissions)
+        self._try_recording(lambda: self.ring.admit(admissions))
 
     def record(self, step: Step) -> None:
         """Keep what the step has computed and accepted. Called before drafters, which may write to hidden states."""
-        with self._recording():
-            self.ring.record(step)
+        self._try_recording(lambda: self.ring.record(step))
 
     def reset(self) -> None:
-        with self._recording():
-            self.ring.reset()
+        self._try_recording(self.ring.reset)
 
     def take_news(self) -> AdaptationReport | None:
         """The report, if it has changed since the last call."""
@@ -194,13 +190,12 @@ class DrafterLearner:
             self._thread.join()
             self._thread = None
 
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """What fails here ends recording, and the step goes on."""
+    def _try_recording(self, work: Callable[[], None]) -> None:
+        """If the work fails, recording and training end, and the step goes on."""
         if not self._is_recording:
-            return (yield)
+            return
         try:
-            yield
+            work()
         except torch.OutOfMemoryError:
             raise  # the device's lack, which the runner answers
         except Exception as error:
