@@ -60,6 +60,8 @@ class StepLearner(Protocol):
 
     def take_news(self) -> AdaptationReport | None: ...
 
+    def resting(self) -> AbstractContextManager[None]: ...
+
 
 class DrafterGuard:
     """One drafter, its faults, and the tensors of the engine that it must not write to."""
@@ -181,6 +183,11 @@ class DrafterGuards:
             guard.watch(row_tensors)
         if self._learner is not None:
             self._learner.bind(limits)
+
+    def trainer_resting(self) -> AbstractContextManager[None]:
+        """A context in which no drafter is trained: a capture lets go of the scratch memory of library products, which
+        another thread must not use meanwhile."""
+        return nullcontext() if self._learner is None else self._learner.resting()
 
     def begin_step(self, ends: Sequence[RowEnd]) -> None:
         """Called before every step. ends: rows that their requests have left."""

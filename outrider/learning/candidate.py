@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from outrider.kernels.vendor_products import wide_product
 from outrider.learning.eagle3_network import Eagle3Network
 from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
@@ -138,9 +139,18 @@ class Candidate:
             output = output if padded.taps.is_cuda else output.float()
         passes = network.passes(embeds, padded.taps.float(), self.num_passes)
         for own, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
-            yield F.linear(states[own // width, own % width - 1], output)
+            chosen = states[own // width, own % width - 1]
+            yield F.linear(chosen, output) if torch.is_grad_enabled() else _wide_logits(chosen, output)
 
     def _arithmetic(self) -> AbstractContextManager[object]:
         """bfloat16 products on a GPU, over weights that stay float32."""
         is_on_gpu = self._served.device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if is_on_gpu else nullcontext()
+
+
+def _wide_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits of states x for a measurement: in 16 bits they have ties, which would count as wrong drafts."""
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.to(weight.dtype)
+        is_narrow = x.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+        return wide_product(x, weight) if is_narrow else F.linear(x, weight)

@@ -1,10 +1,11 @@
 """DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
 only if the one sampler picks the same token, whatever weights the head has.
 
-Steps record the texts that they serve (`learning/traffic.py`). A thread of low priority trains a copy of the head on
+Steps record the texts that they serve (`learning/traffic.py`). A thread trains a copy of the head on
 them, and compares copy and serving head on texts that neither was trained on. If the copy is better, the thread of
 steps copies its weights over those that serve, before it runs its next step. While requests run, the trainer works for
-a small share of the time; it may use all of it while the engine is idle.
+a small share of the time; it may use all of it while the engine is idle. That share is its low priority: the system's
+priorities of threads would not do, since a thread that the system holds back may hold Python's lock.
 
 Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
 the trainer ends; drafting goes on with the head as it is.
@@ -13,9 +14,7 @@ the trainer ends; drafting goes on with the head as it is.
 from __future__ import annotations
 
 import logging
-import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,6 @@ LEAST_GAIN = 0.02  # of the mean run on held-out texts, for a swap
 MOST_FAILURES = 5
 IDLE_SECONDS = 0.25  # without a step: the engine is idle
 POLL_SECONDS = 0.02
-NICENESS = 19
 
 
 @dataclass(frozen=True)
@@ -175,6 +173,17 @@ class DrafterLearner:
             self._is_paused = False
             self._working.release()
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within, the trainer does not work."""
+        was_paused = self._is_paused
+        self.pause()
+        try:
+            yield
+        finally:
+            if not was_paused:
+                self.resume()
+
     def forget(self) -> None:
         """The target's weights have changed, so what was recorded is another model's. The trainer must be paused."""
         assert self._is_paused
@@ -220,11 +229,12 @@ class DrafterLearner:
 
     def _run(self, ready: threading.Event) -> None:
         try:
-            _lower_priority()
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # of this thread
         finally:
             ready.set()
         with self._on_stream():
+            if self._stream is not None:  # which made the weights
+                self._stream.wait_stream(torch.cuda.default_stream(self.served.device))
             try:
                 while self._num_failures < MOST_FAILURES:
                     self._try_round()
@@ -340,10 +350,3 @@ def micro_batches(texts: Sequence[ServedText]) -> Iterator[list[ServedText]]:
         group.append(text)
     if group:
         yield group
-
-
-def _lower_priority() -> None:
-    """Let the system run this thread only where others leave it time. Other systems than Linux know no priorities of
-    single threads; there only the share of the time bounds the trainer."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
