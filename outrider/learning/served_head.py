@@ -13,6 +13,7 @@ from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.combined import CombinedDrafter
 from outrider.formats import DenseLinear, WeightSlot
+from outrider.kernels.native.products import fits_bfloat16
 from outrider.layers.fuse import prepare
 from outrider.learning.eagle3_network import LAYER, HeadForm
 from outrider.learning.named_layers import wide
@@ -30,6 +31,9 @@ class ServedHead:
         reason = self._lack()
         if reason is not None:
             raise ValueError(f"adapt_drafter: {reason}: {ADVICE}")
+        # Products on a CPU read half as much where weights are numbers of bfloat16: those that are stay so.
+        may_round = head.device.type == "cpu" and head.dtype is torch.float32
+        self._is_rounded = {name: may_round and fits_bfloat16(slot.target) for name, slot in self.slots.items()}
         table = head.rotary.table[1:]  # slot p turns by the angles of p - 1
         self.form = HeadForm(
             head.sizes.num_kv_heads, head.sizes.head_dim, head.sizes.eps,
@@ -107,7 +111,7 @@ class ServedHead:
         """Serve with these weights from the next step on. They are written where the old ones are, since captured steps
         read them there; on a CPU, second copies are made anew."""
         for name, slot in self.slots.items():
-            slot.target.copy_(weights[name])
+            slot.target.copy_(weights[name].bfloat16() if self._is_rounded[name] else weights[name])
         if self.head.device.type == "cpu":
             self.head.finalize()
             prepare([self.head], self._allow_copies)

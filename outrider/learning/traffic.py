@@ -103,6 +103,14 @@ class TrafficRing:
 
     def record(self, step: Step) -> None:
         """Keep the tokens that the step has computed and accepted. No host reads; captured with the step."""
+        view, place = step.batch.padded, self._places(step)
+        self.tokens.index_copy_(0, place, view.token_ids)
+        self.positions.index_copy_(0, place, view.positions)
+        for kept, tap in zip(self.taps, step.hidden.taps, strict=True):
+            kept.index_copy_(0, place, tap.to(kept.dtype))
+
+    def _places(self, step: Step) -> torch.Tensor:
+        """[token rows] where the states of each go. Every place but nowhere has one writer."""
         view = step.batch.padded
         of = view.request_of
         index = torch.arange(view.num_tokens, device=of.device) - view.query_starts[of]
@@ -110,11 +118,7 @@ class TrafficRing:
         start = self._start_of[view.rows]
         # A segment keeps the last tokens: of a chunk that is longer, the others have no place.
         is_kept = (index < step.num_computed[of]) & (view.positions >= end[of] - self.segment_tokens)
-        place = torch.where(is_kept & (start[of] >= 0), start[of] + view.positions % self.segment_tokens, self._nowhere)
-        self.tokens.index_copy_(0, place, view.token_ids)
-        self.positions.index_copy_(0, place, view.positions)
-        for kept, tap in zip(self.taps, step.hidden.taps, strict=True):
-            kept.index_copy_(0, place, tap.to(kept.dtype))
+        return torch.where(is_kept & (start[of] >= 0), start[of] + view.positions % self.segment_tokens, self._nowhere)
 
     def end(self, ends: Sequence[RowEnd]) -> None:
         """Close the segments of rows whose requests have left."""

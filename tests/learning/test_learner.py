@@ -20,7 +20,9 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.step import ScheduledBatch
 from outrider.drafters.ngram import NgramDrafter
-from outrider.layers import RMSNorm
+from outrider.engine.start import start_engine
+from outrider.layers import Linear, RMSNorm, find_modules
+from outrider.layers.fuse import prepare
 from outrider.learning.candidate import Candidate
 from outrider.learning.learner import MOST_FAILURES, DrafterLearner
 from outrider.learning.served_head import ServedHead
@@ -92,6 +94,23 @@ def test_the_head_in_training_drafts_as_the_serving_head_does(monkeypatch: pytes
                 assert places == 1
                 wrong += accepted != NUM_DRAFTS
         assert len(rig.proposals) > 15 and wrong <= 0.02 * 2 * len(rig.proposals)  # near-ties: it computes in float32
+
+
+def test_products_read_the_weights_of_a_swap_and_stay_as_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a product may read a second copy of its weight, in bfloat16 if that holds the weight's numbers."""
+    without_thread(monkeypatch)
+    with learning_rig(target(FLOAT32)) as rig:
+        served = learner_of(rig).served
+        for slot in served.slots.values():
+            slot.target.copy_(slot.target.bfloat16())
+        linears = find_modules([served.head], Linear)
+        prepared = prepare([served.head], allow_copies=True)
+        served = ServedHead(served.head, NUM_DRAFTS, allow_copies=True)
+        served.take({name: torch.randn(slot.shape) for name, slot in served.slots.items()})
+        for linear in linears:
+            x = torch.randn(3, linear.in_features)
+            torch.testing.assert_close(linear.format.product(x), x @ linear.format.dense().T)  # type: ignore[union-attr]
+        assert prepare([served.head], allow_copies=True) == prepared
 
 
 class SwapAtEveryStep(DrafterLearner):
@@ -186,6 +205,20 @@ def test_the_thread_learns_beside_requests_and_swaps_between_steps() -> None:
             report = rig.engine.adaptation
         assert report is not None and report.num_swaps > 0 and report.num_errors == 0
         assert tokens_of(serve(rig, asked)) == expected
+
+
+@pytest.mark.long
+def test_a_worker_in_a_process_of_its_own_reports_what_it_learned() -> None:
+    asked, deadline = shifted_prompts(16, seed=7), time.monotonic() + 240
+    config = EngineConfig(str(ASSETS / "target"), device="cpu", dtype="float32", skip_tokenizer_init=True, **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    with LLM.around(start_engine(config, in_process=True)) as llm:
+        report, outputs = None, []
+        while (report is None or not report.num_steps) and time.monotonic() < deadline:
+            outputs = llm.generate(prompt_token_ids=asked, sampling_params=params, use_tqdm=False)
+            report = llm.engine.adaptation
+        assert report is not None and report.num_steps > 0 and report.num_errors == 0
+        assert [[sample.token_ids for sample in output.outputs] for output in outputs] == plain_tokens(asked)
 
 
 def test_sleep_pauses_the_trainer_and_new_weights_make_it_forget() -> None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from outrider.core.outputs import RequestOutput
+from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
 from outrider.learning.traffic import TrafficRing
 from tests.drafters.rig import DraftRig
 from tests.engine.harness import Ask, greedy
-from tests.learning.rigs import learner_of, learning_rig, naive_taps, prompts, without_thread
+from tests.learning.rigs import learner_of, learning_rig, naive_taps, prompts, shifted_prompts, without_thread
 
 
 def texts_in(rig: DraftRig) -> list[tuple[list[int], torch.Tensor, int]]:
@@ -33,6 +34,38 @@ def check_against_naive(rig: DraftRig, outputs: list[RequestOutput], asked: list
         assert answer_from == max(1, len(asked[index]) - (end - len(tokens)))
         torch.testing.assert_close(taps, naive_taps(served[index])[end - len(tokens) : end], rtol=0, atol=1e-5)
     return len(recorded)
+
+
+def test_after_every_step_a_segment_holds_what_was_accepted_and_every_place_has_one_writer(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most drafts after these prompts are rejected, and one prompt is longer than two segments."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 20)
+    asked = shifted_prompts(4, seed=4)
+    asked[0] = asked[0] * 7
+    find_places, written = TrafficRing._places, []
+
+    def watched(ring: TrafficRing, step: Step) -> torch.Tensor:
+        written.append(find_places(ring, step))
+        return written[-1]
+
+    monkeypatch.setattr(TrafficRing, "_places", watched)
+    with learning_rig(overlap=False) as rig:
+        ring = learner_of(rig).ring
+
+        def check() -> None:
+            for request in rig.scheduler._running:
+                start, end = ring._open[request.row].start, request.settled.at_least
+                held = ring.positions[start : start + 20]
+                assert sorted(held[held >= 0].tolist()) == list(range(max(0, end - 20), end))
+
+        rig.run([Ask(prompt, greedy(24, ignore_eos=True)) for prompt in asked], after_step=check)
+        stats = rig.engine.stats
+        assert stats.num_accepted_tokens < 0.5 * stats.num_draft_tokens
+        assert max(batch.num_known[0] for batch in rig.batches) > 40
+        for places in written:
+            own = places[places < ring._nowhere]
+            assert len(own.unique()) == len(own)
 
 
 @pytest.mark.parametrize("condition", ["plain", "chunks", "overlap", "padded", "preempted"])
