@@ -26,7 +26,7 @@ add_adapters = partial(add_by, exact.linear)
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                        targets: TargetRange) -> Tensor:
     """See `kernels.adapters.add_adapters_gated`."""
-    add_adapters(inner, out, 0, rows, tables, targets)
+    ops.add_adapters(inner, out, 0, rows, tables, targets)
     return ops.gated(out, activation)
 
 

@@ -67,10 +67,9 @@ def added(device: torch.device, kind: str, slots: list[int], first: int = 0, sto
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, 100), (40, 100), (0, 40), (50, 80)])
-@pytest.mark.parametrize("kind", ["triton", "host"])
+@pytest.mark.parametrize("kind", ["triton", "host", "native"])
 def test_kernels_add_what_torch_adds(device: torch.device, kind: str, first: int, stop: int) -> None:
-    if kind == "host":
-        device = torch.device("cpu")
+    device = device_of(kind, device)
     slots = [0, NO_SLOT, 1, 0, 2, 1]
     wanted, got = (added(device, each, slots, first, stop) for each in ("reference", kind))
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -86,13 +85,14 @@ def test_tiles_of_many_rows_go_through_their_slots(device: torch.device, num_row
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize("kind", ["reference", "triton", "native"])
 def test_bits_of_a_row_do_not_depend_on_other_rows(device: torch.device, kind: str) -> None:
     """Alone, among rows with other adapters, and in a tile of many rows."""
+    device = device if kind == "reference" else device_of(kind, device)
     few = added(device, kind, [0, 1, NO_SLOT, 0])
     assert added(device, kind, [0])[0].equal(few[0])
     assert added(device, kind, [0, NO_SLOT, 1, 1])[0].equal(few[0])
-    if kind == "triton":
+    if kind != "reference":
         assert added(device, kind, [0] * 5 + [NO_SLOT] * 20)[0].equal(few[0]), "a program of several rows"
 
 
@@ -133,7 +133,9 @@ def compare(device: torch.device, kind: str, operation: ops.Operation[..., None]
 
 
 def device_of(kind: str, device: torch.device) -> torch.device:
-    return torch.device("cpu") if kind == "host" else device
+    if kind == "native" and not ops.has_native():
+        pytest.skip("needs a C compiler")
+    return device if kind == "triton" else torch.device("cpu")
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

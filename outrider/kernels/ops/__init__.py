@@ -386,12 +386,16 @@ linear_add = Operation(
 
 reduce_adapters = Operation(
     adapters.reduce_adapters,
+    native_kernel("outrider.kernels.native.adapters:reduce_adapters", FLOAT32,
+                  "outrider.kernels.native.adapters:takes_reduce"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:reduce_adapters"),
     triton_kernel("outrider.kernels.triton.adapters:reduce_adapters", UP_TO_FLOAT32),
     exact=ROW_BY_ROW,
 )
 add_adapters = Operation(
     adapters.add_adapters,
+    native_kernel("outrider.kernels.native.adapters:add_adapters", FLOAT32,
+                  "outrider.kernels.native.adapters:takes_add"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
     triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
     exact=ROW_BY_ROW,
