@@ -11,7 +11,9 @@ from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
 from outrider.learning.traffic import TrafficRing
 from tests.drafters.rig import DraftRig
+from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, greedy
+from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
 from tests.learning.rigs import learner_of, learning_rig, naive_taps, prompts, shifted_prompts, without_thread
 
 
@@ -68,7 +70,7 @@ def test_after_every_step_a_segment_holds_what_was_accepted_and_every_place_has_
             assert len(own.unique()) == len(own)
 
 
-@pytest.mark.parametrize("condition", ["plain", "chunks", "overlap", "padded", "preempted"])
+@pytest.mark.parametrize("condition", ["plain", "chunks", "overlap", "padded", "preempted", "captured"])
 def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are rejected on the way, and most texts are longer than segments."""
     without_thread(monkeypatch)
@@ -77,13 +79,26 @@ def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.Monke
                 "padded": {"pad_requests": (16,), "pad_tokens": (64,)}}.get(condition, {})
     asked = [prompt * (3 if index == 0 else 1) for index, prompt in enumerate(prompts(8, seed=5))]
     with learning_rig(**settings) as rig:
+        captured = AsCaptured(rig) if condition == "captured" else None
         outputs = rig.run([Ask(prompt, greedy(10 + 3 * index)) for index, prompt in enumerate(asked)],
                           after_step=rig.preempt if condition == "preempted" else None)
         rig.run([Ask(asked[0][:4], greedy(1))])  # the next batch tells that the others have left
+        assert captured is None or captured.met
         stats = rig.engine.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         count = check_against_naive(rig, outputs, asked, 20)
         assert count >= len(asked) and (condition != "preempted" or count > len(asked))
+
+
+def test_recording_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for the device could not be captured."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    with learning_rig(overlap=False) as rig:
+        rig.step.drafter.propose = rig._propose  # type: ignore[method-assign, union-attr]  # the rig's own reads
+        guard_steps(rig, MODES["inference_mode"])
+        rig.run([Ask(prompt, greedy(6)) for prompt in prompts(3, seed=6)])
+        assert learner_of(rig).ring._open
 
 
 def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(monkeypatch: pytest.MonkeyPatch) -> None:
