@@ -46,8 +46,7 @@ def main() -> None:
     with plain_llm as plain, loaded.llm(config, worker) as adapting:
         weights = sum(weight.nbytes for weight in learner._candidate.weights.values())
         print(f"ready after {time.perf_counter() - began:.0f} s; record {learner.ring.num_bytes / MIB:.0f} MiB, "
-              f"weights, gradients and moments {4 * weights / MIB:.0f} MiB, a piece of work "
-              f"{learner.measure_memory() / MIB:.0f} MiB", flush=True)
+              f"weights, gradients and moments {4 * weights / MIB:.0f} MiB", flush=True)
         learner.pause()
         for llm in (plain, adapting):
             generate(llm, max(args.batch_sizes), 24, args, seed=0)  # texts to learn from, and warm engines

@@ -65,7 +65,8 @@ class Candidate:
         self._network = Eagle3Network(served.form, self.weights)
         self._serving = Eagle3Network(served.form, served.weights)
         self._draft_ids = served.draft_ids()
-        self._adam = torch.optim.AdamW(list(self.weights.values()), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._adam = torch.optim.AdamW(list(self.weights.values()), lr=rate, betas=(0.9, 0.95), weight_decay=0.0,
+                                       fused=served.device.type == "cuda")  # without memory for sums
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
         self._adam.step()  # makes the moments, so that all memory is taken now; without gradients it changes nothing

@@ -110,12 +110,13 @@ class DrafterLearner:
         torch.set_num_threads(num_threads)  # the trainer has set its own number, which later threads would take over
 
     def measure_memory(self) -> int:
-        """Device memory that the trainer needs beside what it holds: that of a micro-batch. 0 on a CPU."""
+        """Device memory that the trainer needs beside what it holds: that of a micro-batch and of an optimizer's step.
+        0 on a CPU. Before `start`."""
         device, head = self.served.device, self.served.head
         if device.type != "cuda":
             return 0
-        length = self.ring.segment_tokens
-        text = ServedText(torch.zeros(length, dtype=torch.int64, device=device),
+        length, token = self.ring.segment_tokens, 0 if head.target_ids is None else int(head.target_ids[0])
+        text = ServedText(torch.full((length,), token, device=device),
                           torch.zeros(length, len(head.taps), head.target.hidden_size, dtype=head.target.dtype,
                                       device=device), 1)  # fmt: skip
         torch.cuda.synchronize(device)
@@ -123,6 +124,8 @@ class DrafterLearner:
         before = torch.cuda.memory_allocated(device)
         with self._on_stream():
             self._candidate.add_gradients([text] * max(1, MICRO_TOKENS // length), 1.0)
+            self._candidate.restart()
+            self._candidate.apply()  # of no gradients, which changes nothing
             self._candidate.restart()
             torch.cuda.current_stream(device).synchronize()
         peak = torch.cuda.max_memory_allocated(device)

@@ -29,7 +29,6 @@ from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
 from outrider.runner.worker import Worker
 from outrider.server.metrics import ServerMetrics
-from tests.covering import grid
 from tests.drafters.rig import DraftRig
 from tests.drafters.test_matrix import CONDITIONS, PARAMS
 from tests.drafters.trained_heads import mean_run
@@ -113,6 +112,10 @@ def test_products_read_the_weights_of_a_swap_and_stay_as_small(monkeypatch: pyte
         assert prepare([served.head], allow_copies=True) == prepared
 
 
+QUICK = {("sampled", "chunks"), ("greedy", "overlap"), ("all", "padded")}
+CELLS = [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.long) for cell in product(PARAMS, CONDITIONS)]
+
+
 class SwapAtEveryStep(DrafterLearner):
     """Between any two steps the serving head gets other weights, sometimes harmful ones."""
 
@@ -124,7 +127,7 @@ class SwapAtEveryStep(DrafterLearner):
         super().begin_step(ends)
 
 
-@pytest.mark.parametrize(("kind", "condition"), grid(list(product(PARAMS, CONDITIONS)), strength=1))
+@pytest.mark.parametrize(("kind", "condition"), CELLS)
 def test_tokens_do_not_depend_on_swaps(kind: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runner.preparation.DrafterLearner", SwapAtEveryStep)
     without_thread(monkeypatch)

@@ -70,7 +70,8 @@ def test_after_every_step_a_segment_holds_what_was_accepted_and_every_place_has_
             assert len(own.unique()) == len(own)
 
 
-@pytest.mark.parametrize("condition", ["plain", "chunks", "overlap", "padded", "preempted", "captured"])
+@pytest.mark.parametrize("condition", [
+    "overlap", "preempted", "captured", *(pytest.param(name, marks=pytest.mark.long) for name in ("chunks", "padded"))])
 def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are rejected on the way, and most texts are longer than segments."""
     without_thread(monkeypatch)
