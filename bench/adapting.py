@@ -6,7 +6,7 @@
 
 Two engines around one model take turns; the trainer is kept busy for as long as its engine serves, and paused while the
 other one does. Prints tokens per second of both and their ratio for each batch size, the memory of the record and of
-the trainer, and what the trainer did. Last line: JSON.
+the trainer, and which share of the time the trainer worked. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -54,24 +54,27 @@ def main() -> None:
         rows = []
         for batch in args.batch_sizes:
             speeds: dict[bool, list[float]] = {False: [], True: []}
-            steps_before = learner.report.num_steps
+            before, seconds = learner.report, 0.0
             for index in range(args.rounds):
                 for is_adapting in (False, True) if index % 2 else (True, False):
                     if is_adapting:
                         learner.resume()
+                    start = time.perf_counter()
                     speeds[is_adapting].append(generate(adapting if is_adapting else plain, batch, args.max_tokens,
                                                         args, seed=2 + index))
+                    seconds += (time.perf_counter() - start) * is_adapting
                     learner.pause()
                 if time.perf_counter() - began > args.seconds:
                     break
             ratios = [own / other for own, other in zip(speeds[True], speeds[False], strict=True)]
             row = {"batch": batch, "plain": statistics.median(speeds[False]),
                    "adapting": statistics.median(speeds[True]), "ratio": statistics.median(ratios),
-                   "least": min(ratios), "steps": learner.report.num_steps - steps_before}
+                   "least": min(ratios), "steps": learner.report.num_steps - before.num_steps,
+                   "worked": (learner.report.work_seconds - before.work_seconds) / seconds}
             rows.append(row)
             print(f"batch {batch}: {row['plain']:.1f} tokens/s, adapting {row['adapting']:.1f}, ratio "
                   f"{row['ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} rounds), "
-                  f"{row['steps']} training steps", flush=True)
+                  f"{row['steps']} training steps, {row['worked']:.1%} of the time", flush=True)
         print(f"{learner.report}", flush=True)
         print(json.dumps({"share": args.share, "rows": rows, "record_bytes": learner.ring.num_bytes,
                           "trainer_bytes": 4 * weights, "swaps": learner.report.num_swaps,

@@ -24,4 +24,5 @@ class AdaptationReport:
     num_errors: int = 0  # times that the trainer failed
     serving_run: float = 0.0  # mean run of the serving head on held-out texts; 0 before the first measurement
     candidate_run: float = 0.0  # mean run of the head in training, on the same texts
+    work_seconds: float = 0.0  # that the trainer has worked
     error: str = ""  # the last error of the trainer

@@ -58,7 +58,7 @@ class StepLearner(Protocol):
 
     def reset(self) -> None: ...
 
-    def take_news(self) -> AdaptationReport | None: ...
+    def end_step(self) -> AdaptationReport | None: ...
 
     def resting(self) -> AbstractContextManager[None]: ...
 
@@ -285,7 +285,8 @@ class DrafterGuards:
                                   "requests are admitted anew")
 
     def report(self, found: Sequence[WrongValue]) -> DrafterReport:
-        """The faults since the last report. found: those of a step that the device found, any number of them."""
+        """Called when a step's result is read. Returns the faults since the last report. found: those of a step that
+        the device found, any number of them."""
         for index, guard in enumerate(self._guards):
             own = next((fault for fault in found if fault.drafter == index), None)
             if own is not None:
@@ -293,5 +294,5 @@ class DrafterGuards:
                 kind = FaultKind.TOKEN if own.is_token else FaultKind.COUNT
                 guard.record.add(kind, f"propose() returned {what} {own.value}")
         news = tuple(fault for guard in self._guards for fault in guard.record.take())
-        adaptation = None if self._learner is None else self._learner.take_news()
+        adaptation = None if self._learner is None else self._learner.end_step()
         return DrafterReport(news, bool(self._guards) and self.num_off == len(self._guards), adaptation)

@@ -90,7 +90,8 @@ class DrafterLearner:
         self._offer = threading.Event()  # better weights wait for the next step
         self._taken_at: torch.cuda.Event | None = None  # when the last swap's copies are done
         self._stop = threading.Event()
-        self._last_step = 0.0  # when a step was last submitted
+        self._num_in_flight = 0  # steps that have begun and whose results are not read
+        self._last_step = 0.0  # when a step last began or ended
         self._num_trained_tokens = 0
         self._num_failures = 0  # since the last round that went well
         self._report = AdaptationReport()
@@ -139,6 +140,7 @@ class DrafterLearner:
         """Called before every step, in order with the steps: rows have lost their requests, and better weights may
         wait."""
         self._last_step = time.monotonic()
+        self._num_in_flight += 1
         self._try_recording(lambda: self.ring.end(ends))
         if self._offer.is_set():
             self._swap()
@@ -151,10 +153,13 @@ class DrafterLearner:
         self._try_recording(lambda: self.ring.record(step))
 
     def reset(self) -> None:
+        self._num_in_flight = 0
         self._try_recording(self.ring.reset)
 
-    def take_news(self) -> AdaptationReport | None:
-        """The report, if it has changed since the last call."""
+    def end_step(self) -> AdaptationReport | None:
+        """Called when a step's result is read. Returns the report, if it has changed since the last step."""
+        self._last_step = time.monotonic()
+        self._num_in_flight = max(0, self._num_in_flight - 1)
         report = self.report
         if report == self._told:
             return None
@@ -321,6 +326,7 @@ class DrafterLearner:
             if self._stream is not None:
                 self._stream.synchronize()
             seconds = time.monotonic() - began
+            self._report = replace(self._report, work_seconds=self._report.work_seconds + seconds)
         finally:
             self._working.release()
         self._rest(seconds * (1 / self._settings.share - 1))
@@ -328,8 +334,11 @@ class DrafterLearner:
     def _rest(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         self._wait(0)
-        while (now := time.monotonic()) < until and now - self._last_step < IDLE_SECONDS:
+        while (now := time.monotonic()) < until and self._is_serving(now):
             self._wait(min(POLL_SECONDS, until - now))
+
+    def _is_serving(self, now: float) -> bool:
+        return self._num_in_flight > 0 or now - self._last_step < IDLE_SECONDS
 
     def _wait(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -192,7 +192,8 @@ class DeviceStep:
     def run(self, scheduled: ScheduledBatch, packed: PackedBatch) -> DeviceResult:
         if not scheduled.num_requests:  # there were only rows to fold
             nothing = torch.zeros(0, 0, dtype=torch.int64)
-            return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded)
+            return DeviceResult(nothing, nothing, None, None, NoCheckpoints(), self.recurrent.nothing, self._folded,
+                                drafting=self.drafting)
         plan = self.planner.plan(scheduled, packed.shape)
         half = self.forward_half(packed.shape, packed.ints, plan)
         self.clock.lap("forward")

@@ -168,6 +168,8 @@ class ServerMetrics:
             ("adapt_errors", "Times that the drafter's trainer failed.", report.num_errors),
         ):
             yield from self._counter(name, help_text, {"": value})
+        yield from _head("adapt_work_seconds_total", "Time that the drafter's trainer has worked.", "counter")
+        yield f"vllm:adapt_work_seconds_total{{{self._labels}}} {report.work_seconds:.3f}"
         yield from self._gauge("adapt_serving_mean_run", "Mean run of the drafter on held-out texts.",
                                report.serving_run)
         yield from self._gauge("adapt_candidate_mean_run", "Mean run of the drafter in training on the same texts.",

@@ -24,7 +24,7 @@ from outrider.engine.start import start_engine
 from outrider.layers import Linear, RMSNorm, find_modules
 from outrider.layers.fuse import prepare
 from outrider.learning.candidate import Candidate
-from outrider.learning.learner import MOST_FAILURES, DrafterLearner
+from outrider.learning.learner import IDLE_SECONDS, MOST_FAILURES, DrafterLearner
 from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
 from outrider.runner.worker import Worker
@@ -197,6 +197,36 @@ def test_a_failure_while_recording_ends_recording_alone(monkeypatch: pytest.Monk
         assert learner.report.num_errors == 1 and not learner._is_recording and rig.engine.stats.num_accepted_tokens > 0
 
 
+def test_a_step_that_takes_long_does_not_count_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer rests while a step is in flight, and soon after the last one it works without rests."""
+    without_thread(monkeypatch)
+    with learning_rig() as rig:
+        learner = learner_of(rig)
+        serve(rig, prompts(2, seed=1), 4)
+        now = learner._last_step
+        assert learner._is_serving(now) and not learner._is_serving(now + 10 * IDLE_SECONDS)
+        learner.begin_step(())
+        learner.begin_step(())
+        learner.end_step()
+        assert learner._is_serving(now + 100)
+        learner.end_step()
+        assert not learner._is_serving(now + 100)
+        learner.begin_step(())
+        learner.reset()
+        assert not learner._is_serving(now + 100)
+
+
+def test_the_trainer_rests_for_as_long_as_its_share_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    with learning_rig(adapt_share=0.1) as rig:
+        learner, rested = learner_of(rig), []
+        monkeypatch.setattr(learner, "_rest", rested.append)
+        with learner._at_work():
+            time.sleep(0.02)
+        (seconds,), worked = rested, learner.report.work_seconds
+        assert worked >= 0.02 and seconds == pytest.approx(9 * worked)
+
+
 @pytest.mark.long
 def test_the_thread_learns_beside_requests_and_swaps_between_steps() -> None:
     asked = shifted_prompts(32, seed=7)
@@ -287,10 +317,10 @@ def test_the_servers_metrics_tell_what_was_learned() -> None:
     with Rig(target(), **SETTINGS | {"adapt_drafter": False}) as rig:
         metrics = ServerMetrics("tiny")
         assert "adapt_" not in metrics.text(rig.engine, 0, 0)
-        rig.engine.adaptation = AdaptationReport(5, 4, 3, 2, 1.5, 2.5)
+        rig.engine.adaptation = AdaptationReport(5, 4, 3, 2, 1.5, 2.5, 0.25)
         text = metrics.text(rig.engine, 0, 0)
     for name, value in (("texts_total", 5), ("steps_total", 4), ("swaps_total", 3), ("errors_total", 2),
-                        ("serving_mean_run", 1.5), ("candidate_mean_run", 2.5)):
+                        ("serving_mean_run", 1.5), ("candidate_mean_run", 2.5), ("work_seconds_total", "0.250")):
         assert re.search(rf"^vllm:adapt_{name}{{.*}} {value}$", text, re.MULTILINE), name
 
 
