@@ -149,7 +149,7 @@ class Glm5Next(KimiLinear):
     def layer(self, index: int, mixer: TokenMixer, is_sparse: bool) -> DecoderLayer:
         names = [(f"hc_{half}_fn", f"hc_{half}_base", f"hc_{half}_scale") for half in ("attn", "ffn")]
         mixer_streams, mlp_streams = (HyperConnection(self.hidden_size, self.rule, own, dtype=self.dtype,
-                                                      device=self.device) for own in names)  # fmt: skip
+                                                      device=self.device, keeps_float32=True) for own in names)
         mlp = self.make_experts(index) if is_sparse else self.make_mlp(self.sizes.intermediate_size)
         return HyperLayer(mixer_streams, self.make_norm(), mixer, mlp_streams, self.make_norm(), mlp)
 

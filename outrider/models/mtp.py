@@ -354,7 +354,7 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
 
 def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
     """One more layer with latent attention to stretches and experts, over the target's final state. The config says
-    whether further drafting passes keep the choice of the first."""
+    whether further drafting passes keep the choice of the first: the makers let one module make several drafts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     lasts = target.config.get(SHARED_CHOICE, bool, False)
 
@@ -362,7 +362,7 @@ def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
         layer, latent = target.predicting_layer(index, lasts)
         return [layer], [latent]
 
-    return MTPDescription(layers, target.sizes.eps, _names_behind(target, target.num_layers))
+    return MTPDescription(layers, target.sizes.eps, _names_behind(target, target.num_layers), num_predicted=None)
 
 
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:

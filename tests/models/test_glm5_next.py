@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from outrider.drafters.base import DraftBuild, Drafts, Step
 from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import KDAShape, StepContext
+from outrider.mixers.latent.base import step_offsets
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.glm5_next import Glm5Next
@@ -119,6 +121,20 @@ def test_makers_names_of_keys(folder_of: Folders) -> None:
     unbounded = build_model(config, dtype=torch.float32, device="meta")
     assert isinstance(unbounded, Glm5Next) and unbounded.kda_shape.lower_bound is None
     assert "model.language_model.layers.2.self_attn.q_conv1d.weight" in unbounded.weights()
+
+
+def test_places_of_tokens_among_those_of_their_step() -> None:
+    """A kernel reads what tokens before one in its step leave from the step's rows, and not from pages."""
+    starts, request_of = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 0, 0, 2, 2])
+    view: Any = SimpleNamespace(num_tokens=5, positions=request_of, query_starts=starts, request_of=request_of)
+    assert step_offsets(view).tolist() == [0, 1, 2, 0, 1]
+
+
+def test_streams_are_read_by_matrices_of_float32(folder_of: Folders) -> None:
+    """As the makers have them, in a model of 16 bits too."""
+    weights = build_model(read_config(folder_of("glm5_next")), dtype=torch.bfloat16, device="meta").weights()
+    found = {slot.target.dtype for name, slot in weights.items() if ".hc_" in name}
+    assert found == {torch.float32}
 
 
 # The multi-token-prediction module
