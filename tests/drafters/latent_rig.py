@@ -49,9 +49,12 @@ def latent_of(family: str) -> Model:
 
 def save_latent(family: str, path: Path, **changes: Any) -> Path:
     """A folder with the target and its multi-token-prediction module. `changes`: of the config."""
+    return save_with_module(path, FAMILIES[family] | changes)
+
+
+def save_with_module(path: Path, config: dict[str, Any]) -> Path:
     from safetensors.torch import load_file, save_file
 
-    config = FAMILIES[family] | changes
     save_folder(path, config)
     (head,) = build_mtp_modules(random_model(config, torch.float32, 0), first_layer=config["num_hidden_layers"],
                                 dtype=torch.float32, device=torch.device("cpu"))

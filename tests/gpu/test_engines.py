@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from outrider import LLM
+from tests.drafters.hybrid_rig import GLM5_NEXT
 from tests.drafters.latent_rig import FAMILIES as LATENT
-from tests.drafters.latent_rig import save_latent
+from tests.drafters.latent_rig import save_latent, save_with_module
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE, SETTINGS, TIE, VOCAB, GpuRig, asks, assert_same_tokens, loaded, reference, scratch
 from tests.models import gemma4
@@ -40,6 +41,8 @@ def folder_of(family: str) -> Path:
     path = scratch() / family
     if family.startswith("gemma4"):
         return gemma4.save_target(family.removeprefix("gemma4_"), path)
+    if family == "glm5_next":
+        return save_with_module(path, GLM5_NEXT | LATENT_SIZES | {"linear_head_dim": 16, "kv_lora_rank": 32})
     if family in LATENT:
         return save_latent(family, path, **LATENT_SIZES)
     if family in CASES:
@@ -74,12 +77,14 @@ ENGINES = {
     "deepseek_v32": ("none", "mtp", "ngram"),
     "glm_moe_dsa": ("none", "mtp"),
     "hy_v4": ("none", "mtp"),
+    "glm5_next": ("none", "mtp"),
 }
-HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5", "bamba")
+HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5", "bamba", "glm5_next")
 # Left to OUTRIDER_GPU_ALL=1: another drafter runs the same layers.
 LONG = {("gemma3", "none"), ("gemma4_shared", "none"), ("qwen3_moe", "ngram"), ("nemotron_h", "none"),
         ("qwen3_5", "mtp"), ("bamba", "none"), ("deepseek_v3", "none"), ("deepseek_v32", "none"),
-        ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none"), ("hy_v4", "none")}  # fmt: skip
+        ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none"), ("hy_v4", "none"),
+        ("glm5_next", "none")}  # fmt: skip
 CELLS = [
     pytest.param(family, drafter, id=f"{family}-{drafter}", marks=[
         pytest.mark.together(family), *([pytest.mark.long] if (family, drafter) in LONG else [])])
