@@ -97,11 +97,12 @@ def latents(num_heads: int, size: int, rope: int) -> list[str]:
             slots, chosen = torch.arange(count), torch.zeros(count, 256, dtype=torch.int32)
             queries = torch.zeros(count, num_heads, size + rope, dtype=half)
             contexts = TokenContexts(torch.zeros(count, 64, dtype=torch.int32), *[slots] * 3)
+            sinks = torch.zeros(num_heads) if count == 64 else None
             for splits in (1, 2):
-                dense_latent_attention(queries, cache, contexts, 1024, 1.0, size, num_splits=splits, pdl=True)
-                latent_attention(queries, cache, contexts, chosen, 1.0, size, num_splits=splits, pdl=True)
+                dense_latent_attention(queries, cache, contexts, 1024, 1.0, size, sinks, num_splits=splits, pdl=True)
+                latent_attention(queries, cache, contexts, chosen, 1.0, size, sinks, num_splits=splits, pdl=True)
         exact_dense_latent_attention(queries, cache, contexts, 1024, 1.0, size, pdl=True)
-        exact_latent_attention(queries, cache, contexts, chosen, 1.0, size, pdl=True)
+        exact_latent_attention(queries, cache, contexts, chosen, 1.0, size, torch.zeros(num_heads), pdl=True)
         write_latents(torch.zeros(count, size + rope, dtype=half), None, torch.zeros(size, dtype=half), 1e-6,
                       RopeRows(slots, torch.zeros(512, rope)), slots, cache, None, pdl=True)
     return found
