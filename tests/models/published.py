@@ -147,6 +147,18 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
     "google/gemma-3-27b-it": (27.0, (5376, 62, 32, 16, 21504, 262208, 131072), {
         "architectures": ["Gemma3ForConditionalGeneration"], "head_dim": 128, "query_pre_attn_scalar": 168,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}),
+    "tencent/Hy4-preview": (770, (6144, 78, 64, 8, 18432, 120832, 1048576), {
+        "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "head_dim": 256, "rms_norm_eps": 1e-5,
+        "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.827, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "index_topk": 2048,
+        "index_head_dim": 128, "index_n_heads": 32, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6,
+        "swiglu_limit": 10.0, "enable_ihc": True, "learnable_sink": True, "learnable_sink_init": 0.0,
+        "gated_mla": True, "gating_type": "elementwise", "enable_lm_head_fp32": True, "num_nextn_predict_layers": 1,
+        "layer_types": ["deepseek_sparse_attention"] * 78, "mlp_layer_types": ["dense", *["sparse"] * 77],
+        "indexer_types": ["full", *["full", "shared", "shared", "shared"] * 19, "full"], "attention_bias": False,
+        "hidden_act": "silu", "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+        "tie_word_embeddings": False}),
 }  # fmt: skip
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
          "vocab_size", "max_position_embeddings")

@@ -24,6 +24,7 @@ from tests.drafters.rig import DraftRig
 from tests.engine.harness import Ask, greedy, prompt_of
 from tests.models.oracle import hf_model, load, make_folder, tokens_of
 from tests.models.paged import PagedModel, Piece
+from tests.models.published import CHECKPOINTS
 
 pytest.importorskip("transformers.models.hy_v4", reason="needs transformers with this family")
 Folders = Callable[[str], Path]
@@ -136,26 +137,18 @@ def test_configs_that_cannot_be_served(changes: dict[str, Any], message: str) ->
 
 
 def test_a_published_config_is_served() -> None:
-    """The sizes of Hy4-preview, and the layers that choose positions where the config does not name them."""
-    config = {
-        "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "vocab_size": 120832, "hidden_size": 6144,
-        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 256, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
-        "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
-        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.827,
-        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "index_topk": 2048, "index_head_dim": 128,
-        "index_n_heads": 32, "hc_mult": 4, "hc_magnitude": 2.0, "hc_eps": 1e-6, "swiglu_limit": 10.0,
-        "enable_ihc": True, "learnable_sink": True, "learnable_sink_init": 0.0, "gated_mla": True,
-        "gating_type": "elementwise", "enable_lm_head_fp32": True, "num_nextn_predict_layers": 1,
-        "layer_types": ["deepseek_sparse_attention"] * 78, "attention_bias": False, "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "tie_word_embeddings": False,
-    }  # fmt: skip
-    model = build_model(config, dtype=torch.bfloat16, device="meta")
-    assert isinstance(model, HYV4) and model.is_sparse == [False, *[True] * 77]
+    """Its model has as many numbers as the published files; layers choose positions as the config says, also where it
+    leaves out what the makers' code fills in."""
+    config = CHECKPOINTS["tencent/Hy4-preview"].config
+    short = {key: value for key, value in config.items() if key not in ("indexer_types", "mlp_layer_types")}
+    model, other = (build_model(values, dtype=torch.bfloat16, device="meta") for values in (config, short))
+    assert isinstance(model, HYV4) and isinstance(other, HYV4)
+    assert model.is_sparse == other.is_sparse == [False, *[True] * 77]
+    assert model.index_kinds == other.index_kinds
     assert [i for i, kind in enumerate(model.index_kinds) if kind == "full"] == [0, *range(1, 78, 4)]
     modules = build_mtp_modules(model, first_layer=78, dtype=torch.bfloat16, device=torch.device("meta"))
     count = sum(slot.target.numel() for part in (model, *modules) for slot in part.weights().values())
-    assert count == 779_960_992_733, "the numbers of the published files, the module's with them"
+    assert count == 779_960_992_733, "the module's are among them"
 
 
 # The multi-token-prediction module
