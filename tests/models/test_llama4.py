@@ -64,6 +64,20 @@ def test_drafts_may_cross_the_edge_of_a_chunk(folder_of: Folders, texts: Any, ev
         assert any(part.num_drafted for result in rig.results for part in result.requests)
 
 
+@pytest.mark.long
+def test_a_draft_model_with_chunks_drafts_what_it_would_say(folder_of: Folders, texts: Any) -> None:
+    """Its own text is accepted whole, also where the passes of one step lie in two chunks."""
+    folder = str(folder_of("llama4_dense"))
+    speculative = {"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "auto": False}
+    with LLM(folder, dtype="float64", device="cpu", skip_tokenizer_init=True, max_num_seqs=4,
+             speculative_config=speculative, **SETTINGS | {"num_pages": 256}) as llm:
+        for _ in range(2):
+            done = llm.generate(PROMPTS, greedy(40, ignore_eos=True), use_tqdm=False)
+            assert [[output.outputs[0].token_ids] for output in done] == texts
+        first, *_, last = llm.engine.stats.accepted_per_position
+        assert llm.engine.stats.num_hit_tokens > 0 and first >= 2 * 3 * 7 and last >= first - 2 * 3
+
+
 def test_a_request_keeps_the_pages_of_its_chunk_alone(folder_of: Folders, texts: Any) -> None:
     held: list[int] = []
 
