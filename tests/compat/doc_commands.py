@@ -184,8 +184,8 @@ def prepare(folder: Path) -> None:
     from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
     model = folder / "MODEL"
-    sizes = {"vocab_size": 260, "eos_token_id": 257, "max_position_embeddings": 2048}
-    save_folder(model, CONFIGS["llama"] | {"model_type": "llama"} | sizes)
+    sizes = {"vocab_size": 260, "max_position_embeddings": 2048, "hidden_size": 128, "head_dim": 32}
+    save_folder(model, CONFIGS["llama"] | {"model_type": "llama", "eos_token_id": 257} | sizes)
     byte_tokenizer().backend.save(str(model / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
