@@ -145,6 +145,10 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         'outrider generate MODEL --prompt "The sea is" --speculative-config \'{"method": "eagle3", "model": "DIR", '
         '"num_speculative_tokens": 4}\'',
     ),
+    "tests/learning/test_learner.py": (
+        'outrider serve MODEL --adapt-drafter --speculative-config \'{"method": "eagle3", "model": "DIR", '
+        '"num_speculative_tokens": 4}\'',
+    ),
     "tests/training/test_block.py": (
         "outrider train-drafter MODEL --method block --passes 7 --out DIR",
         'outrider generate MODEL --prompt "The sea is" --speculative-config \'{"method": "block", "model": "DIR", '
