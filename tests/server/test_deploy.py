@@ -6,9 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from outrider.cli import build_parser
 from outrider.commands.parser import engine_config
 from outrider.commands.serve import apply_file, server_config
+from tests.compat import container
 from tests.server.rig import serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -26,6 +29,11 @@ def test_the_container_copies_what_is_there() -> None:
     assert sources and all((DEPLOY.parent / name).exists() for name in sources)
     assert "ARG EXTRAS=server\n" in text and '".[$EXTRAS]"' in text
     assert re.search(r"^USER outrider$", text, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_the_steps_of_the_container_file_make_a_server(tmp_path: Path) -> None:
+    container.run(tmp_path)
 
 
 def test_the_unit_waits_longer_than_the_server_drains() -> None:
