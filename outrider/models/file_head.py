@@ -128,7 +128,7 @@ class FileHead(DraftHead):
             raise WeightError(f"{self._source}: target_output_rows says that the head has no {OUTPUT}, and its files "
                               "hold one: remove either")
         if self.target_ids is not None:  # with the whole vocabulary the target's output serves as it is
-            self._target_rows = TargetRows(self.target.lm_head, self.target_ids, self.dtype)
+            self._target_rows = TargetRows(self.target.lm_head, self.target_ids, self.dtype, self.keeps_bits)
             self.own_output = self._target_rows.linear
             self.own_tensors += self._target_rows.tensors()
 

@@ -27,6 +27,7 @@ class DraftHead(LayeredModule):
     taps: tuple[int, ...] = ()  # the target's residual streams that it reads
     num_outputs: int  # size of its vocabulary
     target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None if they are the same
+    keeps_bits = False  # weights stay in the format of their files, and copies of the target's may be rounded likewise
     made_for: int | None = None  # drafts per step that it was trained for; None if its config does not say
 
     def __init__(self, target: Model, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -127,6 +128,7 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
         return
     if load_format == "dummy":
         return load_dummy_head(head, seed)
+    head.keeps_bits = keep_quantized
     loadable: Any = head  # the loader only uses methods of a model that a head has too
     source = find_source()
     if keep_quantized:

@@ -17,15 +17,17 @@ class TargetRows:
     """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has 8 bits if the target's own
     rows are not plain numbers: rounding can cost a draft, and never changes the text."""
 
-    def __init__(self, output: Linear, ids: torch.Tensor, dtype: torch.dtype) -> None:
-        """ids: [outputs] the tokens whose rows are taken. `take` fills the copy, when the target has its weights."""
+    def __init__(self, output: Linear, ids: torch.Tensor, dtype: torch.dtype, may_round: bool) -> None:
+        """ids: [outputs] the tokens whose rows are taken. may_round: the copy may have 8 bits. `take` fills the copy,
+        when the target has its weights."""
         self._output, self._ids = output, ids
         inputs, device = output.declared.in_features, ids.device
         self.linear = Linear(inputs, len(ids), bias=False, dtype=dtype, device=device)
         self._coded: ScaledFormat | None = None
         stored = ScaledFormat(INT8, GROUP)
         is_plain = isinstance(output.format, DenseLinear)
-        if device.type == "cpu" and not is_plain and ScaledLinear.serves(self.linear.declared, [stored], device):
+        is_rounded = may_round and device.type == "cpu" and not is_plain
+        if is_rounded and ScaledLinear.serves(self.linear.declared, [stored], device):
             self._coded, self.linear.format = stored, ScaledLinear(self.linear.declared, [stored])
 
     def tensors(self) -> list[torch.Tensor]:

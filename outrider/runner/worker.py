@@ -173,6 +173,8 @@ def _plan_with_or_without_drafter(
         try:
             planned = plan(config)
         except ValueError as error:
+            if config.adapt_drafter:  # a drafter is asked for
+                raise
             obstacle = str(error)
         else:
             log.info("%s comes with a drafter, which guesses up to %d tokens a step (off: speculative_config=None, "

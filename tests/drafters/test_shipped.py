@@ -85,6 +85,12 @@ def test_a_drafter_that_was_asked_for_does_not_step_aside() -> None:
         run(kv_cache_memory_bytes=SMALL_POOL, max_num_seqs=1, speculative_config=SHIPPED[MODEL].speculative_config)
 
 
+def test_a_drafter_that_is_to_learn_does_not_step_aside() -> None:
+    assert run(adapt_drafter=True)[1] is not None
+    with pytest.raises(ValueError, match="the cache holds 2 pages"):
+        run(kv_cache_memory_bytes=SMALL_POOL, max_num_seqs=1, adapt_drafter=True)
+
+
 def test_ranks_and_missing_files_are_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks" in (EngineConfig(MODEL, tensor_parallel_size=2).shipped_drafter_obstacle or "")
     monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", tmp_path, 3))
