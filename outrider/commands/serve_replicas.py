@@ -29,6 +29,7 @@ from outrider.replicas.processes import ReplicaGroup, ReplicaProcess
 from outrider.replicas.replica import Replica
 from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath
 from outrider.server.logs import set_up_logs
+from outrider.server.lora_modules import read_modules
 from outrider.server.settings import ServerConfig
 from outrider.server.web_server import WebServer, web_options
 
@@ -42,7 +43,8 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     visible = [] if engine.device == "cpu" else visible_devices()
     environments = replica_environments(engine.device, config.replicas, devices_each, visible)
     folder = socket_folder(config.replicas)
-    router, adapters = PrefixRouter(), AdapterChanges()
+    router = PrefixRouter()
+    adapters = AdapterChanges({name: own.path for name, own in read_modules(config.lora_modules).items()})
     replicas = [Replica(i, str(folder / f"{i}.sock")) for i in range(config.replicas)]
     codes: list[int] = []  # of replicas that were given up
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.replicas.all_replicas import ask_whole, check_all_serve, joined_answer
@@ -29,7 +30,9 @@ class AdapterChange(NamedTuple):
 
 
 class AdapterChanges:
-    def __init__(self) -> None:
+    def __init__(self, modules: Mapping[str, str] | None = None) -> None:
+        """modules: folders of the adapters that replicas have from their start, by name."""
+        self._modules = dict(modules or {})
         self._last: dict[str, AdapterChange] = {}  # by the adapter's name, in the order of the changes
         self._lock = asyncio.Lock()  # changes reach all replicas in one order
 
@@ -70,13 +73,21 @@ class AdapterChanges:
                               "it did not answer" if answer is None else answer[1].decode(errors="replace"))
 
     async def _undo(self, done: Sequence[Replica], change: AdapterChange) -> None:
-        """Take a change back where it was made: what the name stood for before is loaded again, if that is known."""
-        before = self._last.get(change.body["lora_name"])
+        """Take a change back where it was made: the adapter that the name stood for before is loaded again, if there
+        was one. An adapter of the start that lies outside of the root folder cannot be, which is logged."""
+        name = change.body["lora_name"]
+        before = self._last.get(name)
+        if before is None and name in self._modules:
+            folder = str(Path(self._modules[name]).resolve())
+            before = AdapterChange(LOAD_ADAPTER, change.headers, {"lora_name": name, "lora_path": folder})
         for replica in done:
             if before is not None and before.path == LOAD_ADAPTER:
-                await _ask(replica, before, LOAD_ADAPTER, before.body | {"load_inplace": True})
+                answer = await _ask(replica, before, LOAD_ADAPTER, before.body | {"load_inplace": True})
+                if answer is None or answer[0] != 200:
+                    log.error("replica %s has another adapter %r than the others: %s", replica.name, name,
+                              "it did not answer" if answer is None else answer[1].decode(errors="replace"))
             elif change.path == LOAD_ADAPTER:
-                await _ask(replica, change, UNLOAD_ADAPTER, {"lora_name": change.body["lora_name"]})
+                await _ask(replica, change, UNLOAD_ADAPTER, {"lora_name": name})
 
 
 async def _ask(replica: Replica, change: AdapterChange, path: str, content: dict[str, Any]) -> tuple[int, bytes] | None:

@@ -384,3 +384,18 @@ def test_an_adapter_that_one_replica_refuses_is_unloaded_by_the_others() -> None
             assert not scripts[0].asked
 
     run(test)
+
+
+def test_a_reload_that_one_replica_refuses_is_undone_where_it_was_made(tmp_path: Path) -> None:
+    """Also of an adapter that was given at start: the others would lose it otherwise."""
+    async def test() -> None:
+        changes = AdapterChanges({"sql": str(tmp_path / "sql")})
+        async with fronted(change_adapter, refuse_adapter, adapters=changes) as (client, scripts):
+            again = {"lora_name": "sql", "lora_path": "other/sql", "load_inplace": True}
+            before = {"lora_name": "sql", "lora_path": str((tmp_path / "sql").resolve()), "load_inplace": True}
+            for path, asked in (("/v1/load_lora_adapter", again), ("/v1/unload_lora_adapter", {"lora_name": "sql"})):
+                scripts[0].asked.clear()
+                assert (await client.post(path, json=asked)).status_code == 400
+                assert paths_and_bodies(scripts[0]) == [(path, asked), ("/v1/load_lora_adapter", before)]
+
+    run(test)
