@@ -164,10 +164,11 @@ def make_module(folder: Path, **changes: Any) -> Path:
 
 
 class NaiveModule:
-    """One request, everything from scratch, written from the tensors."""
+    """One request, everything from scratch, written from the tensors. is_shared: further drafts attend to what was
+    chosen for the first."""
 
-    def __init__(self, folder: Path, target: Model) -> None:
-        self.target = target
+    def __init__(self, folder: Path, target: Model, is_shared: bool = False) -> None:
+        self.target, self.is_shared = target, is_shared
         stored = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
         self.t = {name.removeprefix("model.language_model.layers.4."): tensor for name, tensor in stored.items()}
         self.embeddings, self.head = stored["model.language_model.embed_tokens.weight"], stored["lm_head.weight"]
@@ -178,6 +179,7 @@ class NaiveModule:
         states = self.target.forward(history, StepContext(DenseAttend(self.target), torch.arange(len(history)))).final
         chosen: list[int] = []
         logits = []
+        self.kept: list[int] | None = None
         for _ in range(k):
             made = self.module(torch.tensor([*known, *chosen][1:]), states)
             logits.append(made[-1] @ self.head.T)
@@ -220,6 +222,8 @@ class NaiveModule:
                 scores = weights[row] @ (index_q[row] @ pooled.T).clamp_min(0)
                 best = scores.topk(min(CHOSEN, whole)).indices.tolist()
                 seen += [at * STRETCH + i for at in best for i in range(STRETCH)]
+            if self.is_shared and row == len(x) - 1:
+                seen = self.kept = seen if self.kept is None else self.kept
             for head in range(HEADS):
                 out[row, head] = (k[seen, head] @ q[row, head] * NOPE**-0.5).softmax(0) @ v[seen, head]
         return product(out.flatten(1), "o_proj")
@@ -261,9 +265,12 @@ def test_drafts_of_the_module_equal_a_naive_reference(module_folder: Path) -> No
 
 
 @torch.inference_mode()
-def test_drafts_and_text_of_an_engine(module_folder: Path) -> None:
+@pytest.mark.parametrize("is_shared", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "one choice"])
+def test_drafts_and_text_of_an_engine(module_folder: Path, is_shared: bool, tmp_path: Path) -> None:
     """In ragged batches, in chunks, after preemptions and prefix hits, drafts are those of the naive reference, and the
     text is the one without drafts."""
+    if is_shared:
+        module_folder = make_module(tmp_path, index_share_for_mtp_iteration=True)
     target = load(module_folder, torch.float64)
     asks = [Ask(prompt_of(seed, count), greedy(8, ignore_eos=True)) for seed, count in ((1, 37), (2, 7))]
     with Rig(target) as plain:
@@ -286,9 +293,10 @@ def test_drafts_and_text_of_an_engine(module_folder: Path) -> None:
         assert texts_of(rig.run(asks, after_step=rig.preempt)) == texts_of(rig.run(asks)) == texts
         assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
     assert len(proposed) > 6
-    reference = NaiveModule(module_folder, target)
-    for known, drafts in list(proposed.items())[::4]:
-        assert drafts == reference.drafts(known, 3)[0]
+    reference, other = (NaiveModule(module_folder, target, way) for way in (is_shared, not is_shared))
+    some = list(proposed.items())[::4]
+    assert all(drafts == reference.drafts(known, 3)[0] for known, drafts in some)
+    assert any(drafts != other.drafts(known, 3)[0] for known, drafts in some)
 
 
 def test_what_cannot_draft_for_or_from_it_is_refused_by_name(module_folder: Path) -> None:
