@@ -3,6 +3,8 @@ its memory is bounded."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,20 +12,28 @@ from outrider.core.outputs import RequestOutput
 from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
 from outrider.learning.traffic import TrafficRing
-from tests.drafters.rig import DraftRig
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, greedy
+from tests.engine.harness import Ask, Rig, greedy
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
-from tests.learning.rigs import learner_of, learning_rig, naive_taps, prompts, shifted_prompts, without_thread
+from tests.learning.rigs import (
+    SETTINGS,
+    learner_of,
+    learning_rig,
+    naive_taps,
+    prompts,
+    shifted_prompts,
+    target,
+    without_thread,
+)
 
 
-def texts_in(rig: DraftRig) -> list[tuple[list[int], torch.Tensor, int]]:
+def texts_in(rig: Rig) -> list[tuple[list[int], torch.Tensor, int]]:
     ring = learner_of(rig).ring
     segments = [*ring.closed(is_held_out=False), *ring.closed(is_held_out=True)]
     return [(text.tokens.tolist(), text.taps, text.answer_from) for text in ring.read(segments)]
 
 
-def check_against_naive(rig: DraftRig, outputs: list[RequestOutput], asked: list[list[int]], length: int) -> int:
+def check_against_naive(rig: Rig, outputs: list[RequestOutput], asked: list[list[int]], length: int) -> int:
     """Every recorded text is the end of a served one, with the target's residual streams. Returns how many they are."""
     served = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(asked, outputs, strict=True)]
     recorded = texts_in(rig)
@@ -76,7 +86,7 @@ def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.Monke
     """Drafts are rejected on the way, and most texts are longer than segments."""
     without_thread(monkeypatch)
     monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 20)
-    settings = {"chunks": {"max_num_batched_tokens": 17}, "overlap": {"overlap": True},
+    settings: dict[str, Any] = {"chunks": {"max_num_batched_tokens": 17}, "overlap": {"overlap": True},
                 "padded": {"pad_requests": (16,), "pad_tokens": (64,)}}.get(condition, {})
     asked = [prompt * (3 if index == 0 else 1) for index, prompt in enumerate(prompts(8, seed=5))]
     with learning_rig(**settings) as rig:
@@ -95,8 +105,7 @@ def test_recording_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the device could not be captured."""
     without_thread(monkeypatch)
     monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
-    with learning_rig(overlap=False) as rig:
-        rig.step.drafter.propose = rig._propose  # type: ignore[method-assign, union-attr]  # the rig's own reads
+    with Rig(target(), **SETTINGS | {"overlap": False}) as rig:
         guard_steps(rig, MODES["inference_mode"])
         rig.run([Ask(prompt, greedy(6)) for prompt in prompts(3, seed=6)])
         assert learner_of(rig).ring._open
