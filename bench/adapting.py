@@ -59,10 +59,14 @@ def main() -> None:
                 for is_adapting in (False, True) if index % 2 else (True, False):
                     if is_adapting:
                         learner.resume()
+                    else:
+                        learner.begin_step(())  # its engine is not idle: what the trainer owes of rest stays due
                     start = time.perf_counter()
                     speeds[is_adapting].append(generate(adapting if is_adapting else plain, batch, args.max_tokens,
                                                         args, seed=2 + index))
                     seconds += (time.perf_counter() - start) * is_adapting
+                    if not is_adapting:
+                        learner.end_step()
                     learner.pause()
                 if time.perf_counter() - began > args.seconds:
                     break

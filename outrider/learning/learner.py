@@ -34,7 +34,7 @@ log = logging.getLogger("outrider")
 
 SEGMENT_TOKENS = 256  # last tokens of a text that are kept
 STEP_TEXTS = 8  # texts of one optimizer step
-MICRO_TOKENS = 512  # tokens of a micro-batch: what the trainer computes without a rest
+MICRO_TOKENS = 256  # tokens of a micro-batch: what the trainer computes without a rest
 ROUND_STEPS = 10  # optimizer steps between two measurements
 MOST_EPOCHS = 8  # times that a token of the traffic is trained on, on average
 LEAST_TEXTS = 8  # to train on, before the trainer begins
