@@ -18,7 +18,8 @@ from tests.engine.recurrent_rig import StateRig
 from tests.models import oracle
 from tests.ranks.families import make_model
 
-FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp", "glm5_next")
+FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp",
+            pytest.param("glm5_next", marks=pytest.mark.long))
 LENGTH = 10
 SHARED = prompt_of(0, 32)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
