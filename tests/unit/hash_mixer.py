@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from outrider.cache.groups import CacheLayout, Group
-from outrider.cache.kinds import FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
+from outrider.cache.kinds import ChunkedSpec, FullSpec, RecurrentKind, RecurrentSpec, SlidingSpec
 from outrider.core import (
     NULL_PAGE,
     NULL_ROW,
@@ -90,11 +90,14 @@ def guess_after(seed: int, tokens: Sequence[int], count: int, right: float, rng:
 
 
 def make_layout(*groups: tuple[int, int], state_pages: int = 0, interval: int = 8, num_drafter: int = 0) -> CacheLayout:
-    """Groups as (tokens per page, window); window 0 is a full group. `state_pages`: of a checkpoint of the recurrent
-    layer, if there is to be one. `num_drafter`: the last so many groups hold only layers of a drafter."""
+    """Groups as (tokens per page, window): 0 is a full group, a negative window a chunk. `state_pages`: of a checkpoint
+    of the recurrent layer, if there is to be one. `num_drafter`: the last so many groups hold only layers of a
+    drafter."""
     made = []
     for index, (page_tokens, window) in enumerate(groups):
-        spec = SlidingSpec(1, 1, 1, window) if window else FullSpec(1, 1, 1)
+        spec = SlidingSpec(1, 1, 1, window) if window > 0 else FullSpec(1, 1, 1)
+        if window < 0:
+            spec = ChunkedSpec(1, 1, 1, -window)
         made.append(Group(index, spec, (index,), 1, page_tokens, is_target=index < len(groups) - num_drafter))
     page_bytes = 2 * max(g.page_tokens for g in made)  # 2 bytes a slot
     spec = RecurrentSpec(0, 1, (state_pages * page_bytes // 4,), (), 1, 1)  # 4 bytes each
@@ -104,8 +107,14 @@ def make_layout(*groups: tuple[int, int], state_pages: int = 0, interval: int = 
     return CacheLayout(tuple(made), {i: (i, 0) for i in range(len(made))}, page_bytes, kind)
 
 
-def window_of(group: Group) -> int | None:
-    return group.spec.window if isinstance(group.spec, SlidingSpec) else None
+def first_visible(group: Group, position: int) -> int:
+    """The first position that a query sees."""
+    match group.spec:
+        case ChunkedSpec(window=chunk):
+            return position // chunk * chunk
+        case SlidingSpec(window=window):
+            return max(0, position - window + 1)
+    return 0
 
 
 @dataclass(slots=True)
@@ -307,9 +316,8 @@ class HashMixerRunner:
     def _read(self, live: Live) -> None:
         """Every cell that some live query of the request may see."""
         for group, tables in zip(self.groups, self._tables, strict=True):
-            size, window = group.page_tokens, window_of(group)
-            begin = 0 if window is None else max(0, live.state.computed - window + 1)
-            begin = max(begin, live.state.valid_from.get(group.index, 0))
+            size = group.page_tokens
+            begin = max(first_visible(group, live.state.computed), live.state.valid_from.get(group.index, 0))
             for column in range(begin // size, -(-live.length // size)):
                 page = tables[live.row][column]
                 low, high = max(begin, column * size), min(live.length, (column + 1) * size)

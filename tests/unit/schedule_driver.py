@@ -31,7 +31,7 @@ NO_HITS = SamplingParams(max_tokens=None, skip_reading_prefix_cache=True)
 @dataclass(frozen=True)
 class Scenario:
     seed: int
-    groups: tuple[tuple[int, int], ...] = ((4, 0),)  # (tokens per page, window or 0)
+    groups: tuple[tuple[int, int], ...] = ((4, 0),)  # (tokens per page, window or 0; negative: a chunk)
     depth: int = 1  # results not read yet when the next step is scheduled
     max_drafts: int = 0
     has_lookahead: bool = False  # the drafter has layers and fills slots past the computed tokens

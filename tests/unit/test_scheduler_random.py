@@ -17,13 +17,21 @@ PAGES = st.sampled_from([2, 4, 8])
 WINDOWS = st.sampled_from([0, 0, 1, 3, 5, 9])
 GROUPS = st.lists(st.tuples(PAGES, WINDOWS), min_size=1, max_size=3).map(tuple)
 
-ANY = st.builds(
-    Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), has_lookahead=st.booleans(),
-    prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
-    num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]), abort_rate=st.sampled_from([0, 0.05]),
-    preempt_rate=st.sampled_from([0, 0.05]), num_priorities=st.integers(1, 3), host_drafts=st.booleans(),
-    is_lazy=st.booleans(), prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
-)  # fmt: skip
+CHUNKS = st.lists(st.tuples(PAGES, st.sampled_from([0, 5, -1, -3, -4, -8])), min_size=1, max_size=3).map(tuple)
+
+
+def any_of(groups: st.SearchStrategy[tuple[tuple[int, int], ...]]) -> st.SearchStrategy[Scenario]:
+    return st.builds(
+        Scenario, SEEDS, groups, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), has_lookahead=st.booleans(),
+        prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
+        num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]),
+        abort_rate=st.sampled_from([0, 0.05]), preempt_rate=st.sampled_from([0, 0.05]),
+        num_priorities=st.integers(1, 3), host_drafts=st.booleans(), is_lazy=st.booleans(),
+        prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
+    )  # fmt: skip
+
+
+ANY = any_of(GROUPS)
 FULL_AND_SLIDING = st.tuples(st.tuples(PAGES, st.just(0)), st.tuples(PAGES, st.sampled_from([1, 3, 5])))
 
 
@@ -46,6 +54,10 @@ def test_any_schedule() -> None:
         "preemptions", "evictions", "hits", "dropped results", "dead tokens", "cleared pages", "chunked prompts",
         "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used",
     )  # fmt: skip
+
+
+def test_any_schedule_with_layers_that_see_chunks() -> None:
+    run(any_of(CHUNKS), 150).needs("preemptions", "hits", "dead tokens", "chunked prompts", "overlapped steps")
 
 
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 4])
