@@ -46,9 +46,10 @@ class Acceptance:
 
     probe_after = PROBE_AFTER
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, first_weight: float = PRIOR_WEIGHT) -> None:
+        """first_weight: observations that the rate of the first request is worth."""
         self._k = k
-        self._shared = Rates([PRIOR_WEIGHT] * k, [PRIOR_WEIGHT * 0.7] * k)
+        self._shared = Rates([first_weight] * k, [first_weight * 0.7] * k)
         self._rates: dict[int, Rates] = {}
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:

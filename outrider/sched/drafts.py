@@ -21,6 +21,10 @@ from outrider.sched.spread_acceptance import SpreadAcceptance
 
 PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, where one alone would cost as much as all
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
+# Observations that the rate of the first request is worth, where the drafter rests while no request drafts. A drafter
+# that has rested has not seen the prompts, so its later tries fail: a few unlucky drafts must not send it to rest for
+# good.
+FIRST_WEIGHT = 32.0
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
@@ -283,6 +287,8 @@ class IndividualDrafts(_LearningDrafts):
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
         super().__init__(k, costs)
+        if not always_propose:
+            self.acceptance = Acceptance(k, FIRST_WEIGHT)
         self._always_propose = always_propose
         self._since_drafts = 0  # steps in which drafting did not pay
 

@@ -58,6 +58,16 @@ def test_a_request_whose_drafts_fail_gets_none_while_its_neighbour_keeps_them() 
     assert chooser.choose([good, bad], is_exact=False).num_drafts == [3, 0]
 
 
+def test_some_unlucky_drafts_do_not_keep_a_drafter_with_layers_from_the_next_request() -> None:
+    """While it rests it sees no prompt, and would never be right again. Many unlucky drafts do."""
+    costs = StepCosts((1, 2, 16), (1.0, 1.1, 4.0), drafting=(DraftCost(1, 0.15, 0.1),))
+    chooser = auto_drafts(1, costs, always_propose=False)
+    observed(chooser, running(0), 1, 0, times=4)
+    assert chooser.choose([running(1)], is_exact=False).num_drafts == [1]
+    observed(chooser, running(0), 1, 0, times=100)
+    assert chooser.choose([running(2)], is_exact=False).num_drafts == [0]
+
+
 def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
     """Lookups find nothing in a text that is drawn at random, and the step is padded for their drafts all the same."""
     costs = StepCosts((1, 64), (1.0, 4.0), is_padded=True)
