@@ -74,7 +74,7 @@ class EngineConfig:
     pad_tokens: tuple[Count, ...] = ()
     # Tokens are guessed by: a drafter of these settings; "auto": the one that comes with the model, if there is one
     # (core/shipped_drafters.py); None: nothing.
-    speculative_config: dict[str, Any] | Annotated[str, OneOf((AUTO_DRAFTER,))] | None = AUTO_DRAFTER
+    speculative_config: dict[str, Any] | Annotated[str, OneOf((AUTO_DRAFTER,))] | None = None
     adapt_drafter: bool = False  # an EAGLE-3 head learns from the traffic while it serves; in memory only
     adapt_memory_bytes: Annotated[int, Range(1, INT64)] = ADAPT_MEMORY_BYTES  # of served texts that it learns from
     adapt_share: Annotated[float, Range(0.001, 1)] = 0.03  # share of the time that its trainer works while requests run
@@ -149,13 +149,13 @@ class EngineConfig:
 
     @property
     def shipped_drafter(self) -> ShippedDrafter | None:
-        """The drafter that comes with the model, if the choice is left to it. The engine may have to do without it."""
+        """The drafter that comes with the model, if it is asked for. The engine may have to do without it."""
         return SHIPPED.get(self.model) if self.speculative_config == AUTO_DRAFTER else None
 
     @property
     def shipped_drafter_obstacle(self) -> str | None:
         """Why an engine with these settings does without the drafter that comes with its model; None if it may have it.
-        A default must not refuse what is served without it."""
+        "auto" must not refuse what is served without drafts."""
         drafter = self.shipped_drafter
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"

@@ -16,7 +16,7 @@ from pathlib import Path
 from outrider.benchmarks.prompt_sets import PromptSet, read_sets
 from outrider.commands.loading import load
 from outrider.commands.output_files import check_plot
-from outrider.commands.parser import UsageError, engine_config
+from outrider.commands.parser import engine_config
 from outrider.commands.run_prompts import Ask, run_prompts
 from outrider.config import AUTO_DRAFTER
 from outrider.core import RequestOutput, SamplingParams
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
     sets = read_sets(args.prompts)
     check_plot(args.plot)
     config = engine_config(args, enable_prefix_caching=False, max_num_seqs=max(sizes))
-    if config.speculative_config == AUTO_DRAFTER and config.speculative is None:
-        config = replace(config, speculative_config=DEFAULT)
+    if config.speculative_config is None:
+        config = replace(config, speculative_config=AUTO_DRAFTER)
     if config.speculative is None:
-        raise UsageError("--speculative-config none leaves nothing to compare")
+        config = replace(config, speculative_config=DEFAULT)
     loaded = load(config)
     tokenizer = loaded.need_tokenizer()
     plain = loaded.llm(config.without_drafts())

@@ -61,8 +61,8 @@ ENGINE_HELP = {
     "max_logprobs": "most log-probabilities a request may ask for; -1: of the whole vocabulary",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
-    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'; none: no drafts; '
-                          "auto: the drafter that comes with the model, if there is one",
+    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\', or '
+                          "auto, the model's own",
     "adapt_drafter": "the EAGLE-3 head learns from the traffic while it serves (in memory only; docs/training.md)",
     "adapt_memory_bytes": "memory for served texts that the drafter learns from",
     "adapt_share": "share of the time that the drafter's trainer may work while requests run",

@@ -1,5 +1,5 @@
 """Drafters that come with the package, by the model that each is for. An engine uses its model's drafter if its
-`speculative_config` is left at "auto"."""
+`speculative_config` is "auto". That is no default as long as a drafter does not pay for every kind of text."""
 
 from __future__ import annotations
 

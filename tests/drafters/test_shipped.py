@@ -1,4 +1,4 @@
-"""The drafter that comes with a model is used unless settings say otherwise, and steps aside where it cannot serve."""
+"""The drafter that comes with a model is used if settings ask for it, and steps aside where it cannot serve."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.assets.train_eagle3 import language
 
 ASSETS = Path(__file__).parents[1] / "assets"
 MODEL, HEAD = str(ASSETS / "target"), ASSETS / "eagle3"
+AUTO: dict[str, Any] = {"speculative_config": "auto"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SMALL_POOL = 5 * 24576  # the null page and those of 64 tokens, if no layer of a drafter is in them
 SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
@@ -45,7 +46,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(**settings: Any) -> tuple[list[list[int]], Drafter | None]:
     """(the texts, the drafter of the engine). How many drafts pay is a matter of the machine, and not looked at."""
     prompts = language().texts(3, 24, torch.Generator().manual_seed(5)).tolist()
-    values = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True} | settings
+    values = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True,
+              "speculative_config": "auto"} | settings
     with LLM(MODEL, **values) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], GREEDY, use_tqdm=False)
         assert isinstance(llm.engine.runner, Worker)
@@ -55,7 +57,7 @@ def run(**settings: Any) -> tuple[list[list[int]], Drafter | None]:
     return [list(output.outputs[0].token_ids) for output in outputs], drafter
 
 
-def test_unset_means_the_models_own_drafter_and_none_means_no_drafts() -> None:
+def test_auto_means_the_models_own_drafter_and_none_means_no_drafts() -> None:
     texts, drafter = run()
     assert drafter is not None and drafter.name == "eagle3" and drafter.max_drafts == 3
     assert run(speculative_config=None) == (texts, None)
@@ -92,21 +94,23 @@ def test_a_drafter_that_is_to_learn_does_not_step_aside() -> None:
 
 
 def test_ranks_and_missing_files_are_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "ranks" in (EngineConfig(MODEL, tensor_parallel_size=2).shipped_drafter_obstacle or "")
+    assert "ranks" in (EngineConfig(MODEL, tensor_parallel_size=2, **AUTO).shipped_drafter_obstacle or "")
     monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", tmp_path, 3))
-    assert "lacks its weights" in (EngineConfig(MODEL).shipped_drafter_obstacle or "")
-    assert EngineConfig(MODEL).speculative is None
+    assert "lacks its weights" in (EngineConfig(MODEL, **AUTO).shipped_drafter_obstacle or "")
+    assert EngineConfig(MODEL, **AUTO).speculative is None
 
 
 def test_other_models_have_no_drafter() -> None:
-    assert EngineConfig("models/other").speculative is None and EngineConfig("models/other").steps_in_flight(False) == 2
-    assert EngineConfig(MODEL).speculative is not None and EngineConfig(MODEL).steps_in_flight(False) == 1
+    other = EngineConfig("models/other", **AUTO)
+    assert other.speculative is None and other.steps_in_flight(False) == 2
+    own = EngineConfig(MODEL, **AUTO)
+    assert own.speculative is not None and own.steps_in_flight(False) == 1
 
 
-@pytest.mark.parametrize("flags,speculates", [((), True), (("--speculative-config", "none"), False),
+@pytest.mark.parametrize("flags,speculates", [((), False), (("--speculative-config", "none"), False),
                                               (("--speculative-config", "null"), False),
                                               (("--speculative-config", "auto"), True)])
-def test_the_command_line_can_say_none(flags: tuple[str, ...], speculates: bool) -> None:
+def test_the_command_line_can_say_none_and_auto(flags: tuple[str, ...], speculates: bool) -> None:
     args = build_parser().parse(["generate", MODEL, "--prompt", "x", *flags])
     assert (engine_config(args).speculative is not None) == speculates
 
@@ -118,7 +122,7 @@ def test_synthetic_rates_need_a_config_of_their_own() -> None:
 
 
 def test_settings_for_vllm_mean_the_same() -> None:
-    assert EngineArgs(MODEL).speculative is not None and EngineArgs(MODEL, speculative_config=None).speculative is None
+    assert EngineArgs(MODEL, **AUTO).speculative is not None and EngineArgs(MODEL).speculative is None
     assert config_for("LLM", MODEL, {"speculative_config": None}).speculative is None
     with pytest.raises(ValueError, match="speculative_config"):
         EngineConfig(MODEL, speculative_config="ngram")
@@ -144,7 +148,7 @@ def test_the_shipped_files_fit_the_model_in_every_tensor() -> None:
     config = SpeculativeConfig.parse(SHIPPED["smollm2"].speculative_config)
     drafter = make_drafter(config, DraftBuild(target, torch.float32, torch.device("cpu"), 64, keep_quantized=True))
     assert isinstance(drafter, AutoregressiveDrafter) and drafter.taps == (2, 15, 27)
-    assert drafter.network.num_outputs == 8192 and EngineConfig("smollm2").speculative == config
+    assert drafter.network.num_outputs == 8192 and EngineConfig("smollm2", **AUTO).speculative == config
 
 
 def test_the_wheel_holds_the_shipped_files() -> None:
