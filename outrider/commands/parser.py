@@ -47,7 +47,7 @@ ENGINE_HELP = {
     "enable_prefix_caching": "share the cache of equal beginnings of prompts",
     "checkpoint_interval": "tokens between the states of recurrent layers that are kept for prefix hits",
     "overlap": "schedule the next step while the last one runs",
-    "seed": "seed of sampling, and of random weights",
+    "seed": "seed of sampling and random weights",
     "load_format": "dummy: random weights",
     "model_impl": "code that computes the model: outrider (a family here), transformers, or auto (a family, else "
                   "transformers)",
@@ -61,8 +61,8 @@ ENGINE_HELP = {
     "max_logprobs": "most log-probabilities a request may ask for; -1: of the whole vocabulary",
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
-    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\', or '
-                          "auto, the model's own",
+    "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'; '
+                          "auto: the model's own",
     "adapt_drafter": "the EAGLE-3 head learns from the traffic while it serves (in memory only; docs/training.md)",
     "adapt_memory_bytes": "memory for served texts that the drafter learns from",
     "adapt_share": "share of the time that the drafter's trainer may work while requests run",
@@ -83,7 +83,7 @@ SAMPLING_HELP = {
     "n": "samples per prompt",
     "temperature": "0 takes the likeliest token",
     "top_p": "keep the likeliest tokens of this total probability",
-    "top_k": "keep this many tokens; 0 keeps all",
+    "top_k": "keep so many tokens; 0: all",
     "min_p": "keep tokens at least this likely relative to the likeliest",
     "max_tokens": "longest answer in tokens",
     "min_tokens": "no end before this many tokens",
