@@ -13,6 +13,7 @@ from outrider.training.settings import TrainingSettings
 from outrider.training.texts import TextStore, TrainingText
 
 SELF_PROMPT_TOKENS = 128  # longest prompt that the target writes
+PASSAGE_TOKENS = 448  # and if it has a passage
 MAX_SEED = 1 << 62
 
 
@@ -48,9 +49,9 @@ class AnswerPlan:
         return SamplingParams(temperature=temperature, seed=self.seed_of(index), detokenize=False,
                               max_tokens=self.settings.max_answer_tokens)
 
-    def prompt_params(self, index: int) -> SamplingParams:
+    def prompt_params(self, index: int, has_passage: bool) -> SamplingParams:
         """Sampling parameters of a request that writes a prompt."""
-        most = min(SELF_PROMPT_TOKENS, self.settings.max_prompt_tokens)
+        most = min(PASSAGE_TOKENS if has_passage else SELF_PROMPT_TOKENS, self.settings.max_prompt_tokens)
         return SamplingParams(temperature=1.0, seed=self.seed_of(index, is_prompt=True), max_tokens=most,
                               detokenize=False)
 
@@ -80,10 +81,11 @@ def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int
              known: set[tuple[int, ...]]) -> dict[int, list[int]]:
     """Prompts that the target writes, without those that it wrote before (`known`, which grows)."""
     seeds = [own.seed_prompt(index) for index in indexes]
-    outputs = _finished(llm, seeds, [plan.prompt_params(index) for index in indexes])
+    params = [plan.prompt_params(index, "\n" in own.opener(index)) for index in indexes]
+    outputs = _finished(llm, seeds, params)
     prompts: dict[int, list[int]] = {}
-    for index, seed, output in zip(indexes, seeds, outputs, strict=True):
-        prompt = own.prompt_from(seed, list(output.outputs[0].token_ids), llm.engine.eos_ids)
+    for index, output in zip(indexes, outputs, strict=True):
+        prompt = own.prompt_from(index, list(output.outputs[0].token_ids), llm.engine.eos_ids)
         if prompt and tuple(prompt) not in known and len(prompt) <= plan.settings.max_prompt_tokens:
             known.add(tuple(prompt))
             prompts[index] = prompt

@@ -1,7 +1,8 @@
 """Prompts to train on: read from a file, or written by the target itself.
 
-A chat model that is given the beginning of a user's turn writes a question (Magpie, arXiv 2406.08464). A model without
-a chat template continues from its first token.
+A chat model that is given the beginning of a user's turn writes a question (Magpie, arXiv 2406.08464). Small models
+write much of the same then, so half of the turns begin with the first words of a task, of which the model writes the
+rest, with the passage that it is about. A model without a chat template continues from its first token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,20 @@ from outrider.core.fields import shown
 from outrider.engine.text import Tokenizer
 
 FORMS = ("a text, or an object with one of \"prompt\", \"question\", \"turns\", \"messages\" and \"prompt_token_ids\"")
+# First words of tasks. Those that end with a line are about a passage, which comes next.
+OPENERS = (
+    "Summarize the following text in three sentences:\n", "Translate the following text from English to German:\n",
+    "Read the passage and answer the question below it.\n\nPassage:", "Write a short story about", "Explain how",
+    "Write a Python function that", "Write an email to", "Give a step-by-step solution: a shop sells",
+    "Summarize the main points of this article:\n", "Rewrite the following paragraph so that it is clearer:\n",
+    "What is the difference between", "Imagine you are", "List the names and dates in the following text as JSON:\n",
+    "Translate the following text from English to French:\n", "Who was the first", "Compare the advantages of",
+    "Use these search results to answer the question at the end.\n\n[1]", "How many", "Write an essay about",
+    "Solve the equation", "Describe the history of", "Correct the mistakes in this text:\n", "Write a review of",
+    "Here is a conversation. Reply as the next speaker.\n", "Plan a trip to", "Write a SQL query that", "Why do",
+    "Classify the following sentences as positive or negative:\n", "Translate the following text to English:\n",
+    "Let's play a game. You are", "What happens if", "Give me a recipe for", "In which year", "Prove that",
+)
 MARK = "\N{WHITE SQUARE}mark\N{WHITE SQUARE}"  # stands where the user's words begin
 
 
@@ -87,28 +102,33 @@ class SelfPrompts:
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._turn: list[int] | None = None  # the beginning of a user's turn
+        self._turn = ""  # the beginning of a user's turn
         if tokenizer is not None and tokenizer.chat_templates:
             rendered = tokenizer.render_chat([{"role": "user", "content": MARK}])
-            before, found, _ = rendered.partition(MARK)
+            self._turn, found, _ = rendered.partition(MARK)
             if not found:
                 raise ValueError("the model's chat template does not show a user's words as they are, so that the "
                                  "model cannot write prompts: give some with --prompts")
-            self._turn = tokenizer.encode(before, add_special_tokens=False)
+
+    def opener(self, index: int) -> str:
+        """The words that prompt `index` begins with: none of two prompts, then those of a task of two. Answers are
+        greedy by turns (`AnswerPlan`), and are so for both kinds."""
+        return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
     def seed_prompt(self, index: int) -> list[int]:
         """What the target continues to write prompt `index`."""
-        if self._turn:
-            return self._turn
+        if self._turn and self._tokenizer is not None:
+            return self._tokenizer.encode(self._turn + self.opener(index), add_special_tokens=False)
         first = None if self._tokenizer is None else self._tokenizer.bos_token_id
         # Without a token that begins texts every token begins some.
         return [index % self._vocab_size if first is None else first]
 
-    def prompt_from(self, seed: list[int], written: list[int], eos_ids: tuple[int, ...]) -> list[int] | None:
-        """The prompt that the target wrote; None if it wrote nothing."""
+    def prompt_from(self, index: int, written: list[int], eos_ids: tuple[int, ...]) -> list[int] | None:
+        """Prompt `index`, of which the target wrote this; None if it wrote nothing."""
         while written and written[-1] in eos_ids:
             written = written[:-1]
-        if self._turn is None or self._tokenizer is None:
-            return [*seed, *written] if written else None
-        text = self._tokenizer.decode(written).strip()
-        return self._tokenizer.encode_chat([{"role": "user", "content": text}]) if text else None
+        if not self._turn or self._tokenizer is None:
+            return [*self.seed_prompt(index), *written] if written else None
+        text = self._tokenizer.decode(written)
+        whole = (self.opener(index) + text).strip()
+        return self._tokenizer.encode_chat([{"role": "user", "content": whole}]) if text.strip() else None

@@ -15,7 +15,7 @@ from outrider.engine.text import Tokenizer
 from outrider.training.answers import AnswerPlan, generate_texts
 from outrider.training.batches import BatchPlan
 from outrider.training.loss import HeldOutAcceptance, pass_weights
-from outrider.training.prompts import SelfPrompts, read_prompts
+from outrider.training.prompts import OPENERS, SelfPrompts, read_prompts
 from outrider.training.settings import TrainingSettings
 from outrider.training.texts import TextStore, TrainingText, split_texts
 from outrider.training.vocabulary import DraftVocabulary
@@ -50,17 +50,27 @@ def test_prompts_of_every_form(tmp_path: Path, chat_model: Path) -> None:
 def test_a_chat_model_is_asked_with_the_beginning_of_a_users_turn(chat_model: Path) -> None:
     tokenizer = Tokenizer.from_folder(chat_model)
     own = SelfPrompts(tokenizer, 260)
-    seed = own.seed_prompt(3)
-    assert tokenizer.decode(seed, skip_special_tokens=False) == "<|begin|>user\n" and own.seed_prompt(4) == seed
+    seed = own.seed_prompt(0)
+    assert tokenizer.decode(seed, skip_special_tokens=False) == "<|begin|>user\n" and own.seed_prompt(5) == seed
     wanted = tokenizer.encode_chat([{"role": "user", "content": "Why?"}])
-    assert own.prompt_from(seed, [*tokenizer.encode(" Why?\n"), 257], (257,)) == wanted
-    assert own.prompt_from(seed, [257], (257,)) is None
+    assert own.prompt_from(0, [*tokenizer.encode(" Why?\n"), 257], (257,)) == wanted
+    assert own.prompt_from(0, [257], (257,)) is None
+
+
+def test_every_second_pair_of_prompts_begins_with_the_words_of_a_task(chat_model: Path) -> None:
+    tokenizer = Tokenizer.from_folder(chat_model)
+    own = SelfPrompts(tokenizer, 260)
+    shown = [tokenizer.decode(own.seed_prompt(index), skip_special_tokens=False) for index in range(8)]
+    assert shown == [f"<|begin|>user\n{words}" for words in ("", "", *OPENERS[:1] * 2, "", "", *OPENERS[1:2] * 2)]
+    wanted = tokenizer.encode_chat([{"role": "user", "content": f"{OPENERS[1]}The sea."}])
+    assert own.prompt_from(6, tokenizer.encode("The sea."), ()) == wanted
+    assert own.prompt_from(6, [257], (257,)) is None
 
 
 def test_a_model_without_a_template_continues_single_tokens() -> None:
     own = SelfPrompts(None, 100)
     assert [own.seed_prompt(index) for index in (0, 7, 107)] == [[0], [7], [7]]
-    assert own.prompt_from([7], [8, 9], ()) == [7, 8, 9]
+    assert own.prompt_from(7, [8, 9], ()) == [7, 8, 9]
 
 
 def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, chat_model: Path,
@@ -68,6 +78,7 @@ def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, cha
     """Half greedy and half sampled, no prompt twice; a shard that is missing is made again as it was."""
     config = EngineConfig(str(chat_model), device="cpu", dtype="float64", num_pages=200, max_num_seqs=4)
     monkeypatch.setattr("outrider.training.answers.SELF_PROMPT_TOKENS", 24)
+    monkeypatch.setattr("outrider.training.answers.PASSAGE_TOKENS", 24)
     settings = TrainingSettings(max_prompt_tokens=150, max_answer_tokens=8, shard_texts=5)
     target, lines = load(config), list[str]()
     own, plan = SelfPrompts(target.tokenizer, 260), AnswerPlan(settings, 12, [])
