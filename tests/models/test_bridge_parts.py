@@ -62,7 +62,7 @@ def kinds_of(model: Model) -> set[type[Module]]:
 
 
 def test_a_plain_model_is_all_blocks_of_ours() -> None:
-    for name in FORCED:
+    for name in FORCED.keys() - {"ministral3"}:  # whose queries grow with their position
         kinds = kinds_of(outlined(name))
         assert kinds - {TiedLinear, Linear} == {Embedding, SelfAttention, GatedMLP, RMSNorm}, name
 

@@ -82,7 +82,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     (["-i", "https://host/in.jsonl", "-o", "{}/out.jsonl"], "on this machine"),
     (["-i", "{}/in.jsonl", "-o", "{}/none/out.jsonl"], "out.jsonl"),
     (["-i", "{}/in.jsonl"], "--output-file"),
-    (["-i", "{}/in.jsonl", "-o", "{}/out.jsonl", "--lora-modules", "own={}"], "need enable_lora"),
+    (["-i", "{}/in.jsonl", "-o", "{}/out.jsonl", "--lora-modules", "own={}"], "need --enable-lora"),
 ])  # fmt: skip
 def test_files_are_checked_before_the_model_is_loaded(folder: Path, tmp_path: Path, flags: list[str], said: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
