@@ -23,11 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from outrider.commands.loading import load  # noqa: E402
-from outrider.config import EngineConfig  # noqa: E402
-from outrider.core import SamplingParams  # noqa: E402
-from outrider.learning import learner as learning  # noqa: E402
-from outrider.llm import LLM  # noqa: E402
+from outrider.commands.loading import load
+from outrider.config import EngineConfig
+from outrider.core import SamplingParams
+from outrider.learning import learner as learning
+from outrider.llm import LLM
 
 MIB = 1 << 20
 

@@ -32,7 +32,7 @@ from outrider.sched.scheduler import Scheduler
 # Milliseconds of steps with prompts by their tokens, as a server of llama8b measures them when it starts. Without
 # attention; 448 tokens take longer than 512 and are left out, as there. Larger ones are in proportion.
 STEP_MS = {64: 4.8, 128: 5.4, 192: 6.2, 256: 6.8, 320: 8.0, 384: 9.0, 512: 10.6, 640: 12.9, 768: 15.2, 896: 17.6,
-           1024: 19.9, 1280: 25.0}  # fmt: skip
+           1024: 19.9, 1280: 25.0}
 LARGER = (1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192)
 DECODE_MS = {1: 4.1, 16: 4.3, 64: 4.7, 128: 5.7, 256: 8.1, 512: 13.0, 1024: 23.0}  # decode steps, without contexts
 READ_SECONDS = 32e-9  # one token of context: 128 KiB at 4.1 TB/s
@@ -246,7 +246,7 @@ LOADS = {load.name: load for load in (
     among(1), among(16), among(32),
     *(poisson(share) for share in (0.25, 0.5, 0.7, 0.9, 0.95, 1.1)),
     *(poisson(share, lengths=((200, 0.95), (8000, 0.05))) for share in (0.5, 0.8, 0.95)),
-)}  # fmt: skip
+)}
 
 
 def main() -> None:

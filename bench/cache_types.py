@@ -19,7 +19,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from outrider import LLM, SamplingParams  # noqa: E402
+from outrider import LLM, SamplingParams
 
 FEW, MORE, ROUNDS = 8, 64, 3
 DRAFTS = 3
@@ -54,7 +54,7 @@ def main() -> None:
     for name, rate in zip(("auto", "fp8"), map(float, args.rates.split(",")), strict=True):
         drafts = None if args.drafter is None else {
             "method": "eagle3", "model": args.drafter, "num_speculative_tokens": DRAFTS,
-            "rejection_sample_method": "synthetic", "synthetic_rates": [rate] * DRAFTS}  # fmt: skip
+            "rejection_sample_method": "synthetic", "synthetic_rates": [rate] * DRAFTS}
         with LLM(args.model, load_format=args.load_format, skip_tokenizer_init=True, max_num_seqs=args.requests,
                  max_model_len=args.context + FEW + MORE + 1, hf_overrides=overrides, kv_cache_dtype=name,
                  speculative_config=drafts) as llm:

@@ -23,7 +23,7 @@ LINK = Link(bandwidth=4e11, latency=8e-6)  # NVLink of one machine, and a sum in
 COUNTS = (1, 8, 64, 1024)
 COLUMNS = {"utilisation": "busy", "output_throughput": "tok/s", "p50_ttft_ms": "first token p50, ms",
            "p99_ttft_ms": "p99", "p50_itl_ms": "gap p50, ms", "p99_itl_ms": "p99", "mean_e2el_ms": "whole, mean, ms",
-           "prefix_hit_rate": "hits", "mean_page_use": "pages"}  # fmt: skip
+           "prefix_hit_rate": "hits", "mean_page_use": "pages"}
 
 
 def shapes(prefixes: SharedPrefixes | None = None) -> Shapes:

@@ -20,7 +20,7 @@ TITLES = {
     "nemotronh-mtp-spread": "nemotronh-15b-a2b + MTP, spread routing",
     "dsv32": "dsv32-8b-a2b", "dsv32-mtp": "dsv32-8b-a2b + MTP", "dsv32-spread": "dsv32-8b-a2b, spread routing",
     "dsv32-mtp-spread": "dsv32-8b-a2b + MTP, spread routing",
-}  # fmt: skip
+}
 KEPT = ("mean_run", "distinct_experts")
 START = "from making the engine to its first token, kernels compiled anew; process_s: from the start of the process"
 DRAFTS = "up to 3 drafts, synthetic acceptance of 2.5, number of drafts chosen every step"
@@ -44,7 +44,7 @@ def series_of(name: str, result: dict[str, Any], peer: dict[str, Any]) -> tuple[
             others.append(row)
     notes = [DRAFTS] * bool(result["speculative_config"]) + [SPREAD] * (result["routing"] == "spread")
     series = {"name": TITLES[name], "date": result["date"], "start_s": result["start_s"],
-              "process_s": result["process_s"]} | ({"note": "; ".join(notes)} if notes else {})  # fmt: skip
+              "process_s": result["process_s"]} | ({"note": "; ".join(notes)} if notes else {})
     return series | {"rows": rows}, others
 
 

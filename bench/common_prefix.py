@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=16384)
     args = parser.parse_args()
     with LLM(args.model, load_format=args.load_format, max_model_len=args.max_model_len,
-             speculative_config=args.speculative_config) as llm:  # fmt: skip
+             speculative_config=args.speculative_config) as llm:
         llm.generate([{"prompt_token_ids": [100] * 64}], params_of(16, temperature=0), use_tqdm=False)
         for case in args.cases:
             speeds: list[float] = []

@@ -32,25 +32,25 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from outrider.benchmarks.prompt_sets import read_sets  # noqa: E402
-from outrider.commands.loading import Loaded, load  # noqa: E402
-from outrider.commands.parser import Parser, add_engine_flags, add_model, engine_config  # noqa: E402
-from outrider.commands.run_prompts import Ask, run_prompts  # noqa: E402
-from outrider.config import EngineConfig  # noqa: E402
-from outrider.core import RequestOutput, SamplingParams  # noqa: E402
-from outrider.core.outputs import Logprob  # noqa: E402
-from outrider.engine.load import find_model, load_tokenizer  # noqa: E402
-from outrider.llm import LLM  # noqa: E402
-from outrider.models.base import Model  # noqa: E402
-from outrider.models.loader import load_weights  # noqa: E402
-from outrider.models.registry import build_model  # noqa: E402
-from outrider.runner import step  # noqa: E402
-from outrider.runner.device import pick_device, pick_dtype  # noqa: E402
-from outrider.runner.worker import Worker  # noqa: E402
-from outrider.sample.sampler import Sampled  # noqa: E402
-from tests.drafters.scripted_drafter import ScriptedDrafter  # noqa: E402
+from outrider.benchmarks.prompt_sets import read_sets
+from outrider.commands.loading import Loaded, load
+from outrider.commands.parser import Parser, add_engine_flags, add_model, engine_config
+from outrider.commands.run_prompts import Ask, run_prompts
+from outrider.config import EngineConfig
+from outrider.core import RequestOutput, SamplingParams
+from outrider.core.outputs import Logprob
+from outrider.engine.load import find_model, load_tokenizer
+from outrider.llm import LLM
+from outrider.models.base import Model
+from outrider.models.loader import load_weights
+from outrider.models.registry import build_model
+from outrider.runner import step
+from outrider.runner.device import pick_device, pick_dtype
+from outrider.runner.worker import Worker
+from outrider.sample.sampler import Sampled
+from tests.drafters.scripted_drafter import ScriptedDrafter
 
 NUM_DRAFTS, WRONG_EVERY = 3, 5  # of scripted drafts
 NGRAM = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 1, "auto": False}
@@ -71,7 +71,7 @@ class Setup:
     @property
     def name(self) -> str:
         parts = [f"{self.drafts} drafts" if self.drafts else "", "prefix hits" if self.has_hits else "",
-                 "preempted" if self.is_preempted else "", f"chunks of {self.chunk}" if self.chunk else ""]  # fmt: skip
+                 "preempted" if self.is_preempted else "", f"chunks of {self.chunk}" if self.chunk else ""]
         return ", ".join(filter(None, parts)) or "plain"
 
 
@@ -108,7 +108,7 @@ def cells(has_head: bool) -> list[Cell]:
     hits = [Cell(Setup(kind, 320, has_hits=True)) for kind in kinds]
     return [*plain[1:], *scripted, preempted[0], Cell(Setup(chunk=96, has_hits=True)),
             *(cell for each in others for cell in each), *preempted[1:], Cell(Setup(chunk=160, is_preempted=True)),
-            *hits]  # fmt: skip
+            *hits]
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Bench:
         rounds, happened, pages = self._answers(cell, exact)
         reference = self._reference(exact, rounds[0] if cell is REFERENCE else None)
         found = [compare(one, other) for answers in rounds
-                 for one, other in zip(reference[: len(answers)], answers, strict=True)]  # fmt: skip
+                 for one, other in zip(reference[: len(answers)], answers, strict=True)]
         num_tokens = 0 if cell is REFERENCE else sum(len(tokens) for answers in rounds for tokens, _ in answers)
         result = Result(self._loaded.name, exact, cell.name, num_tokens, sum(tokens for tokens, _ in found),
                         sum(bits for _, bits in found), sum(map(any, found)), happened, cell.is_met(happened), *pages,
@@ -179,7 +179,7 @@ class Bench:
         settings: dict[str, Any] = {
             "exact": exact, "enable_prefix_caching": setup.has_hits, "overlap": not setup.has_hits,
             "max_num_seqs": len(self._asks), "speculative_config": None,
-        }  # fmt: skip
+        }
         if setup.chunk:
             settings["max_num_batched_tokens"] = setup.chunk
         if setup.drafts == "ngram":
@@ -209,7 +209,7 @@ class Bench:
         before = happened_in(llm)
         groups = [asks[start : start + cell.at_once] for start in range(0, len(asks), cell.at_once)]
         rounds = [[answer for group in groups for answer in answers_of(run_prompts(llm, group).outputs)]
-                  for _ in range(1 + cell.setup.has_hits)]  # fmt: skip
+                  for _ in range(1 + cell.setup.has_hits)]
         cache = llm.engine.scheduler.cache
         ends = [cache.pages_to_start(len(ask.token_ids) + (ask.params.max_tokens or 0)) for ask in asks]
         return rounds, {name: count - before[name] for name, count in happened_in(llm).items()}, (sum(ends), max(ends))
@@ -222,7 +222,7 @@ class Bench:
 
         def script(prompt: tuple[int, ...], index: int) -> list[int]:
             return [(token + 1) % vocab if i % WRONG_EVERY == WRONG_EVERY - 1 else token
-                    for i, token in enumerate(right[prompt])]  # fmt: skip
+                    for i, token in enumerate(right[prompt])]
 
         return ScriptedDrafter(NUM_DRAFTS, script)
 
@@ -237,7 +237,7 @@ def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
     samples = [output.outputs[0] for output in outputs]
     return [(list(sample.token_ids), [digest(place[token]) for token, place in
                                       zip(sample.token_ids, sample.logprobs or [], strict=True)])
-            for sample in samples]  # fmt: skip
+            for sample in samples]
 
 
 def digest(chosen: Logprob) -> str:
@@ -271,7 +271,7 @@ def hash_rows(logits: torch.Tensor) -> torch.Tensor:
 def compare(one: Answer, other: Answer) -> tuple[int, int]:
     """(places with another token, places with other log-probabilities)"""
     counts = [sum(a != b for a, b in zip(first, second, strict=False)) + abs(len(first) - len(second))
-              for first, second in zip(one, other, strict=True)]  # fmt: skip
+              for first, second in zip(one, other, strict=True)]
     return counts[0], counts[1]
 
 
@@ -338,7 +338,7 @@ def summarise(model: str, results: Sequence[Result], num_left: int) -> dict[str,
         sums[mode] = {"cells": len(own), "not_tried": sum(not one.is_met for one in own),
                       "tokens": sum(one.tokens for one in own),
                       "differing_tokens": sum(one.differing_tokens for one in own),
-                      "differing_bits": sum(one.differing_bits for one in own)}  # fmt: skip
+                      "differing_bits": sum(one.differing_bits for one in own)}
     return sums
 
 

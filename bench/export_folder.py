@@ -24,12 +24,12 @@ from outrider.models.sources import ModelSource, resolve
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                   "chat_template.json", "generation_config.json")  # fmt: skip
+                   "chat_template.json", "generation_config.json")
 
 BLOCK = 128
 PLAIN_MODULES = ["embed_tokens", "lm_head"]
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
-              "modules_to_not_convert": PLAIN_MODULES}  # fmt: skip
+              "modules_to_not_convert": PLAIN_MODULES}
 
 
 def export_folder(source: ModelSource, out: Path, dtype: str | None = None, fp8_blocks: bool = False) -> list[str]:

@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from outrider.config import STREAM_STEP_MS, EngineConfig  # noqa: E402
-from outrider.core import SamplingParams  # noqa: E402
-from outrider.engine.engine import Engine  # noqa: E402
-from outrider.engine.start import start_engine  # noqa: E402
+from outrider.config import STREAM_STEP_MS, EngineConfig
+from outrider.core import SamplingParams
+from outrider.engine.engine import Engine
+from outrider.engine.start import start_engine
 
 FAIR_SHARE = 0.9
 
@@ -136,7 +136,7 @@ def main() -> None:
            "largest_gap_without_prompts_ms": round(max(plain.gaps) * 1e3, 1), "prompts": num_prompts,
            "tok_s": round(mixed.num_tokens / seconds, 1), "of_fair_share": round(mixed.num_tokens / fair, 3),
            "gap_p99_ms": round(gaps[int(len(gaps) * 0.99)] * 1e3, 1), "largest_gaps_ms":
-           [round(gap * 1e3, 1) for gap in sorted(set(gaps))[-1:-9:-1]]}  # fmt: skip
+           [round(gap * 1e3, 1) for gap in sorted(set(gaps))[-1:-9:-1]]}
     load.engine.close()
     print(json.dumps(row))
 

@@ -42,7 +42,7 @@ class Model:
         return {
             "qkv": (self.qkv, self.hidden), "o": (self.hidden, self.heads * self.head_dim),
             "gate_up": (2 * self.mlp, self.hidden), "down": (self.hidden, self.mlp), "head": (self.vocab, self.hidden),
-        }  # fmt: skip
+        }
 
 
 MODELS = {
@@ -68,7 +68,7 @@ class Bench:
         self, kernel: str, case: str, us: float, num_bytes: float, error: float | None = None, **more: Any
     ) -> None:
         row = {"kernel": kernel, "case": case, "us": round(us, 2), "floor_us": round(num_bytes / BANDWIDTH * 1e6, 2),
-               "tb_per_s": round(num_bytes / us * 1e-6, 3), "error": error, **more}  # fmt: skip
+               "tb_per_s": round(num_bytes / us * 1e-6, 3), "error": error, **more}
         self.rows.append(row)
         line = json.dumps(row)
         print(line, flush=True)

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_chain import bench_chains  # noqa: E402
-from kernel_harness import (  # noqa: E402
+from kernel_chain import bench_chains
+from kernel_harness import (
     COLD_BYTES,
     MODELS,
     Bench,
@@ -35,24 +35,24 @@ from kernel_harness import (  # noqa: E402
     sets,
 )
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_splits import DecodeConfig, decode_config  # noqa: E402
-from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
-from outrider.kernels.triton.prefill import PrefillConfig, prefill_config  # noqa: E402
-from outrider.kernels.triton.thin_linear import ThinConfig, is_small, thin_config, thin_linear  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels import triton as kernels
+from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.attention_splits import DecodeConfig, decode_config
+from outrider.kernels.triton.matvec import matvec, matvec_config
+from outrider.kernels.triton.prefill import PrefillConfig, prefill_config
+from outrider.kernels.triton.thin_linear import ThinConfig, is_small, thin_config, thin_linear
 
 VECTOR_CONFIGS = [
     ThinConfig(*c)
     for c in ((2, 1024, 4, 1), (4, 1024, 4, 1), (8, 1024, 4, 1), (16, 1024, 4, 1), (4, 512, 2, 1), (8, 2048, 8, 1),
               (2, 2048, 8, 1), (1, 2048, 8, 1), (8, 512, 4, 1))
-]  # fmt: skip
+]
 TILE_CONFIGS = [
     ThinConfig(*c)
     for c in ((8, 256, 4, 8), (16, 256, 4, 4), (16, 512, 4, 4), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4),
               (64, 256, 8, 3))
-]  # fmt: skip
+]
 DECODE_CONFIGS = [
     DecodeConfig(*c) for c in ((32, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 3), (32, 64, 2, 5), (128, 64, 8, 4))
 ]
@@ -78,7 +78,7 @@ def bench_linear(bench: Bench, model: str, name: str, n: int, k: int, num_rows: 
         try:
             error = max(error, relative_error(linear(x, weights[0], config=config), wanted))
             results[config] = graph_us(lambda i, c=config: linear(x, weights[i], config=c), count)
-        except Exception as problem:  # noqa: BLE001
+        except Exception as problem:
             print(f"# {model} {name} {config}: {type(problem).__name__}: {str(problem)[:160]}", flush=True)
     library = graph_us(lambda i: F.linear(x, weights[i]), count)
     best = min(results, key=lambda c: results[c])
@@ -127,7 +127,7 @@ def bench_decode(bench: Bench, requests: int, length: int, queries: int) -> None
             if results and not bench.has_time:
                 continue
             options = {"scale": scale, "max_query": queries, "max_length": bound, "num_splits": num_splits,
-                       "config": config}  # fmt: skip
+                       "config": config}
             error = max(error, relative_error(decode_attention(q, *cache.args(0), **options), wanted))
             label = f"n{config.block_n}w{config.num_warps}s{config.num_stages}/{num_splits or 'auto'}"
             results[label] = graph_us(lambda i, o=options: decode_attention(q, *cache.args(i), **o), layers)

@@ -26,7 +26,7 @@ class _Batch(ctypes.Structure):
         ("n_tokens", _I), ("token", ctypes.POINTER(_I)), ("embd", _P), ("pos", ctypes.POINTER(_I)),
         ("n_seq_id", ctypes.POINTER(_I)), ("seq_id", ctypes.POINTER(ctypes.POINTER(_I))),
         ("logits", ctypes.POINTER(ctypes.c_int8)),
-    )  # fmt: skip
+    )
 
 
 class LlamaLibrary:
@@ -44,7 +44,7 @@ class LlamaLibrary:
             ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [_P, _I]),
             ("llama_model_get_vocab", _P, [_P]), ("llama_vocab_n_tokens", _I, [_P]),
             ("llama_print_system_info", ctypes.c_char_p, []),
-        ):  # fmt: skip
+        ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
         self._silence = ctypes.CFUNCTYPE(None, _I, ctypes.c_char_p, _P)(lambda level, text, data: None)

@@ -27,7 +27,7 @@ QUANTIZATION = {
     "ignore": [],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
         "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}}},
-}  # fmt: skip
+}
 LEFT_OUT = ("lm_head.weight", "t2d", "embed_tokens.weight")
 MOST_DIFFERENCE = 2**-7  # of an output row from the target's, relative to its largest number: bfloat16 rounds by 2^-9
 

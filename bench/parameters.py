@@ -28,12 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from outrider import LLM, SamplingParams  # noqa: E402
+from outrider import LLM, SamplingParams
 
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.2}
 LISTS = {"logit_bias": {5: 2.0, 700: -1.0}, "bad_words_token_ids": ((7,), (5, 6), (1, 2, 3))}
 ALL = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "min_tokens": 8, "logprobs": 5, "seed": 1,
-       **PENALTIES, **LISTS}  # fmt: skip
+       **PENALTIES, **LISTS}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {}, "temperature": {"temperature": 1.0}, "top_k": {"temperature": 1.0, "top_k": 50},
     "top_p": {"temperature": 1.0, "top_p": 0.9}, "min_p": {"temperature": 1.0, "min_p": 0.02}, "penalties": PENALTIES,
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, value in LISTS.items()}, "min_tokens": {"min_tokens": 8},
     "seed": {"temperature": 1.0, "seed": 1}, "all": ALL, "one top_p": {"temperature": 1.0, "top_p": 0.9},
     "one all": ALL,
-}  # fmt: skip
+}
 
 
 Clock = Callable[[], float]
@@ -91,7 +91,7 @@ def summary(batch: int, name: str, pairs: list[tuple[Speed, Speed]]) -> dict[str
     row = {"batch": batch, "case": name, "tok_s": round(statistics.median(own.tok_s for _, own in pairs), 1),
            "mean_run": round(statistics.median(own.mean_run for _, own in pairs), 3),
            "ratio": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
-           "most": round(max(ratios), 3), "ratio_per_run": round(per_run, 3)}  # fmt: skip
+           "most": round(max(ratios), 3), "ratio_per_run": round(per_run, 3)}
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return row
 

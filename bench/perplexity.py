@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     llms = {side: LLM(args.model, max_model_len=args.length + 1, max_num_seqs=1, enable_prefix_caching=False,
                       activation_bits=bits, kv_cache_memory_bytes=1 << 28, speculative_config=None)
-            for side, bits in OURS.items() if side not in args.without}  # fmt: skip
+            for side, bits in OURS.items() if side not in args.without}
     chunks = cut(next(iter(llms.values())), Path(args.text).read_text(), args.length, args.chunks)
     if not chunks:
         parser.error(f"--text: {args.text} has fewer tokens than a chunk")

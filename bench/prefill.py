@@ -23,11 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_harness import graph_us  # noqa: E402
+from kernel_harness import graph_us
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig  # noqa: E402
-from outrider.kernels.triton.prefill import (  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton.hopper import CONFIGS, HopperConfig
+from outrider.kernels.triton.prefill import (
     device_query_tiles,
     prefill_attention,
     prefill_config,
@@ -142,7 +142,7 @@ def check(shape: Shape, config: HopperConfig) -> dict[str, Any]:
         batch, q=batch.q[300 - CHUNK : 300], page_table=batch.page_table[:1],
         query_starts=torch.tensor([0, CHUNK], dtype=torch.int32, device="cuda"), lengths=batch.lengths[:1],
         live=torch.full_like(batch.live[:1], CHUNK),
-        options={k: v[:1] if k == "key_starts" else v for k, v in batch.options.items()})  # fmt: skip
+        options={k: v[:1] if k == "key_starts" else v for k, v in batch.options.items()})
     errors["chunked"] = torch.equal(run(alone, shape, config, True), results[1][300 - CHUNK : 300])
     errors["repeats"] = all(torch.equal(results[1], a) for a in again) and torch.equal(*results)
     return errors

@@ -20,19 +20,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets  # noqa: E402
+from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets
 
-from outrider.kernels.recurrent import CheckpointTargets  # noqa: E402
-from outrider.kernels.triton.gated_delta import delta_config, delta_steps  # noqa: E402
-from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps  # noqa: E402
-from outrider.kernels.triton.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs  # noqa: E402
-from outrider.kernels.triton.recurrent_step import (  # noqa: E402
+from outrider.kernels.recurrent import CheckpointTargets
+from outrider.kernels.triton.gated_delta import delta_config, delta_steps
+from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.triton.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs
+from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
     StepInputs,
     StepTensors,
 )
-from outrider.kernels.triton.save_tails import save_tails  # noqa: E402
+from outrider.kernels.triton.save_tails import save_tails
 
 CONV_WIDTH = 4
 PAGE_ELEMENTS = 16 * 2 * 2 * 128 * 6  # a page of 16 tokens, 2 heads of keys and values, 6 layers
@@ -61,7 +61,7 @@ class Shape:
 
 
 SHAPES = {"mamba2": Shape("mamba2", 64, 64, 128, 8, (64,)), "delta": Shape("delta", 32, 128, 128, 16, (32, 32)),
-          "kda": Shape("kda", 32, 128, 128, 32, (32 * 128, 32))}  # fmt: skip
+          "kda": Shape("kda", 32, 128, 128, 32, (32 * 128, 32))}
 
 
 @dataclass
@@ -176,7 +176,7 @@ def time_prompts(bench: Bench, shape: Shape, params: Params, requests: int, know
         options: dict[str, Any] = {"config": StepConfig(tile, warps), "chunk": chunk}
         try:
             us = graph_us(lambda _, options=options: run(**options), 1)
-        except Exception as error:  # noqa: BLE001 - a tile that does not fit the card says so here
+        except Exception as error:  # a tile that does not fit the card says so here
             print(f"# {tile} {warps} {chunk}: {type(error).__name__}", flush=True)
             continue
         bench.report(f"{shape.kind} chunks", case, us, num_bytes, tile=tile, warps=warps, chunk=chunk)

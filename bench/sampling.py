@@ -20,12 +20,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_harness import Bench, graph_us, sets  # noqa: E402
+from kernel_harness import Bench, graph_us, sets
 
-from outrider.core import Admission, Limits  # noqa: E402
-from outrider.core.checked_request import CheckedRequest  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.sample import (  # noqa: E402
+from outrider.core import Admission, Limits
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.params import SamplingParams
+from outrider.sample import (
     History,
     LogitRows,
     Sampled,
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     {"bad_words_token_ids": WORDS}, "allowed": {"allowed_token_ids": list(range(0, 9000, 3))},
     "min_tokens": {"min_tokens": 10, "stop_token_ids": [3]}, "logprobs 5": {"logprobs": 5},
     "logprobs 20": {"logprobs": 20}, "all": ALL, "all, greedy": ALL | {"temperature": 0.0},
-}  # fmt: skip
+}
 CUDA = torch.device("cuda")
 
 
@@ -68,13 +68,13 @@ class Sampler:
     def of(cls, params: list[SamplingParams], vocab: int) -> Sampler:
         num = len(params)
         limits = Limits(max_requests=num, max_batched_tokens=num, max_len=LENGTH, max_drafts=0, vocab_size=vocab,
-                        max_list_ints=1 << 22)  # fmt: skip
+                        max_list_ints=1 << 22)
         rows, tokens = SamplingRows(limits, CUDA), torch.randint(0, 5000, (num + 1, LENGTH))
         rows.admit([
             Admission(i + 1, CheckedRequest(tuple(tokens[i + 1, :128].tolist()), replace(one, seed=i)), computed=0,
                       max_len=LENGTH, output_ids=tokens[i + 1, 128:].tolist())
             for i, one in enumerate(params)
-        ])  # fmt: skip
+        ])
         assert not rows.lists.unplaced
         request = torch.arange(num, device=CUDA)
         known = torch.full((num + 1,), LENGTH - 1, device=CUDA)

@@ -58,7 +58,7 @@ def answer(batch: ScheduledBatch) -> StepResult:
     return StepResult(batch.step, [
         RequestResult(request_id, epoch, [7], 1, drafts, 0, drafts)
         for request_id, epoch, drafts in zip(batch.request_ids, batch.epochs, batch.num_drafts, strict=True)
-    ])  # fmt: skip
+    ])
 
 
 def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int, drafts: int) -> Scheduler:
@@ -81,7 +81,7 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
         scheduler.update(StepResult(batch.step, [
             RequestResult(r, e, [7], n, d, 0)
             for r, e, n, d in zip(batch.request_ids, batch.epochs, batch.num_known, batch.num_drafts, strict=True)
-        ]))  # fmt: skip
+        ]))
     assert scheduler.num_running == num_requests
     return scheduler
 
@@ -151,7 +151,7 @@ def main() -> None:
         "worst_us_at_256": round(max(at_bar), 1) if at_bar else None,
         "bar_us": round(bar_us, 1),
         "passed": max(at_bar) < bar_us if at_bar else None,
-    }))  # fmt: skip
+    }))
 
 
 if __name__ == "__main__":

@@ -27,31 +27,31 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from outrider.benchmarks.roofline import measure_bandwidth  # noqa: E402
-from outrider.benchmarks.throughput import GREEDY  # noqa: E402
-from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.latent import TokenContexts  # noqa: E402
-from outrider.llm import LLM  # noqa: E402
-from outrider.mixers.latent.base import BoundLatentLayer  # noqa: E402
-from outrider.mixers.paged.base import PagedLayer  # noqa: E402
-from outrider.models.sources.folder import read_config  # noqa: E402
+from outrider.benchmarks.roofline import measure_bandwidth
+from outrider.benchmarks.throughput import GREEDY
+from outrider.kernels import ops
+from outrider.kernels.latent import TokenContexts
+from outrider.llm import LLM
+from outrider.mixers.latent.base import BoundLatentLayer
+from outrider.mixers.paged.base import PagedLayer
+from outrider.models.sources.folder import read_config
 
 SPARSE, DENSE = "dsv32-8b-a2b", "llama8b"
 BATCHES = (1, 8, 64, 256)
 PLAIN_BARS, MTP_BARS = (500, 3300, 19000, 37000), (800, 5000, 24000, 40000)
 FLOOR_SHARE, FLOOR_BATCHES = 0.6, (1, 8, 64)
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic",
-       "synthetic_acceptance_length": 2.5}  # fmt: skip
+       "synthetic_acceptance_length": 2.5}
 TINY_SPARSE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 8, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 48, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8, "vocab_size": 512,
     "dtype": "float32",
-}  # fmt: skip
+}
 TINY_DENSE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
                               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-                              "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32"}  # fmt: skip
+                              "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Bench:
         given = [sys.executable, "-m", "outrider.cli", "bench", kind, str(self.config(SPARSE)),
                  "--load-format", "dummy", "--device", self.sizes.device, "--max-model-len", str(max_len),
                  "--max-num-seqs", str(max(batches)), "--gpu-memory-utilization", "0.85", "--shapes", ",".join(shapes),
-                 "--rounds", str(self.sizes.rounds), "--save-result", str(result), *more]  # fmt: skip
+                 "--rounds", str(self.sizes.rounds), "--save-result", str(result), *more]
         if drafts:
             given += ["--speculative-config", json.dumps(MTP)]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         caches = tempfile.mkdtemp(dir=self.folder)
         subprocess.run(given, check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
-                       env=os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": caches})  # fmt: skip
+                       env=os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": caches})
         made: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return made
 
@@ -168,7 +168,7 @@ def contexts(bench: Bench) -> None:
     report.note(f"decode step behind {sizes.long} tokens, index keys in fp8, ms", rounded["decoding_ms_p50"])
     shape = f"{sizes.many}x{sizes.drafted}x{sizes.decoded}"
     plain, drafted = (bench.run("latency", [shape], sizes.longest(sizes.drafted), drafts=drafts)["results"][0]
-                      for drafts in (False, True))  # fmt: skip
+                      for drafts in (False, True))
     report.note(f"plain at {sizes.drafted} tokens, ms a token", plain["decoding_ms_p50"])
     report.note(f"MTP at {sizes.drafted} tokens, ms a token", drafted["decoding_ms_p50"])
     report.note("MTP over plain", plain["decoding_ms_p50"] / drafted["decoding_ms_p50"], least=1.3)
@@ -253,7 +253,7 @@ class LayerClock:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         made = {name: sum(begin.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - begin)
-                          for begin, end in spans) for name, spans in self.spans.items()}  # fmt: skip
+                          for begin, end in spans) for name, spans in self.spans.items()}
         self.spans.clear()
         return made
 
@@ -262,7 +262,7 @@ def prompt(bench: Bench) -> None:
     """One layer's attention over a long prompt in chunks: writes, choice and attention, beside the dense model's."""
     totals = {}
     for name, kind, calls in ((SPARSE, BoundLatentLayer, ("write", "choose", "__call__")),
-                              (DENSE, PagedLayer, ("__call__", "fused"))):  # fmt: skip
+                              (DENSE, PagedLayer, ("__call__", "fused"))):
         totals[name] = _attention_ms(bench, name, kind, calls)
         for call, ms in totals[name].items():
             print(f"{name}, {bench.sizes.whole} tokens, one layer, {call.strip('_')}: {ms:.3f} ms", flush=True)
@@ -293,7 +293,7 @@ def _attention_ms(bench: Bench, name: str, kind: type, calls: tuple[str, ...]) -
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {"tables": tables, "contexts": contexts, "dense": dense_kernel,
-                                                "prompt": prompt}  # fmt: skip
+                                                "prompt": prompt}
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ INTERNAL = {
                        "is_plain", "max_drafts", "stop_strings"},
     "speculative_config": {"methods", "parse"},
     "StructuredOutputsParams": {"form", "from_fields", "is_json", "to_plain"},
-}  # fmt: skip
+}
 # What the fields of some classes are for, where no comment stands behind them: the help of their flags.
 NOTES = {"EngineArgs": ENGINE_HELP, "SamplingParams": SAMPLING_HELP}
 ONLY_FLAGS = re.compile(r" \((repeat for several|with --json)\)|, as [\d,]+$")

@@ -18,7 +18,7 @@ from outrider.commands.help import ALL, help_text
 ROOT = Path(__file__).parent.parent
 # Files outside docs/ that have a page of their own, by the name of that page.
 PAPERS = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md",
-          "security.md": "SECURITY.md"}  # fmt: skip
+          "security.md": "SECURITY.md"}
 PAGES = {source: page for page, source in PAPERS.items()} | {"examples": "examples.md"}
 
 

@@ -221,7 +221,7 @@ def _add_synthetic(parser: Parser) -> None:
 
 
 BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",
-                 "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")  # fmt: skip
+                 "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -349,7 +349,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OUTRIDER_DEBUG", "") not in ("", "0")
     if sys.stdout is None:  # closed by the process that started this one (`>&-`)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process runs
+        sys.stdout = open(os.devnull, "w")  # for as long as the process runs
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # an answer is not lost for a character that a terminal lacks
     parser = build_parser()

@@ -16,9 +16,9 @@ if not Path("/dev/nvidiactl").exists():
     # Before anything imports triton, which transformers' model classes do.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.garbage import collections_paused, freeze_before_test  # noqa: E402
+from tests.garbage import collections_paused, freeze_before_test
 
 
 def _set_hypothesis(profile: str) -> None:

@@ -59,7 +59,7 @@ HARMLESS = {
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
     "target_parameters", "task_type", "velora_config",
-}  # fmt: skip
+}
 
 
 class AdapterError(ValueError):
@@ -153,7 +153,7 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
         raise AdapterError(f"{file.parent} holds no {TENSORS}: adapters in other formats are not read")
     try:
         with safe_open(file, framework="pt") as handle:
-            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
     except (SafetensorError, OSError) as error:
         raise _damaged(file, error) from error
     found: dict[str, tuple[bool, dict[str, str]]] = {}  # by module: whether it is an embedding, and its A and B

@@ -29,7 +29,7 @@ from outrider.models.base import Model
 log = logging.getLogger("outrider")
 OPERATIONS: tuple[ops.Operation[..., Any], ...] = (
     ops.reduce_adapters, ops.add_adapters, ops.add_adapter_embeddings, ops.add_head_adapters, ops.mix_adapted_experts,
-)  # fmt: skip
+)
 
 
 class AdapterStore(LoadedAdapters):

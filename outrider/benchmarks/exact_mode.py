@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     exact, default = (_speeds(loaded, replace(config, exact=mode), work, args.rounds) for mode in (True, False))
     kinds = ["decoding"] * len(decoding) + ["prompts"]
     cells = [Cell(kind, shape.batch, round(one, 1), round(other, 1), round(other / one, 3))
-             for kind, shape, one, other in zip(kinds, shapes, default, exact, strict=True)]  # fmt: skip
+             for kind, shape, one, other in zip(kinds, shapes, default, exact, strict=True)]
     print(f"{'':<10} {'batch':>5} {'default tok/s':>13} {'exact tok/s':>11} {'ratio':>6}")
     for cell in cells:
         print(f"{cell.kind:<10} {cell.batch:>5} {cell.default_tok_s:>13.1f} {cell.exact_tok_s:>11.1f} "
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps({"bench": "exact", "model": loaded.name, "device": str(loaded.device),
                       "dtype": str(loaded.model.dtype).removeprefix("torch."), "rounds": args.rounds,
                       "max_tokens": args.max_tokens, "prompt_len": prompt_len,
-                      "results": [asdict(cell) for cell in cells]}))  # fmt: skip
+                      "results": [asdict(cell) for cell in cells]}))
     return 0
 
 

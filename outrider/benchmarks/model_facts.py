@@ -26,4 +26,4 @@ class MeasureFacts(Command[ModelFacts]):
             num_layers=len({claim.layer for claim in model.cache_layers()}), hidden_size=worker.info.limits.hidden_size,
             itemsize=model.dtype.itemsize, bandwidth=measure_bandwidth(model.device),
             operations=measure_product(model.device, model.dtype),
-        )  # fmt: skip
+        )

@@ -55,7 +55,7 @@ def _read_categories(path: Path) -> list[PromptSet]:
                 raise ValueError("category and turns must be texts")
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise UsageError(f'{path}, line {number} is not a question, {{"category": ..., "turns": [...]}}: {error!r}'
-                             ) from error  # fmt: skip
+                             ) from error
         categories.setdefault(category, []).append(first)
     if not categories:
         raise UsageError(f"{path} has no question")

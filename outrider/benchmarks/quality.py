@@ -100,7 +100,7 @@ def _acceptance(loaded: Loaded, config: EngineConfig, num_tokens: int) -> dict[s
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, detokenize=False)
     tokenizer = loaded.need_tokenizer()
     asks = [Ask(ids, params) for prompts in read_sets(None)
-            for ids in prompts.encode(tokenizer, len(prompts.prompts))]  # fmt: skip
+            for ids in prompts.encode(tokenizer, len(prompts.prompts))]
     with loaded.llm(config) as llm:
         run_prompts(llm, asks, label="drafts")
         stats = llm.engine.stats

@@ -111,7 +111,7 @@ class Traffic:
             own_steps = outputs / work.mean_run
             moved += sum(own_steps * _cache_bytes(layer, prompt, outputs) for layer in self.caches)
             moved += sum(own_steps * work.mean_drafts * _cache_bytes(layer, prompt, outputs)
-                         for layer in self.draft_caches)  # fmt: skip
+                         for layer in self.draft_caches)
         return moved
 
     def floor(self, work: Decoding, bandwidth: float) -> float:

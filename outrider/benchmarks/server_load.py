@@ -146,7 +146,7 @@ def summary(measured: Sequence[Measured], seconds: float, goals: dict[str, float
         "total_input_tokens": sum(one.num_prompt_tokens for one in done), "total_output_tokens": num_tokens,
         "request_throughput": round(len(done) / seconds, 3), "output_throughput": round(num_tokens / seconds, 2),
         "mean_acceptance_length": round(1 + sum(one.num_accepted for one in done) / steps, 3) if steps else None,
-    }  # fmt: skip
+    }
     times: dict[str, list[float]] = {name: [one.times[name] for one in done if name in one.times]
                                      for name in ("ttft", "tpot", "e2el")}
     times["itl"] = [gap * 1000 for one in done for gap in one.gaps]

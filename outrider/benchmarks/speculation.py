@@ -75,7 +75,7 @@ class Comparison:
             round(statistics.median(ratios), 3), round(stats.mean_run_length, 3), round(stats.mean_chosen, 2),
             stats.num_draft_tokens, stats.num_accepted_tokens,
             [round(rate, 3) for rate in stats.acceptance_per_position], self.num_equal, self.num_requests,
-        )  # fmt: skip
+        )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -268,7 +268,7 @@ def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
                 per_token.append((runs[-1][0] - runs[0][0]) / (runs[-1][1] - runs[0][1]))
     row: dict[str, Any] = {"case": work.shape.name}
     for name, values in (("ttft_ms", first), ("between_runs_ms", between), ("per_token_ms", per_token),
-                         ("decoding_ms", decoding)):  # fmt: skip
+                         ("decoding_ms", decoding)):
         row |= {f"{name}_p50": _percentile(values, 50), f"{name}_p99": _percentile(values, 99)}
     return row
 

@@ -45,7 +45,7 @@ class PageHashes:
 def longest_hit(
     is_known: Callable[[PageKey], bool], groups: Sequence[Group], hashes: dict[int, PageHashes],
     token_ids: Sequence[int], most: int, serves_state: Callable[[int], int] = int,
-) -> int:  # fmt: skip
+) -> int:
     """The longest prefix of at most `most` tokens that all groups can serve: a candidate is lowered until all agree.
 
     `is_known`: whether there is a page of a key. `serves_state` lowers a candidate to a length after which the state of

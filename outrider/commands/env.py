@@ -117,7 +117,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     limits = fit_max_len(config, layout, limits, plan)
     uncounted = [name for name, is_there in (
         ("the drafter", drafts), ("packed copies of the weights", device.type == "cpu" and config.packed_weights),
-    ) if is_there]  # fmt: skip
+    ) if is_there]
     groups = ", ".join(f"{len(group.layers)} layers in pages of {group.page_tokens} tokens" for group in layout.groups)
     return [
         ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),

@@ -16,7 +16,7 @@ COMMON = frozenset({
     "speculative_config", "exact",
     "temperature", "top_p", "top_k", "max_tokens", "stop", "seed", "n",
     "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser",
-})  # fmt: skip
+})
 GROUPS = ("engine", "sampling", "server")
 
 

@@ -98,5 +98,5 @@ def page() -> str:
 
 def _row(family: Family) -> str:
     cells = (family.name, *(", ".join(f"`{item}`" for item in items) for items in (
-        family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)))  # fmt: skip
+        family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)))
     return f"| {' | '.join(cells)} |"

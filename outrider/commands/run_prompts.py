@@ -93,7 +93,7 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
     done: list[RequestOutput] = []
     prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids, "cache_salt": ask.cache_salt}
-                             for ask in asks]  # fmt: skip
+                             for ask in asks]
     start = time.perf_counter()
     with interruptible() as interrupt, _bar(len(asks), label) as progress:
         outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)

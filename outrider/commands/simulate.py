@@ -31,7 +31,7 @@ from outrider.simulation.trace import (
 MOST_RANKS = 72  # GPUs that one NVLink domain connects
 LEAST = 1e-9  # a smaller rate or chance counts as 0
 SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisation", "mean_page_use",
-         "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")  # fmt: skip
+         "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -239,7 +239,7 @@ class _Watch:
             "padded steps": self.command(CountPaddedSteps()).result(), "preemptions": scheduler.num_preemptions,
             "overlap": int(scheduler.max_steps_in_flight > 1), "drafts": stats.num_draft_tokens,
             "accepted": stats.num_accepted_tokens,
-        }  # fmt: skip
+        }
 
 
 def make_asks(loaded: Loaded | OnRanks, quick: bool, max_tokens: int, seed: int) -> list[Ask]:

@@ -23,7 +23,7 @@ def asking_for_bits(asks: Sequence[Ask], vocab_size: int) -> list[Ask]:
 def bits_of(outputs: Sequence[RequestOutput]) -> list[Bits]:
     samples = [output.outputs[0] for output in outputs]
     return [[{token: named.logprob for token, named in place.items()} for place in sample.logprobs or []]
-            for sample in samples]  # fmt: skip
+            for sample in samples]
 
 
 def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int, str]:

@@ -56,7 +56,7 @@ class LogitsProcessor(ABC):
     """The token at every position is chosen from logits that were processed with the tokens before it as outputs. With
     drafts these include the drafts before it; when a draft is rejected, its request is added again."""
 
-    @classmethod  # noqa: B027
+    @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError for parameters that the processor cannot serve. Called before a request is accepted."""
 

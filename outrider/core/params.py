@@ -58,7 +58,7 @@ NEUTRAL: dict[str, Any] = {
     "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "logits_processors": [],
     "flat_logprobs": False, "spaces_between_special_tokens": True, "include_reasoning": True, "skip_clone": False,
     "routed_experts_prompt_start": 0,
-}  # fmt: skip
+}
 
 
 def asked_fields(given: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class EmbedsPrompt(TypedDict):
 PROMPT_KEYS: dict[str, Any] = {  # keys of a prompt in the form of a dict, with the types of their values
     "prompt": str | None, "prompt_token_ids": list | tuple | None, "cache_salt": str | None,
     "bidirectional_spans": list | tuple | None, "prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None,
-}  # fmt: skip
+}
 NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # a prompt has one of them
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # as it comes, before it is checked

@@ -125,7 +125,7 @@ class AutoregressiveDrafter(NetworkDrafter):
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=parts["valid"],
-        )  # fmt: skip
+        )
         self._tails = parts["tail"]
         self._admitted: list[Admission] = []
 

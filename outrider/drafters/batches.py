@@ -51,7 +51,7 @@ class DraftingBatches:
         return replace(
             single, token_ids=first.token_ids[token_rows], positions=first.positions[token_rows], live=live,
             live_int32=live.int(), token_slots=(torch.full_like(token_rows, -1),) * len(first.token_slots),
-        )  # fmt: skip
+        )
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
         """The batch of a further pass: one token per request, the draft before draft `index`. The token of a request
@@ -73,7 +73,7 @@ class DraftingBatches:
             single, token_ids=reading.tokens, positions=only.positions, lengths=only.lengths, live=only.live,
             lengths_int32=only.lengths_int32, live_int32=only.live_int32,
             token_slots=only.slots * len(single.token_slots),
-        )  # fmt: skip
+        )
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
@@ -88,7 +88,7 @@ class DraftingBatches:
         return replace(
             view, token_ids=tokens, positions=rows.positions, lengths=rows.lengths, live=rows.live,
             lengths_int32=rows.lengths_int32, live_int32=rows.live_int32, token_slots=tuple(slots), visible=keys,
-        )  # fmt: skip
+        )
 
 
 class SingleTokenView:

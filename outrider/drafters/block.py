@@ -75,7 +75,7 @@ class BlockDrafter(Drafter):
             valid_from=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             filled=buffer(limits, Axis.ROWS, dtype=torch.int64, device=device),
             page_valid=cached.page_parts(self.attention_layers[0].index)["valid"],
-        )  # fmt: skip
+        )
         self._admitted: list[Admission] = []
 
     # Admission: which slots of a prefix hit the drafter has filled
@@ -171,7 +171,7 @@ class BlockDrafter(Drafter):
             view, positions=context.positions, lengths=context.lengths, live=context.live,
             lengths_int32=context.lengths_int32, live_int32=context.live_int32,
             token_slots=self._with_slots(view, context.slots),
-        )  # fmt: skip
+        )
 
     def _bind_block(self, view: BatchView, block: BlockRows, num_rows: int) -> BlockLayers:
         """The layers bound to the block's rows, one view for each kind of sight."""
@@ -194,7 +194,7 @@ class BlockDrafter(Drafter):
             request_of=_repeated(torch.arange(count, device=device), num_rows),
             token_slots=self._with_slots(view, block.slots),
             visible=KeysFrom(block.key_starts, block.key_starts.int()),
-        )  # fmt: skip
+        )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
         """Every row of a block as a request of its own, which stands at the block's end and so sees all of its rows."""
@@ -215,7 +215,7 @@ class BlockDrafter(Drafter):
             live_int32=block.row_live.int(), token_ids=block.positions,
             positions=(block.row_lengths - 1).clamp_min(0), request_of=starts[:-1], page_tables=tuple(tables),
             token_slots=self._with_slots(view, block.slots), visible=KeysFrom(key_starts, key_starts.int()),
-        )  # fmt: skip
+        )
 
 
 class BlockLayers:

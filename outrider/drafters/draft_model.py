@@ -45,7 +45,7 @@ class DraftModelNetwork:
     def cache_layers(self) -> list[LayerCache]:
         return [replace(layer, layer=layer.layer + self._first,
                         reads=None if layer.reads is None else layer.reads + self._first)
-                for layer in self._model.cache_layers()]  # fmt: skip
+                for layer in self._model.cache_layers()]
 
     def consume(self, hidden: Hidden) -> None:
         return None

@@ -244,7 +244,7 @@ class DrafterGuards:
             return None
         rows = step.batch.padded.rows
         filled = [own or Proposal(rows.new_zeros(rows.shape[0], step.num_wanted), torch.zeros_like(rows))
-                  for own in found]  # fmt: skip
+                  for own in found]
         if group is not None:
             filled = self._drafts_of_rank_0(filled, group)
         return filled if self._choice is None else self._choice.choose(step, filled, self.is_on)

@@ -112,7 +112,7 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
         made = kind(config.num_speculative_tokens, build.target)
     except Exception as error:
         raise ValueError(f"speculative_config: {path}(num_speculative_tokens, target) raised {words_of(error)}"
-                         ) from error  # fmt: skip
+                         ) from error
     if not isinstance(made, Drafter):
         raise ValueError(f"speculative_config: {path} made {shown(made)}, not an outrider.drafters.base.Drafter")
     _check_declared(made, path, build.target.num_layers, config.num_speculative_tokens)

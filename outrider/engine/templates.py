@@ -200,7 +200,7 @@ def _filtered(name: str, value: Any) -> nodes.Filter:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     # Jinja's own filter escapes for HTML, which models were not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

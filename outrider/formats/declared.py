@@ -269,7 +269,7 @@ class ExpertsDeclaration:
         separator = "" if self.is_joint else "."
         joint = {f"{segment.name}{separator}{held.name}": projection.slot(segment, held, rows_axis=1)
                  for projection, tensors in zip(self.projections, (first, down), strict=True)
-                 for segment in projection.segments for held in tensors}  # fmt: skip
+                 for segment in projection.segments for held in tensors}
         if self.is_joint:
             return joint
         each = {name: slot.unbind() for name, slot in joint.items()}

@@ -32,7 +32,7 @@ class ProductOps(NamedTuple):
     def from_mode(cls, exact: bool) -> ProductOps:
         rows: tuple[ops.Operation[..., Any], ...] = (
             ops.prepare_linear, ops.linear, ops.linear_wide, ops.gated_linear, ops.relu2_linear, ops.linear_add
-        )  # fmt: skip
+        )
         return cls(*(row.variant(exact) for row in rows))
 
 

@@ -49,7 +49,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
     @property
@@ -89,7 +89,7 @@ class DenseExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return self._experts(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, biases)
 
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,

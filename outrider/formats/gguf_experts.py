@@ -23,7 +23,7 @@ class GgufExperts(ExpertsFormat):
         self._held = [[(projection, segment, kind, empty_rows(kind, len(segment.rows), projection.num_inputs,
                                                               declared.device))
                        for (projection, segment), kind in zip(segments, kinds, strict=False)]
-                      for _ in range(declared.num_experts)]  # fmt: skip
+                      for _ in range(declared.num_experts)]
         self._activation_bits = 24
         self._matrices: list[list[native.PackedMatrix]] = []  # of each expert: the first projection, and down
 
@@ -62,5 +62,5 @@ class GgufExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         return native_experts(x, routed, self._matrices, activation, added, biases)

@@ -280,7 +280,7 @@ class ScaledExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         if self._matrices:
             return native_experts(x, routed, self._matrices, activation, added, biases)
         return self._mix(x, routed.ids, routed.weights, self._gate_up, self._down, activation, added, self._rounds,

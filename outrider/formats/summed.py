@@ -146,7 +146,7 @@ class SummedExperts(ExpertsFormat):
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """added, biases: this rank's part of what is added."""
         return self._reduce(self._inner.mix(x, routed, activation, added, biases))
 

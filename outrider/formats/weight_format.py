@@ -37,10 +37,10 @@ class WeightFormat(ABC, Generic[Declaration]):
     def weight_bytes(self) -> int:
         """Bytes of the weight, which one product with all of it reads."""
 
-    def finalize(self) -> None:  # noqa: B027
+    def finalize(self) -> None:
         """Called when all weights are in place, and again if a blank model is loaded."""
 
-    def restore_order(self) -> None:  # noqa: B027
+    def restore_order(self) -> None:
         """Bring the tensors of the slots back into the order of the files, before some of them are written anew.
         `finalize` and `prepare` follow."""
 

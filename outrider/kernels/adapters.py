@@ -108,7 +108,7 @@ class TargetRange(NamedTuple):
         """The targets that have some of the output features [first, stop)."""
         begins = (0, *self.ends[:-1])
         places = [place for place, (begin, end) in enumerate(zip(begins, self.ends, strict=True))
-                  if begin < stop and end > first]  # fmt: skip
+                  if begin < stop and end > first]
         return range(self.first + places[0], self.first + places[-1] + 1) if places else range(0)
 
 

@@ -24,7 +24,7 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
         return latent_inputs.write_latents(compressed, q_norm, latent_norm, eps, rope, slots, cache, index)
     rows = zip(compressed.split(1), rope.positions.split(1), slots.split(1), strict=True)
     made = [latent_inputs.write_latents(row.clone(), q_norm, latent_norm, eps, rope._replace(positions=position), slot,
-                                        cache, index) for row, position, slot in rows]  # fmt: skip
+                                        cache, index) for row, position, slot in rows]
     queries, weights = zip(*made, strict=True)
     return torch.cat(queries), torch.cat(weights)
 

@@ -139,7 +139,7 @@ def _unpack_iq4_xs(blocks: Tensor) -> Unpacked:
 
 # Numbers of the forms in native.h.
 (PACKED_8, PACKED_TABLE, PACKED_4, PACKED_4_LEAST, PACKED_5, PACKED_5_LEAST, NESTED_TABLE, NESTED_4_LEAST,
- NESTED_5_LEAST, NESTED_6_HALVES, NESTED_3_HALVES, NESTED_2_LEAST_HALVES) = range(12)  # fmt: skip
+ NESTED_5_LEAST, NESTED_6_HALVES, NESTED_3_HALVES, NESTED_2_LEAST_HALVES) = range(12)
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the 4-bit floats
 

@@ -236,7 +236,7 @@ def paged_attention(
 def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor, scale: float, softcap: float,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """q [tokens, heads, dim]; table [tokens, columns]; visible [tokens, keys]."""
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]

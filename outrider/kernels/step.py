@@ -136,7 +136,7 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
         tuple(_slots(table, size, request_of, positions, is_live)
               for table, size in zip(tables, page_tokens, strict=True)),
         torch.where(is_asked, rows[logit_request], NULL_ROW), known[logit_request] + packet.logit_draft,
-    )  # fmt: skip
+    )
 
 
 def _first_logits(packet: StepPacket) -> torch.Tensor:
@@ -174,7 +174,7 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
     goes_on = (accepted.run_len > 0) & (accepted.finish == 0)
     nothing = torch.zeros_like(computed)
     counts = torch.stack([accepted.run_len, accepted.finish, computed, batch.num_drafts, accepted.num_accepted, nothing,
-                          nothing, nothing], dim=1)  # fmt: skip
+                          nothing, nothing], dim=1)
     return CommittedStep(accepted, computed, goes_on, counts)
 
 

@@ -66,4 +66,4 @@ __all__ = [
     "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention", "TemperedRotary",
     "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm", "WidthNormAttention",
     "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
-]  # fmt: skip
+]

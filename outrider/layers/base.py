@@ -241,7 +241,7 @@ class LayeredModule(Module):
         super().cut(group)
         self.group = group
         held = {part.layer.index: part.layer for part in find_modules([self], Module)
-                if isinstance(part, TokenMixer) and part.layer is not None}  # fmt: skip
+                if isinstance(part, TokenMixer) and part.layer is not None}
         self.attention_layers = [held.get(layer.index, layer) for layer in self.attention_layers]
 
     def config_name(self, size: CutSize) -> str:
@@ -280,7 +280,7 @@ class LayeredModule(Module):
         kinds = set()
         for index, layer in enumerate(self.layers):
             shapes = tuple((name, slot.shape, slot.target.dtype, slot.kind)
-                           for name, slot in layer.weights("").items())  # fmt: skip
+                           for name, slot in layer.weights("").items())
             kind = (type(layer), layer.rotary, shapes)
             short.append(PassingLayer(layer.rotary) if kind in kinds and index != self.last_writer else layer)
             kinds.add(kind)

@@ -155,13 +155,13 @@ class LoadedAdapters(ABC):
         """The adapters of a step's token rows. rows: [requests], the row of each request; request_of: [tokens]. Needs
         nothing that only the host knows."""
 
-    def place(self, placements: Sequence[AdapterPlacement]) -> None:  # noqa: B027
+    def place(self, placements: Sequence[AdapterPlacement]) -> None:
         """Copy adapters to the places that the scheduler has chosen, before rows are admitted with them."""
 
-    def reset(self) -> None:  # noqa: B027
+    def reset(self) -> None:
         """Forget all rows and places: what the device holds is not known after a failed step."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """The worker ends."""
 
 

@@ -126,7 +126,7 @@ class Compression(Module):
             of_index[POOL_GATE] = index.head_dim
         products = [(stored, True), (of_index, False)] if shape.has_bias else [(stored | of_index, False)]
         self.products = [FusedLinear(shape.hidden_size, names, bias=bias, dtype=dtype, device=device)
-                         for names, bias in products if names]  # fmt: skip
+                         for names, bias in products if names]
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [("", product) for product in self.products]

@@ -37,7 +37,7 @@ class Linear(FormatModule[LinearFormat]):
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,
         cut: OutputCut | InputCut | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """in_features, out_features: those of the model, of which `cut` may leave this rank a part."""
         sizes = {"": ModelSize(out_features)}
         super().__init__(LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, cut=cut), DenseLinear)
@@ -103,7 +103,7 @@ class FusedLinear(Linear):
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,
         layouts: Mapping[str, HeadLayout] | None = None, cut: OutputCut | InputCut | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sizes = {name: ModelSize(size) for name, size in stored.items()}
         declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, layouts or {}, cut)
         FormatModule.__init__(self, declared, DenseLinear)

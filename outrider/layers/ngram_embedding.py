@@ -99,7 +99,7 @@ class NgramTable(Module):
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [(f"shard_{number}.weight", Parameter(rows, self._held))
-                for number, rows in enumerate(self.weight.chunk(self.num_shards))]  # fmt: skip
+                for number, rows in enumerate(self.weight.chunk(self.num_shards))]
 
     def finalize(self) -> None:
         shape, device = self.shape, self._device

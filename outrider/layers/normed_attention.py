@@ -59,7 +59,7 @@ class WidthNormAttention(SelfAttention):
                  device: torch.device, **options: Any) -> None:
         super().__init__(layer, hidden_size, head_norm=None, dtype=dtype, device=device, **options)
         self.q_norm, self.k_norm = (WidthNorm(heads, layer.head_dim, eps, dtype=dtype, device=device)
-                                    for heads in (layer.num_heads, layer.num_kv_heads))  # fmt: skip
+                                    for heads in (layer.num_heads, layer.num_kv_heads))
         self._group: RankGroup | None = None
 
     def parts(self) -> Sequence[tuple[str, Module]]:

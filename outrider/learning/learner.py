@@ -119,7 +119,7 @@ class DrafterLearner:
         length, token = self.ring.segment_tokens, 0 if head.target_ids is None else int(head.target_ids[0])
         text = ServedText(torch.full((length,), token, device=device),
                           torch.zeros(length, len(head.taps), head.target.hidden_size, dtype=head.target.dtype,
-                                      device=device), 1)  # fmt: skip
+                                      device=device), 1)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -39,7 +39,7 @@ class ServedHead:
             head.sizes.num_kv_heads, head.sizes.head_dim, head.sizes.eps,
             lambda x, positions: rotate_by_table(x, positions, table), norms_taps=bool(head.tap_norms),
             feeds_back_normed=head.feeds_back_normed, norm_before_residual=head.norm_before_residual,
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_drafter(cls, drafter: Drafter | None, allow_copies: bool) -> ServedHead:

@@ -27,4 +27,4 @@ __all__ = [
     "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "PooledPositions", "RecurrentLayer",
     "RecurrentMixer", "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "StretchChoice", "StretchInputs",
     "WantedRows",
-]  # fmt: skip
+]

@@ -41,8 +41,8 @@ class Mixer(ABC):
         """Bind the layers that can read what all tokens of the step wrote to a view of each request's last tokens."""
         return {}
 
-    def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:  # noqa: B027
+    def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
         """Let layers bound to a further drafting pass go on with what an earlier pass found for `token_rows`."""
 
-    def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Allocate the buffers that captured steps share. Called before any capture."""

@@ -45,7 +45,7 @@ class DevicePool:
     def page_parts(self, layer: int) -> dict[str, torch.Tensor]:
         """The parts that a layer keeps once for each page by name: [pages, *shape] each, views of the pool."""
         return {placed.part.name: self._view(placed.part, placed.part.shape, placed.start)
-                for placed in self.layout.page_parts if placed.layer == layer}  # fmt: skip
+                for placed in self.layout.page_parts if placed.layer == layer}
 
     def _view(self, part: Part, shape_in_page: tuple[int, ...], start: int) -> torch.Tensor:
         """The view of a part that begins `start` bytes into every page."""

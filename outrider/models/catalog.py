@@ -106,7 +106,7 @@ FAMILIES = (
     Family("LFM2", _causal("Lfm2"), ("LiquidAI/LFM2-1.2B",)),
     Family("Kimi-Linear", _causal("KimiLinear"), ("moonshotai/Kimi-Linear-48B-A3B-Instruct",)),
     Family("Ling and Ring 3", _causal("BailingHybrid"), ("inclusionAI/Ling-3.0-Flash",)),
-)  # fmt: skip
+)
 
 
 # Architectures that the bridge serves and tests hold against transformers, with models of the hub.

@@ -18,7 +18,7 @@ T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 # The largest value of keys that count modules, far above every published model: building so many takes a second or two,
 # and a damaged file could ask for millions.
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 4096, "num_local_experts": 4096, "n_routed_experts": 4096,
-           "num_nextn_predict_layers": 64}  # fmt: skip
+           "num_nextn_predict_layers": 64}
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # values with which a key says nothing
 
 

@@ -60,7 +60,7 @@ class DeepseekV3(Decoder):
         self.is_sparse = read_sparse_layers(config)
         self.attention_layers = [self.latent_layer(index, self.attends_to(index)) for index in range(sizes.num_layers)]
         self.layers = [self.layer(attention, is_sparse)
-                       for attention, is_sparse in zip(self.attention_layers, self.is_sparse, strict=True)]  # fmt: skip
+                       for attention, is_sparse in zip(self.attention_layers, self.is_sparse, strict=True)]
 
     def attends_to(self, index: int) -> AttendsTo:
         return EveryPosition()

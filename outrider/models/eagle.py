@@ -144,7 +144,7 @@ class EagleHead(FileHead, SlotHead):
             layer, self.sizes, qkv_bias=attention_bias, out_bias=attention_bias,
             mlp_bias=self.config.layer.get("mlp_bias", bool, False), has_head_norm=self.has_head_norm,
             dtype=self.dtype, device=self.device,
-        )  # fmt: skip
+        )
 
 
 class Eagle1Head(EagleHead):

@@ -69,4 +69,4 @@ class ErnieMoe(Ernie):
             ErnieRouter(index, hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device),
             Experts(num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype, device=self.device),
             shared=self.make_mlp(num_shared * width) if num_shared else None, router_name="",
-        )  # fmt: skip
+        )

@@ -51,7 +51,7 @@ class ScaledMamba2(Mamba2):
         widths = (shape.inner_size, shape.inner_size, shape.group_width, shape.group_width, shape.num_heads)
         # [features of the first projection that this rank holds]
         self.column_factors = torch.cat([torch.full((width,), factor, dtype=self.dtype, device=self.device)
-                                         for width, factor in zip(widths, self.factors[1:], strict=True)])  # fmt: skip
+                                         for width, factor in zip(widths, self.factors[1:], strict=True)])
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
         projected = self.enter(x * self.factors[0], context) * self.column_factors

@@ -46,7 +46,7 @@ class Gemma3Layer(DecoderLayer):
     def __init__(
         self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, has_head_norm: bool = True,
         dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (

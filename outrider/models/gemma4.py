@@ -168,7 +168,7 @@ class Gemma4Layer(DecoderLayer):
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, attention_bias: bool = False, per_layer_size: int = 0,
         experts: ExpertsBeside | None = None, dtype: torch.dtype, device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rotary = ROPES.index(shape.kind)
         self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (
             RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device) for _ in range(4))
@@ -202,7 +202,7 @@ class Gemma4Layer(DecoderLayer):
     def __call__(
         self, delta: Delta, residual: torch.Tensor, angles: Angles, context: StepContext,
         per_layer_input: torch.Tensor | None = None,
-    ) -> tuple[Delta, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Delta, torch.Tensor]:
         """per_layer_input: [tokens, size], where the model has inputs for each layer."""
         x, residual = self.input_norm.add_norm(delta, residual)
         return self._after_attention(self.attention(x, angles, context), residual, per_layer_input, context)

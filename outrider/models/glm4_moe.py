@@ -51,4 +51,4 @@ class Glm4Moe(Llama):
             Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
                     device=self.device),
             shared=self.make_mlp(num_shared * width) if num_shared else None,
-        )  # fmt: skip
+        )

@@ -121,4 +121,4 @@ class GptOss(Llama):
             BiasedExperts(rule.num_experts, self.hidden_size, self.sizes.intermediate_size,
                           is_transposed=not self.config.has(KEY), dtype=self.dtype, device=self.device),
             router_name="router",
-        )  # fmt: skip
+        )

@@ -47,7 +47,7 @@ class DraftHead(LayeredModule):
         """How a source stores a matrix, by the head's name for it."""
         return source.stored_format
 
-    def follow_target(self) -> None:  # noqa: B027
+    def follow_target(self) -> None:
         """Take again what the head copied from the target's weights, which may be other ones now."""
 
     def check_loaded(self) -> None:

@@ -80,7 +80,7 @@ class HunyuanMoe(Hunyuan):
             Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=self.dtype,
                     device=self.device),
             shared=self.make_mlp(num_shared * self.sizes.intermediate_size), shared_name="shared_mlp",
-        )  # fmt: skip
+        )
 
 
 def read_number(config: ConfigReader, key: str, index: int) -> int:

@@ -67,7 +67,7 @@ class HYV4(DeepseekV32):
     """HYV4ForCausalLM."""
 
     fixed = (("enable_ihc", True), ("learnable_sink", True), ("gated_mla", True), ("gating_type", "elementwise"),
-             ("tie_word_embeddings", False))  # fmt: skip
+             ("tie_word_embeddings", False))
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

@@ -65,7 +65,7 @@ class KimiLinear(HybridDecoder):
         self.is_sparse = read_sparse_layers(config)
         self.attention_layers = [self.latent_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._kda(index) if kind == LINEAR else self.attention(self.latent_layer(index))
-                  for index, kind in enumerate(kinds)]  # fmt: skip
+                  for index, kind in enumerate(kinds)]
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, KDA)}
         self.layers = [self.layer(index, mixer, is_sparse)
                        for index, (mixer, is_sparse) in enumerate(zip(mixers, self.is_sparse, strict=True))]

@@ -80,7 +80,7 @@ def _in_common_words(config: ConfigReader) -> ConfigReader:
     hidden_size, eps = config.required("hidden_size", int), config.get("norm_eps", float, 1e-5)
     for key, only in (("block_dim", hidden_size), ("conv_dim", hidden_size), ("conv_dim_out", hidden_size),
                       ("num_heads", config.required("num_attention_heads", int)), ("block_norm_eps", eps),
-                      ("block_use_swiglu", True), ("use_pos_enc", True)):  # fmt: skip
+                      ("block_use_swiglu", True), ("use_pos_enc", True)):
         config.must_equal(key, only, default=only)
     config.passes_over("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
     # Older files have other names, which win.

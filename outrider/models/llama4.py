@@ -128,7 +128,7 @@ class Llama4(Llama):
             Experts(num_experts, self.hidden_size, self.sizes.intermediate_size, activation=self.activation,
                     is_fused=is_fused, is_transposed=is_fused, dtype=self.dtype, device=self.device),
             shared=self.make_mlp(self.sizes.intermediate_size), shared_name="shared_expert", router_name="router",
-        )  # fmt: skip
+        )
 
 
 class Llama4Conditional(LanguagePart, Llama4):

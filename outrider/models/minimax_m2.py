@@ -59,7 +59,7 @@ class MiniMaxM2(Llama):
             Experts(rule.num_experts, self.hidden_size, self.sizes.intermediate_size, activation=self.activation,
                     names=EXPERT_NAMES, dtype=self.dtype, device=self.device),
             router_name="",
-        )  # fmt: skip
+        )
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith("model.mtp_layers.")

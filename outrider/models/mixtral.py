@@ -21,4 +21,4 @@ class Mixtral(Mistral):
             Router(index, self.hidden_size, rule, dtype=self.dtype, device=self.device),
             Experts(rule.num_experts, self.hidden_size, self.sizes.intermediate_size, activation=self.activation,
                     names=EXPERT_NAMES, dtype=self.dtype, device=self.device),
-        )  # fmt: skip
+        )

@@ -158,7 +158,7 @@ class StreamMTPHead(MTPHead):
             RMSNorm(width, description.eps, dtype=dtype, device=device, offset=True)
             for width in (size, num_streams * size))
         self.embedding_product, self.hidden_product = (Linear(size, size, bias=False, dtype=dtype, device=device)
-                                                       for _ in range(2))  # fmt: skip
+                                                       for _ in range(2))
         self.norm = target.make_norm()
         self.layers, attention_layers = description.layers(first_layer)
         self.attention_layers = list(attention_layers)
@@ -328,7 +328,7 @@ def _describe_glm(target: Glm4Moe) -> MTPDescription:
     """One more layer with experts for each module."""
     first, *later = (MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
                                     _names_behind(target, target.num_layers + i), zeroes_first_embedding=True)
-                     for i in range(target.num_predicted))  # fmt: skip
+                     for i in range(target.num_predicted))
     return replace(first, num_predicted=target.num_predicted, following=tuple(later))
 
 

@@ -41,7 +41,7 @@ MLP, MOE = "mlp", "moe"
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 EXPERT_KEYS = ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob", "n_shared_experts",
                "routed_scaling_factor", "moe_intermediate_size", "moe_latent_size",
-               "moe_shared_expert_intermediate_size")  # fmt: skip
+               "moe_shared_expert_intermediate_size")
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 

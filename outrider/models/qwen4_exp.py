@@ -127,7 +127,7 @@ class Qwen4Exp(HybridDecoder):
             "least_rows": config.get("ngram_vocab_size_base", int, 20_000_000, least=1),
             "multiple": config.get("make_ngram_vocab_size_divisible_by", int, 128, least=1),
             "seed": config.get("seed", int, 1234),
-        }  # fmt: skip
+        }
         taps = config.get("ple_conv_kernel_size", int, 4, least=1)
         num_shards = config.get("split_ngram_parts", int, 512, least=1)
         made = {}

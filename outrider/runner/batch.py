@@ -135,7 +135,7 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
         scheduled.num_requests, sum(query_lens), ExactQueries((*query_lens, *extra)),
         ExactQueries((*scheduled.num_known, *extra)), tuple(logit_counts),
         LengthBound(max(scheduled.bounds, default=0)), max(scheduled.num_pending, default=0),
-    )  # fmt: skip
+    )
     return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
 
 
@@ -233,7 +233,7 @@ def _batch(shape: StepShape, packet: StepPacket, made: PreparedStep) -> ForwardB
         query_starts_int32=made.query_starts_int32, lengths_int32=made.lengths_int32, live_int32=made.live_int32,
         token_ids=made.token_ids, positions=made.positions, request_of=packet.request_of, page_tables=made.page_tables,
         token_slots=made.slots,
-    )  # fmt: skip
+    )
     return ForwardBatch(view, _cut(view, shape) if isinstance(shape, EagerShape) else view)
 
 
@@ -250,7 +250,7 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
         live_int32=view.live_int32[:requests], token_ids=view.token_ids[:tokens], positions=view.positions[:tokens],
         request_of=view.request_of[:tokens], page_tables=tuple(table[:requests] for table in view.page_tables),
         token_slots=tuple(slots[:tokens] for slots in view.token_slots),
-    )  # fmt: skip
+    )
 
 
 def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: bool) -> BatchView:
@@ -270,7 +270,7 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
         token_ids=torch.where(live > 0, state.tokens[rows, begin], 0), positions=begin, request_of=requests,
         page_tables=tuple(table[rows] for table in state.page_tables),
         token_slots=(torch.full_like(rows, -1),) * len(state.page_tables),
-    )  # fmt: skip
+    )
 
 
 def dead_view(view: BatchView) -> BatchView:
@@ -293,4 +293,4 @@ def logit_view(inputs: Inputs) -> BatchView:
         query_starts_int32=starts.int(), live=live, live_int32=live.int(), request_of=at.request,
         token_ids=view.token_ids[inputs.logit_token_rows], positions=view.positions[inputs.logit_token_rows],
         token_slots=(nowhere,) * len(view.token_slots),
-    )  # fmt: skip
+    )

@@ -72,7 +72,7 @@ def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer],
                          "kv_cache_dtype='auto'")
     for layer in layers:
         what, size, sizes = (("heads", layer.head_dim, FP8_HEAD_DIMS) if isinstance(layer, AttentionLayer) else
-                             ("latents", layer.latent_dim, FP8_LATENT_DIMS))  # fmt: skip
+                             ("latents", layer.latent_dim, FP8_LATENT_DIMS))
         if size not in sizes:
             raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} has {what} of {size}, and on a GPU the "
                              f"kernels over fp8 serve multiples of {sizes.step} from {sizes[0]} to {sizes[-1]}: name "

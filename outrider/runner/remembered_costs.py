@@ -24,7 +24,7 @@ from outrider.runner.step import DeviceStep
 MOST_DIFFERENCE = 0.2  # between the factors by which steps are slower
 # Settings that products, attention or the sizes of steps depend on.
 SETTINGS = ("model", "dtype", "attention_backend", "kv_cache_dtype", "page_size", "exact", "packed_weights",
-            "keep_quantized", "activation_bits", "enable_lora")  # fmt: skip
+            "keep_quantized", "activation_bits", "enable_lora")
 
 
 def remembered_costs(config: EngineConfig, step: DeviceStep, limits: Limits) -> StepCosts:
@@ -51,7 +51,7 @@ def _read(found: Any) -> StepCosts | None:
     try:
         costs = StepCosts(tuple(map(int, found["tokens"])), tuple(map(float, found["seconds"])),
                           drafting=tuple(DraftCost(int(n), float(first), float(each))
-                                         for n, first, each in found["drafting"]))  # fmt: skip
+                                         for n, first, each in found["drafting"]))
     except (KeyError, TypeError, ValueError):
         return None
     is_usable = len(costs.tokens) == len(costs.seconds) > 0 and all(seconds > 0 for seconds in costs.seconds)

@@ -34,7 +34,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                       logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, *_), run, logprobs, prompt
         in parts
-    ]  # fmt: skip
+    ]
     if result.failures:
         requests = [part._replace(error=result.failures.get(index, NAN_LOGITS)) if part.finish is Finish.ERROR else part
                     for index, part in enumerate(requests)]

@@ -187,7 +187,7 @@ class RowState:
         packed = to_device(
             [[d.row, d.after, len(d.token_ids), *d.token_ids, *[0] * (most - len(d.token_ids))] for d in drafts],
             torch.int64, self.device,
-        )  # fmt: skip
+        )
         rows, after, count, guessed = packed[:, 0], packed[:, 1], packed[:, 2], packed[:, 3:]
         since = self.known[rows] - after  # tokens that became known meanwhile
         index = torch.arange(most, device=self.device)

@@ -298,7 +298,7 @@ class DeviceStep:
         tokens, known, *keys = map(self.drafting.lend, (state.tokens, state.known, *state.sampling.keys))
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
                     committed.goes_on, tokens, known, SamplingKeys(*keys), plan.any_sampled, plan.num_wanted,
-                    inputs.first_logit, plan.additions.drafter_stand_ins)  # fmt: skip
+                    inputs.first_logit, plan.additions.drafter_stand_ins)
         if plan.num_wanted == 0:
             self.drafting.skip(step)
             return

@@ -49,7 +49,7 @@ class TokenCounts:
             prompts.append(cells[: a.prompt_len])
             outputs.append(cells[a.prompt_len :])
         prompt, output, row = (send(cells, self._device) for cells in (
-            torch.cat(prompts), torch.cat(outputs), torch.tensor([a.row for a in asking])))  # fmt: skip
+            torch.cat(prompts), torch.cat(outputs), torch.tensor([a.row for a in asking])))
         self.packed.index_fill_(0, row, 0)
         flat = self.packed.view(-1)
         flat.index_fill_(0, prompt, IN_PROMPT)

@@ -16,7 +16,7 @@ _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in
 _MANTISSA_BITS = 23
 _LOG2_E = 1.4426950216293335  # in float32, as are the coefficients of 2^x in [0, 1), highest power first
 _POWER = (0.0002161380834877491, 0.0012467376654967666, 0.009675532579421997, 0.05548521876335144, 0.24022932350635529,
-          0.6931470632553101, 1.0)  # fmt: skip
+          0.6931470632553101, 1.0)
 
 
 def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:

@@ -25,7 +25,7 @@ def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
                          num_counts=rows.counts.table.width)
     is_processed = needs.max_logprobs is not None and asked.logprobs == "processed"
     filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
-                             rows.sample_index, rows.num_logprobs)  # fmt: skip
+                             rows.sample_index, rows.num_logprobs)
     tokens, bad, thresholds = draw_filtered(logits, edited, at.row, at.position, filter_rows, spans,
                                             any_searched=needs.any_top_k or needs.any_top_p, thresholds=is_processed)
     if needs.max_logprobs is None:
@@ -41,4 +41,4 @@ def _edit_rows(rows: SamplingRows) -> EditRows:
         rows.flags, rows.temperature, rows.presence, rows.frequency, rows.repetition, rows.min_tokens, rows.prompt_len,
         rows.num_stop_ids, rows.stop_ids, rows.bias_start, rows.bias_len, rows.words_start, rows.num_words,
         rows.lists.ints, rows.lists.allowed, rows.counts.table.address, rows.masks.words,
-    )  # fmt: skip
+    )

@@ -21,7 +21,7 @@ from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve
 
 _FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens", "prompt_len", "num_stop_ids",
            "num_logprobs", "bias_start", "bias_len", "words_start", "num_words", "top_p", "min_p_floor", "presence",
-           "frequency", "repetition", "stop_ids")  # fmt: skip
+           "frequency", "repetition", "stop_ids")
 
 
 def takes_sample(logits: torch.Tensor, asked: Asked) -> bool:
@@ -32,7 +32,7 @@ def takes_sample(logits: torch.Tensor, asked: Asked) -> bool:
         and is_index(history.known) and history.tokens.dtype is history.drafts.dtype is torch.int64
         and history.tokens.is_cpu and history.tokens.stride(1) == 1
         and (history.drafts.shape[1] == 0 or history.drafts.stride(1) == 1)
-    )  # fmt: skip
+    )
 
 
 def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
@@ -49,7 +49,7 @@ def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
     tokens, bad, reported = sample_rows(
         logits, at.row, at.position, _packed(asked.rows), needs.any_sampled, draft_index=at.draft_index,
         text=Text(history.tokens, history.known, history.drafts), edited=edited, report=report,
-    )  # fmt: skip
+    )
     if reported is None:
         return Sampled(tokens, bad, None)
     if is_served:
@@ -96,4 +96,4 @@ def _pack(rows: SamplingRows, counts: torch.Tensor | None, masks: torch.Tensor |
         tensors, rows=rows.temperature.shape[0], stop_stride=rows.stop_ids.stride(0),
         allowed_stride=rows.lists.allowed.stride(0), count_stride=0 if counts is None else counts.stride(0),
         mask_stride=rows.lists.allowed.shape[1], masks_per_row=1 if masks is None else masks.shape[1],
-    )  # fmt: skip
+    )

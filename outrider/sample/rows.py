@@ -53,7 +53,7 @@ class SamplingRows:
             self.flags,  # see kernels/sampling_flags
             self.num_logprobs,  # NO_LOGPROBS: none are asked for; -1: those of the whole vocabulary
             self.bias_start, self.bias_len, self.words_start, self.num_words,  # in `lists`
-        ) = self._ints[:, :num_rows]  # fmt: skip
+        ) = self._ints[:, :num_rows]
         self.num_logprobs.fill_(NO_LOGPROBS)
         self.stop_ids = buffer(limits, Axis.ROWS, Axis.STOP_IDS, dtype=torch.int64, device=device)
         self.lists = RowLists(limits, device)
@@ -71,7 +71,7 @@ class SamplingRows:
             [a.row, *_int_fields(a, len(ids), self.lists.admit(a.row, a.params), self.limits.vocab_size), *ids,
              *[0] * (width - len(ids))]
             for a, ids in zip(admissions, stops, strict=True)
-        ]  # fmt: skip
+        ]
         packed_ints = to_device(ints, torch.int64, self.device)  # [n, 1 + fields + stop ids]
         packed_floats = to_device([_float_fields(a.params) for a in admissions], torch.float32, self.device)
         row, fields = packed_ints[:, 0], packed_ints[:, 1:]

@@ -48,10 +48,10 @@ class DraftCounts(ABC):
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:  # noqa: B027
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
         """A step of the request has ended, for which so many drafts were scheduled."""
 
-    def forget(self, request: Request) -> None:  # noqa: B027
+    def forget(self, request: Request) -> None:
         """The request has ended."""
 
 

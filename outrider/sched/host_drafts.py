@@ -112,7 +112,7 @@ def _checked(guess: object, num_wanted: int, vocab_size: int) -> list[int]:
         tokens = [index(token) for token in guess]
     except TypeError:
         raise _WrongGuess(FaultKind.FORM, f"tokens of types {sorted({type(t).__name__ for t in guess})}, not integers"
-                          ) from None  # fmt: skip
+                          ) from None
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise _WrongGuess(FaultKind.TOKEN, f"the token id {token}")

@@ -38,7 +38,7 @@ class Request:
         "sampler_load", "state", "epoch", "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled",
         "covered", "next_event", "num_proposed", "folded", "num_pending", "arrived_at", "prompt_done_at",
         "shares_promises", "finish", "error",
-    )  # fmt: skip
+    )
 
     def __init__(self, request_id: int, asked: CheckedRequest, end_len: int, eos_ids: tuple[int, ...] = (),
                  sample_index: int = 0) -> None:

@@ -49,7 +49,7 @@ NOT_SERVED = {
     **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
     "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
-}  # fmt: skip
+}
 
 
 def build_app(service: Service) -> FastAPI:

@@ -128,7 +128,7 @@ async def _call(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
              "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
-             "client": None, "server": None}  # fmt: skip
+             "client": None, "server": None}
     try:
         await app(scope, receive, send)
     except Exception as error:  # the application has answered, if it could, and raises it again for its server

@@ -13,7 +13,7 @@ TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowedError", 408: "RequestTimeoutError", 413: "RequestTooLargeError", 429: "RateLimitError",
     500: "InternalServerError", 503: "ServiceUnavailableError", 504: "TimeoutError",
-}  # fmt: skip
+}
 MESSAGES_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 INTERNAL = "the server failed to handle this request; its log says why"

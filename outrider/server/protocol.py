@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
     "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
     "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
-}  # fmt: skip
+}
 # Fields that may be in any object of a body, with any value: the text of an answer does not depend on them. They say
 # who asks, what OpenAI's and Anthropic's servers should keep or cache, or repeat what an answer said beside its text.
 UNUSED = frozenset({
@@ -53,7 +53,7 @@ UNUSED = frozenset({
     "mm_processor_kwargs", "namespace", "parsed", "parsed_arguments", "parsed_output", "phase", "prediction",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "provider_specific_fields",
     "safety_identifier", "store", "toolset_name", "user", "verbosity",
-})  # fmt: skip
+})
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.

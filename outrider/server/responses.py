@@ -213,7 +213,7 @@ class _Response:
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens_details": {"reasoning_tokens": 0}},
-        }  # fmt: skip
+        }
 
 
 def _input_item(item: Item) -> Json:

@@ -68,7 +68,7 @@ class Outcome:
             "max_page_use": max(self.page_use, default=0.0),
             "prefix_hit_rate": self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0,
             "preemptions": self.num_preemptions,
-        }  # fmt: skip
+        }
         for name, values in (("ttft", self.first_token), ("e2el", self.whole)):
             result |= _times(name, [(value * 1e3, 1) for value in sorted(values)])
         result |= _times("itl", [(gap * GAP_UNIT * 1e3, count) for gap, count in gaps])

@@ -41,7 +41,7 @@ CLASSES: tuple[type[Any], ...] = (
     IndexedLatentSpec, IndexedSpec, LatentSpec, Limits, MeasuredDrafting, MixedStepCosts, NoDrafting, Part, Place,
     PlacedPart, PooledIndexSpec, ReadCost, RecurrentKind, RecurrentSpec, ScaledIndexSpec, SlidingSpec, StepCosts,
     UnboundedSteps, WorkerInfo,
-)  # fmt: skip
+)
 
 
 def to_plain(value: Any) -> Any:

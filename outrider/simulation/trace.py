@@ -52,7 +52,7 @@ FIELDS: dict[str, Any] = {
     "arrival": Annotated[float, Range(0, MAX_ARRIVAL)], "prompt_tokens": Count, "output_tokens": Count,
     "prompt_token_ids": Annotated[list[TokenId], NotEmpty], "prefix": str | int,
     "prefix_tokens": Annotated[int, Range(0, INT64)],
-}  # fmt: skip
+}
 NEEDED = ("It needs prompt_tokens or prompt_token_ids, and output_tokens; arrival, prefix, prefix_tokens are optional")
 
 

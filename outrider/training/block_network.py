@@ -81,7 +81,7 @@ def weight_shapes(sizes: BlockSizes, draft_vocab_size: int) -> dict[str, tuple[i
             "self_attn.v_proj": (others, hidden), "self_attn.o_proj": (hidden, queries),
             "self_attn.q_norm": (sizes.head_dim,), "self_attn.k_norm": (sizes.head_dim,),
             "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width),
-        }  # fmt: skip
+        }
         shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
     shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab_size, hidden)}
     if sizes.markov_rank:

@@ -57,7 +57,7 @@ class BlockSizes:
             "max_position_embeddings": self.max_positions, "rms_norm_eps": self.eps, "rope_theta": self.rope_theta,
             "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
             "layer_types": ["full_attention"] * self.num_layers,
-        }  # fmt: skip
+        }
 
     def markov_config(self) -> dict[str, Any]:
         if not self.markov_rank:
@@ -90,7 +90,7 @@ class BlockSizes:
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.num_drafts}],
                 "verifier": {"name_or_path": target_name, "architectures": []},
             },
-        }  # fmt: skip
+        }
 
 
 def block_taps(target: Model, settings: TrainingSettings) -> tuple[int, ...]:

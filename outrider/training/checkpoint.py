@@ -47,7 +47,7 @@ class TrainingCheckpoint:
         try:
             with safe_open(path, framework="pt") as file:
                 notes = json.loads(file.metadata()["run"])
-                for full in file.keys():  # noqa: SIM118 - not a dict
+                for full in file.keys():  # not a dict
                     part, _, name = full.partition("/")
                     parts[part][name] = file.get_tensor(full)
         except Exception as error:  # safetensors has an exception of its own for damaged files

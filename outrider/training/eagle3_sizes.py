@@ -65,7 +65,7 @@ class HeadSizes:
             "head_dim": self.head_dim, "vocab_size": self.vocab_size, "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.eps, "rope_theta": self.rope_theta, "hidden_act": "silu", "attention_bias": False,
             "mlp_bias": False, "tie_word_embeddings": False,
-        }  # fmt: skip
+        }
 
     def norm_config(self) -> dict[str, Any]:
         return {} if self.is_classic else {"fc_norm": True, "norm_output": True}
@@ -88,7 +88,7 @@ class HeadSizes:
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_drafts}],
                 "verifier": {"name_or_path": target_name, "architectures": []},
             },
-        }  # fmt: skip
+        }
         return config if self.has_usual_taps else config | {TAPS_KEY: list(self.taps)}
 
 

@@ -59,7 +59,7 @@ class TrainedDrafter:
                 "vocabulary_coverage": round(self.coverage, 4), "best_step": self.best.step,
                 "mean_run": round(self.best.acceptance.mean_run, 3),
                 "accepted_by_position": [round(rate, 3) for rate in self.best.acceptance.by_position],
-                "seconds": round(self.seconds, 1)}  # fmt: skip
+                "seconds": round(self.seconds, 1)}
 
 
 def train_drafter(target: ServedTarget, config: EngineConfig, settings: TrainingSettings, workspace: Workspace, *,
@@ -128,4 +128,4 @@ def _card(target_name: str, trainee: Trainee, settings: TrainingSettings, done: 
         f"unrolled passes, seed {settings.seed}.",
         f"- On {done.best.acceptance.num_places} places of held-out greedy answers: accepted by position {rates}; mean "
         f"run {done.best.acceptance.mean_run:.2f} tokens.",
-    ])  # fmt: skip
+    ])

@@ -18,7 +18,7 @@ NOT_READ = {
     "eagle3": ("layers", "markov_rank"),
     "block": ("classic",),
     "mtp": ("taps", "layers", "markov_rank", "classic", "freeze_output", "file_form"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Teacher:
             torch.tensor([text.answer_from for text in texts], device=device),
             taps.unflatten(-1, (len(self._taps), self._model.hidden_size)), logits.view(*place.shape, -1),
             best.view(place.shape),
-        )  # fmt: skip
+        )
 
     def _record(self, texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         """Let the engine compute the texts. Returns where the states of each begin."""

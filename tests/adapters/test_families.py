@@ -21,7 +21,7 @@ COUNT = 12
 SETTINGS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "enable_lora": True, "max_num_seqs": 4, "num_pages": 64, "max_model_len": 128,
     "skip_tokenizer_init": True, "lora_memory_bytes": 16 << 20,
-}  # fmt: skip
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
 JOINT = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]}
 # PEFT does not take the out_proj of Mamba layers.
@@ -32,7 +32,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "bamba": {"target_modules": MAMBA},
     "nemotron_h": {"target_modules": MAMBA[:-1], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
     "nemotron_h_latent": {"target_modules": MAMBA, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
-}  # fmt: skip
+}
 QUICK = ("llama", "gemma3", "deepseek_v3", "nemotron_h_latent", "qwen3_next")
 
 

@@ -51,7 +51,7 @@ def test_an_adapter_takes_the_room_of_its_own_rank(tmp_path: Path) -> None:
     ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 16}}, 4.0), ({"alpha_pattern": {"k_proj": 16}}, 2.0),
     ({"r": 2, "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 4}}, 2.0), ({"lora_alpha": 4}, 1.0),
     ({"alpha_pattern": {r".*\.(?:self_attn|mlp)\.q_pro.?": 16}}, 4.0),
-])  # fmt: skip
+])
 def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
     (entry,) = read(write(tmp_path, **config)).entries
     assert entry.scale == scale
@@ -76,7 +76,7 @@ def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any]
     ({"rank_pattern": {"(l*)*x": 2}}, r"'\(l\*\)\*x' repeats too much"),
     ({"alpha_pattern": {"l?" * 30 + "l" * 30: 2}}, "repeats too much"),
     ({"alpha_pattern": {str(index): 1 for index in range(5000)}}, "alpha_pattern has 5000 names, and 4096 are read"),
-])  # fmt: skip
+])
 def test_a_config_that_cannot_be_served_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any],
                                                              words: str) -> None:
     with pytest.raises(AdapterError, match=words):
@@ -99,7 +99,7 @@ NAN = {name: tensor / 0 * 0 for name, tensor in pair(Q_PROJ, 4).items()}
     (pair(Q_PROJ, 4) | pair(Q_PROJ.removeprefix("base_model.model."), 4), "q_proj.lora_A.weight are both for"),
     (pair(Q_PROJ, 4) | {f"{Q_PROJ}.lora_embedding_A": torch.ones(4, 32)}, "are both for model.layers.0"),
     ({"other": torch.ones(1)}, "tensor other is no part of a LoRA"),
-])  # fmt: skip
+])
 def test_tensors_of_another_model_are_refused_by_their_name(tmp_path: Path, tensors: dict[str, torch.Tensor],
                                                            words: str) -> None:
     with pytest.raises(AdapterError, match=words):
@@ -123,7 +123,7 @@ def test_a_published_adapter_of_qwen2_5_7b_is_read() -> None:
         "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     targets = Targets.from_model(build_model(config, dtype=torch.bfloat16, device="meta"))
     folder = os.environ["OUTRIDER_TEST_ADAPTER"]
     adapter = read_adapter("own", folder, targets, max_rank=16, max_size=1 << 28, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def test_a_damaged_folder_is_refused_by_its_file(tmp_path: Path) -> None:
 EXPERTS: dict[str, Any] = CONFIGS["llama"] | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "head_dim": 8, "norm_topk_prob": True,
-}  # fmt: skip
+}
 
 
 def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_adapters_are_loaded_and_removed_while_serving(served: Served, texts: di
 
 
 @pytest.mark.parametrize("path", ["../outside", "link", "/etc", ".", "nowhere", "a\0b", "sql/adapter_config.json",
-                                  "Qwen/Qwen2.5-7B-lora"])  # fmt: skip
+                                  "Qwen/Qwen2.5-7B-lora"])
 def test_only_folders_below_the_root_are_loaded(served: Served, path: str) -> None:
     error = served.error("/v1/load_lora_adapter", lora_name="new", lora_path=path)
     assert "is no folder below the server's --lora-root" in error["message"]

@@ -170,7 +170,7 @@ def layer_shapes(name: str) -> Shapes:
         f"{at}.indexer.wq_b.weight": (INDEX_HEADS * INDEX_DIM, Q_RANK), f"{at}.indexer.wk.weight": (INDEX_DIM, HIDDEN),
         f"{at}.indexer.k_norm.weight": (INDEX_DIM,), f"{at}.indexer.k_norm.bias": (INDEX_DIM,),
         f"{at}.indexer.weights_proj.weight": (INDEX_HEADS, HIDDEN),
-    }  # fmt: skip
+    }
     if name == "model.layers.0":
         return shapes | mlp_shapes(f"{name}.mlp", INTERMEDIATE)
     shapes |= {f"{name}.mlp.gate.weight": (EXPERTS, HIDDEN), f"{name}.mlp.gate.e_score_correction_bias": (EXPERTS,)}
@@ -193,7 +193,7 @@ def begin(shapes: Shapes, seed: int) -> Params:
 def train_target(said: Language) -> Params:
     shapes: Shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
     for index in range(LAYERS):
         shapes |= layer_shapes(f"model.layers.{index}")
     params = begin(shapes, seed=2)
@@ -214,7 +214,7 @@ def train_head(said: Language, target: Params) -> Params:
     shapes = layer_shapes(MODULE) | {
         f"{MODULE}.enorm.weight": (HIDDEN,), f"{MODULE}.hnorm.weight": (HIDDEN,),
         f"{MODULE}.eh_proj.weight": (HIDDEN, 2 * HIDDEN), f"{MODULE}.shared_head.norm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
     params = begin(shapes, seed=4)
     generator, num_done = torch.Generator().manual_seed(5), 0
 
@@ -248,7 +248,7 @@ def config() -> dict[str, object]:
         "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1,
         "rope_theta": THETA, "max_position_embeddings": 512, "rms_norm_eps": EPS, "hidden_act": "silu",
         "tie_word_embeddings": False, "dtype": "float16",
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ def layer_shapes(prefix: str, attention_in: int) -> Shapes:
 def train_target(said: Language) -> Params:
     shapes: Shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
     for index in range(LAYERS):
         shapes |= layer_shapes(f"model.layers.{index}", HIDDEN)
     params = fresh(shapes, seed=2)
@@ -130,7 +130,7 @@ def train_head(said: Language, target: Params) -> Params:
     shapes = layer_shapes("midlayer", 2 * HIDDEN) | {
         "midlayer.hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,), "fc.weight": (HIDDEN, len(TAPS) * HIDDEN),
         "lm_head.weight": (SYMBOLS, HIDDEN),
-    }  # fmt: skip
+    }
     params = fresh(shapes, seed=4)
     generator = torch.Generator().manual_seed(5)
 
@@ -159,7 +159,7 @@ def main() -> None:
         "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": EPS,
         "rope_theta": THETA, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float16",
-    }  # fmt: skip
+    }
     target = train_target(said)
     save(HERE / "target", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS} | sizes, target)
     head = train_head(said, target)
@@ -167,7 +167,7 @@ def main() -> None:
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": SYMBOLS,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)},
-    }  # fmt: skip
+    }
     save(HERE / "eagle3", config | sizes, head | {"d2t": offsets})
 
 

@@ -29,7 +29,7 @@ SHAPE = {
     "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": WINDOW, "max_position_embeddings": 512,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": None, "bos_token_id": None,
     "eos_token_id": None,
-}  # fmt: skip
+}
 
 
 def language() -> Language:
@@ -86,7 +86,7 @@ def drafts_everywhere(model: Gemma4AssistantForCausalLM, target: Gemma4ForCausal
         out = model.model(
             inputs_embeds=model.pre_projection(torch.cat((embedded, state), dim=-1)), attention_mask=masks,
             position_ids=places[None], shared_kv_states=caches, use_cache=False,
-        ).last_hidden_state  # fmt: skip
+        ).last_hidden_state
         logits.append(model.lm_head(out))
         state = model.post_projection(out)
     return logits

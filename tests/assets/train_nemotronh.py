@@ -137,7 +137,7 @@ def mamba_shapes(name: str) -> Shapes:
         f"{name}.conv1d.weight": (CONV_DIM, 1, CONV), f"{name}.conv1d.bias": (CONV_DIM,),
         f"{name}.norm.weight": (INNER,), f"{name}.A_log": (MAMBA_HEADS,), f"{name}.D": (MAMBA_HEADS,),
         f"{name}.dt_bias": (MAMBA_HEADS,),
-    }  # fmt: skip
+    }
 
 
 def layer_shapes(prefix: str, pattern: str) -> Shapes:
@@ -152,7 +152,7 @@ def train_target() -> Params:
     shapes = layer_shapes("backbone.layers", PATTERN) | {
         "backbone.embeddings.weight": (VOCAB, HIDDEN), "backbone.norm_f.weight": (HIDDEN,),
         "lm_head.weight": (VOCAB, HIDDEN),
-    }  # fmt: skip
+    }
     params = fresh(shapes, seed=2)
     with torch.no_grad():
         for name, value in params.items():
@@ -178,7 +178,7 @@ def train_head(target: Params) -> Params:
     shapes = layer_shapes("mtp.layers", MTP_PATTERN) | {
         "mtp.layers.0.enorm.weight": (HIDDEN,), "mtp.layers.0.hnorm.weight": (HIDDEN,),
         "mtp.layers.0.eh_proj.weight": (HIDDEN, 2 * HIDDEN), "mtp.layers.1.final_layernorm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
     params = fresh(shapes, seed=4)
     generator = torch.Generator().manual_seed(5)
 
@@ -215,7 +215,7 @@ def main() -> None:
         "mamba_head_dim": MAMBA_DIM, "n_groups": GROUPS, "ssm_state_size": STATE, "conv_kernel": CONV,
         "use_conv_bias": True, "vocab_size": VOCAB, "max_position_embeddings": 512, "layer_norm_epsilon": EPS,
         "mlp_hidden_act": "relu2", "tie_word_embeddings": False, "dtype": "float16",
-    }  # fmt: skip
+    }
     save(HERE / "nemotronh", config, target | head)
 
 

@@ -74,7 +74,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "outrider serve Qwen/Qwen2.5-7B --enable-lora --lora-modules sql=adapters/sql": (),
     "outrider serve MODEL --replicas 4": ("curl localhost:8000/health",),
     "outrider serve MODEL -tp 2": (),
-}  # fmt: skip
+}
 
 INSTALL = "installs what it says; tests/compat/packages.py does so in empty environments"
 GPU = "needs a GPU"
@@ -164,7 +164,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "outrider bench spec MODEL --prompts spec_bench.jsonl --prompts-per-set 10 --batch-sizes 1 --max-tokens 128 "
         '--plot spec --speculative-config \'{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 4}\'',
     ),
-}  # fmt: skip
+}
 
 
 def ways() -> dict[str, str]:

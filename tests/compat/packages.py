@@ -25,7 +25,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # A folder with a config alone is a model of random weights, and token ids need no tokenizer.
 MODEL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
          "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}  # fmt: skip
+         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
 PROGRAM = """
 from outrider import LLM, SamplingParams
 drafts = {"method": "ngram", "num_speculative_tokens": 3}

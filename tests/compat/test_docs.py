@@ -127,7 +127,7 @@ def code_under(page: str, heading: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page, heading", [("docs/guide.md", "From Python"),
-                                           ("docs/structured_output.md", "Structured output")])  # fmt: skip
+                                           ("docs/structured_output.md", "Structured output")])
 def test_programs_run(page: str, heading: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = code_under(page, heading)
     exec(program.replace('"smollm2"', repr(str(model))), {})
@@ -170,10 +170,10 @@ SCRIPTS = sorted({command for block in BLOCKS for command in block.commands if "
 def test_scripts_of_measurements_start_and_know_their_flags(command: str) -> None:
     words = shlex.split(command.partition("python ")[2].split(" && ")[0])
     ran = subprocess.run([sys.executable, words[0], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                         env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)  # fmt: skip
+                         env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert ran.returncode == 0, ran.stderr
     missing = [word for word in words if word.startswith("--") and word not in ran.stdout]
     if missing:  # flags of the engine are in the long help
         ran = subprocess.run([sys.executable, words[0], "--help=all"], cwd=ROOT, capture_output=True, text=True,
-                             timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)  # fmt: skip
+                             timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert all(word in ran.stdout for word in missing), ran.stdout

@@ -50,7 +50,7 @@ def test_files_of_the_quick_check_are_there() -> None:
 def test_every_document_is_a_page_of_the_site() -> None:
     def pages(nav: list[Any]) -> list[str]:
         return [page for entry in nav for value in entry.values()
-                for page in ([value] if isinstance(value, str) else pages(value))]  # fmt: skip
+                for page in ([value] if isinstance(value, str) else pages(value))]
 
     listed = pages(read_yaml(ROOT / "mkdocs.yml")["nav"])
     made = {"index.md", "changelog.md", "contributing.md", "security.md", "examples.md", "commands.md"}
@@ -72,7 +72,7 @@ def test_a_release_is_refused_unless_tag_version_and_changelog_agree() -> None:
                                   ("v1.2.0", "## [1.2.0]", [True, False]), ("v1.3.0", "## [1.2.0]", [False, False])]:
             (Path(made) / "CHANGELOG.md").write_text(f"# Changelog\n\n{text}\n")
             ran = [subprocess.run(["bash", "-c", check], cwd=made, env=os.environ | {"GITHUB_REF_NAME": tag},
-                                  capture_output=True).returncode for check in checks]  # fmt: skip
+                                  capture_output=True).returncode for check in checks]
             assert [code == 0 for code in ran] == passed, (tag, text)
 
 
@@ -93,3 +93,12 @@ def test_the_readme_names_the_versions_of_torch_that_are_allowed() -> None:
     (bounds,) = [one for one in PROJECT["dependencies"] if one.startswith("torch")]
     least, above = map(int, re.findall(r"2\.(\d+)", bounds))
     assert f"torch 2.{least} to 2.{above - 1}" in (ROOT / "README.md").read_text()
+
+
+def test_sources_have_no_comments_for_a_formatter_and_few_exceptions() -> None:
+    folders = ("outrider", "tests", "bench", "docs", "examples")
+    sources = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    marked = [path for path in sources if re.search("# fmt" + ": ", path.read_text())]
+    assert not marked, "there is no formatter: CONTRIBUTING.md says how code is laid out"
+    exceptions = sum(len(re.findall("# noqa" + ": ", path.read_text())) for path in sources)
+    assert exceptions < 15, "a rule that has many exceptions is turned off in pyproject.toml"

@@ -73,7 +73,7 @@ def test_one_and_true_are_different_values() -> None:
     (["--enable-lora-bias"], "enable_lora_bias=True is not supported"),
     (["--quantization", "int3"], "quantization must be one of fp8, int4 or None"),
     (["--dtype", "halv"], "did you mean half?"),
-])  # fmt: skip
+])
 def test_the_command_line_refuses_them_alike(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env", "smollm2", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_the_command_line_takes_them_alike() -> None:
     ({"model": "a/b", "method": None}, {"model": "a/b", "method": None}),
     ({"model": "[ngram]", "prompt_lookup_max": 3}, {"model": None, "method": "ngram", "prompt_lookup_max": 3}),
     ({"method": "deepseek_mtp", "draft_tensor_parallel_size": 1}, {"method": "mtp"}),
-])  # fmt: skip
+])
 def test_a_speculative_config_may_leave_its_method_to_the_model(given: dict[str, Any], own: dict[str, Any]) -> None:
     tokens = {"num_speculative_tokens": 3}
     config = config_for("LLM", "m", {"speculative_config": given | tokens})

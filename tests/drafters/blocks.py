@@ -33,7 +33,7 @@ class BlockForm:
             "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_KV_HEADS, "num_hidden_layers": 2,
             "vocab_size": self.vocab, "max_position_embeddings": 256, "rms_norm_eps": EPS, "rope_theta": THETA,
             "hidden_act": "silu", "head_dim": head_dim, "layer_types": [FULL, FULL],
-        }  # fmt: skip
+        }
         self.head_dim, self.mask = head_dim, self.vocab - 3
         self.config, more, self.num_outputs = getattr(self, f"_{name}")()
         self.shapes = self._shapes(len(self._ids())) | more
@@ -56,7 +56,7 @@ class BlockForm:
                 f"{prefix}.mlp.gate_proj.weight": (64, hidden), f"{prefix}.mlp.down_proj.weight": (hidden, 64),
                 f"{prefix}.input_layernorm.weight": (hidden,), f"{prefix}.self_attn.q_norm.weight": (head,),
                 f"{prefix}.post_attention_layernorm.weight": (hidden,), f"{prefix}.self_attn.k_norm.weight": (head,),
-            }  # fmt: skip
+            }
         return shapes
 
     def _dflash(self) -> tuple[dict[str, Any], Shapes, int]:
@@ -87,7 +87,7 @@ class BlockForm:
             "aux_hidden_state_layer_ids": [1, 2], "sliding_window_non_causal": False, "sample_from_anchor": False,
             "target_hidden_size": None,
             "speculators_config": {"algorithm": "dflash", "proposal_methods": [{"speculative_tokens": 5}]},
-        }  # fmt: skip
+        }
         return config, {"lm_head.weight": (outputs, self.hidden), "embed_tokens.weight": (self.vocab, self.hidden)
                         }, outputs
 
@@ -97,7 +97,7 @@ class BlockForm:
             "architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": self.mask, "num_anchors": 512,
             "target_layer_ids": [0, 1], "num_target_layers": self.target.num_layers, "markov_rank": 6,
             "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
-        }  # fmt: skip
+        }
         return config, self._markov(6, self.vocab, confidence=6), self.vocab
 
     def _dspark_gated(self) -> tuple[dict[str, Any], Shapes, int]:
@@ -121,7 +121,7 @@ class BlockForm:
 
 
 FORMS = ("dflash", "dflash_sliding", "dflash_wide_windows", "dflash_speculators", "dspark", "dspark_gated",
-         "dspark_speculators")  # fmt: skip
+         "dspark_speculators")
 
 
 def make_block(form: str, target: Model, folder: Path, head_dim: int = 8) -> Drafter:

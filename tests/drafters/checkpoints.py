@@ -23,7 +23,7 @@ LAYER: dict[str, Any] = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS, "num_hidden_layers": 1, "vocab_size": VOCAB, "max_position_embeddings": 256,
     "rms_norm_eps": EPS, "rope_theta": THETA, "hidden_act": "silu",
-}  # fmt: skip
+}
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -107,7 +107,7 @@ def eagle3(head_dim: int) -> tuple[dict[str, Any], Shapes]:
     config = LAYER | {
         "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB, "head_dim": head_dim,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 2, 1]},
-    }  # fmt: skip
+    }
     return config, eagle3_shapes("midlayer", 3, head_dim)
 
 
@@ -115,18 +115,18 @@ def eagle3_speculators(head_dim: int) -> tuple[dict[str, Any], Shapes]:
     """Both norms before the projection, normed residual and feedback, q and k norms, its own embedding."""
     layer = {k: v for k, v in LAYER.items() if k != "rope_theta"} | {
         "model_type": "qwen3", "head_dim": head_dim, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-    }  # fmt: skip
+    }
     config = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
         "draft_vocab_size": DRAFT_VOCAB, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
         "target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": [1, 2],
         "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 7}]},
-    }  # fmt: skip
+    }
     shapes = eagle3_shapes("layers.0", 2, head_dim) | {
         "input_norm.weight": (2 * HIDDEN,), "fc_norm.0.weight": (HIDDEN,), "fc_norm.1.weight": (HIDDEN,),
         "layers.0.self_attn.q_norm.weight": (head_dim,), "layers.0.self_attn.k_norm.weight": (head_dim,),
         "embed_tokens.weight": (VOCAB, HIDDEN),
-    }  # fmt: skip
+    }
     return config, shapes
 
 
@@ -134,7 +134,7 @@ def eagle3_shapes(prefix: str, num_taps: int, head_dim: int) -> Shapes:
     return layer_shapes(prefix, head_dim, 2 * HIDDEN) | {
         "fc.weight": (HIDDEN, num_taps * HIDDEN), "norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
         f"{prefix}.input_layernorm.weight": (HIDDEN,), f"{prefix}.hidden_norm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
 
 
 def mtp(head_dim: int) -> tuple[dict[str, Any], Shapes]:
@@ -143,7 +143,7 @@ def mtp(head_dim: int) -> tuple[dict[str, Any], Shapes]:
         "mtp.fc.weight": (HIDDEN, 2 * HIDDEN), "mtp.norm.weight": (HIDDEN,), "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
         "mtp.pre_fc_norm_embedding.weight": (HIDDEN,), "mtp.layers.0.input_layernorm.weight": (HIDDEN,),
         "model.norm.weight": (HIDDEN,),
-    }  # fmt: skip
+    }
     return {"architectures": ["LlamaForCausalLM"]}, shapes | layer_shapes("mtp.layers.0", head_dim)
 
 

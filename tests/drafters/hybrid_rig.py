@@ -27,14 +27,14 @@ VOCAB = 24
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 8, "max_position_embeddings": 256,
-}  # fmt: skip
+}
 _DELTA = _SIZES | {
     "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
     "linear_conv_kernel_dim": 4,
-}  # fmt: skip
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 8}  # fmt: skip
+            "shared_expert_intermediate_size": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": _SIZES | {
         "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*EM-", "ssm_state_size": 8,
@@ -45,14 +45,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA | _EXPERTS | {"architectures": ["Qwen3NextForCausalLM"]},
     "qwen3_5": _DELTA | {"architectures": ["Qwen3_5ForCausalLM"]},
     "qwen3_5_moe": _DELTA | _EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
-}  # fmt: skip
+}
 # Attention to chosen stretches, residual streams and n-gram embeddings: tests of its own kernels take it.
 QWEN4_EXP: dict[str, Any] = _DELTA | _EXPERTS | {
     "architectures": ["Qwen4ExpForCausalLM"], "hc_count": 2, "hc_lowrank": 4, "ple_layer_ids": [3], "ple_embed_dim": 8,
     "ple_conv_kernel_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 20, "split_ngram_parts": 2,
     "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
     "indexer_budget": 8, "indexer_compress_ratio": 4, "eos_token_id": 2,
-}  # fmt: skip
+}
 # Latent attention to chosen stretches and residual streams that mix.
 GLM5_NEXT: dict[str, Any] = _SIZES | {
     "architectures": ["Glm5NextForConditionalGeneration"], "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -61,7 +61,7 @@ GLM5_NEXT: dict[str, Any] = _SIZES | {
     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
     "n_shared_experts": 1, "hc_mult": 2, "hc_sinkhorn_iters": 4, "index_n_heads": 8, "index_head_dim": 16,
     "index_topk": 8, "index_kpool": 4, "swiglu_limit": 1.0,
-}  # fmt: skip
+}
 DRAFTERS = ("mtp", "ngram", "scripted")
 Script = Callable[[tuple[int, ...], int], list[int]]
 

@@ -24,7 +24,7 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
-}  # fmt: skip
+}
 _INDEXED = _SIZES | {"index_topk": TOP_K, "index_head_dim": 12, "index_n_heads": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _SIZES | {"architectures": ["DeepseekV3ForCausalLM"]},
@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["HYV4ForCausalLM"], "num_hidden_layers": 4, "n_group": 1, "swiglu_limit": 0.3, "hc_mult": 2,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
-}  # fmt: skip
+}
 
 
 @functools.cache

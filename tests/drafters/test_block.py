@@ -176,7 +176,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("llama", "gemma3", "nemotron_h", "qwen3_next")
 MATRIX = [(form, family, kind, condition) for form in FORMS for family in FAMILIES for kind in PARAMS
-          for condition in CONDITIONS]  # fmt: skip
+          for condition in CONDITIONS]
 
 
 def asks_of(family: str, kind: str) -> list[Ask]:
@@ -196,7 +196,7 @@ def test_text_is_that_without_drafts(form: str, family: str, kind: str, conditio
                                      drafter_of: MakeDrafter) -> None:
     drafter, asks = drafter_of(form, family), asks_of(family, kind)
     with Rig(target_of(family), speculative_config=drafter.speculative(3), num_pages=200,
-             **CONDITIONS[condition]) as rig:  # fmt: skip
+             **CONDITIONS[condition]) as rig:
         first = rig.run(asks, after_step=rig.preempt if condition == "preempted" else None)
         again = rig.run(asks)
         assert tokens_of(first) == tokens_of(again) == expected(family, kind)
@@ -260,7 +260,7 @@ def test_a_step_with_blocks_reads_nothing_on_the_host(form: str, drafter_of: Mak
 @pytest.mark.parametrize(("form", "options"), [
     ("dflash_sliding", {"attention_backend": "native"}), ("dflash_wide_windows", {"attention_backend": "native"}),
     pytest.param("dflash_sliding", {"attention_backend": "flex", "num_pages": 32}, marks=pytest.mark.long),
-])  # fmt: skip
+])
 def test_other_backends_draft_the_same(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """In float32 drafts may differ by near-ties, which random weights have few of."""
     target = tiny_model("llama", torch.float32)
@@ -312,7 +312,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dspark", {"markov_rank": 0}, "markov_rank=0 is not supported; confidence_head_with_markov needs"),
     ("dflash_speculators", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
     ("dflash_speculators", {"draft_vocab_size": 300}, "draft_vocab_size=300 is not supported"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "changes", "words"), REFUSED)

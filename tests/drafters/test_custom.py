@@ -86,7 +86,7 @@ REFUSED = {
     "odd:NoDrafter": "odd:NoDrafter is not a subclass of", "odd:instance": "odd:instance is not a subclass of",
     "odd:Nothing": "cannot import the drafter 'odd:Nothing': AttributeError: ",
     "broken:Drafter": "cannot import the drafter 'broken:Drafter': ZeroDivisionError: ",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", REFUSED)

@@ -50,7 +50,7 @@ HEAD = TrainedHead(FOLDER, make_prompts, MTP, LENGTH, FLOOR, SETTINGS)
 def test_the_target_speaks_the_language() -> None:
     """Else a module would be easy to fool: the greedy text follows the mode's permutation nearly everywhere."""
     shares = [language().share_right(prompt + continued, len(prompt), mode=prompt[0])
-              for prompt, (continued,) in zip(HEAD.prompts, HEAD.plain(), strict=True)]  # fmt: skip
+              for prompt, (continued,) in zip(HEAD.prompts, HEAD.plain(), strict=True)]
     assert sum(shares) / len(shares) > 0.95
 
 

@@ -30,14 +30,14 @@ ASKS = [
 ]
 HEADS = tuple(kind for kind in KINDS if kind != "draft_model")
 QUICK = {("eagle", "llama"), ("eagle_speculators", "gemma3"), ("eagle3", "gemma3"), ("eagle3_speculators", "llama"),
-         ("mtp", "gemma3"), ("draft_model", "llama")}  # fmt: skip
+         ("mtp", "gemma3"), ("draft_model", "llama")}
 
 
 def each_of(kinds: Iterable[str]) -> Any:
     """Every kind with both families, one of them in the quick tests."""
     cases = [(kind, family) for kind in kinds for family in ("llama", "gemma3")]
     return pytest.mark.parametrize(("kind", "family"), [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in cases])  # fmt: skip
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long) for case in cases])
 
 
 EACH, EACH_HEAD = each_of(KINDS), each_of(HEADS)

@@ -92,7 +92,7 @@ def test_f3_verification_beside_prefill_chunks(family: str) -> None:
     """1 to k + 1 token rows per request, dead ones among them, short prefills and a chunk beside them."""
     lengths = [40, 33, 5, 50, 26, 0, 30, 23]
     pieces = [Piece(0, [5], 3), Piece(1, [6, 7, 8, 9]), Piece(6, prompt_of(9, 21, VOCAB)), Piece(2, [4, 5], 1),
-              Piece(5, [8, 8, 7]), Piece(3, [3, 3, 4], 1), Piece(4, [9]), Piece(7, [5, 6])]  # fmt: skip
+              Piece(5, [8, 8, 7]), Piece(3, [3, 3, 4], 1), Piece(4, [9]), Piece(7, [5, 6])]
     assert_rows_are_tokens(family, lengths, pieces, requests=11, tokens=52)
 
 

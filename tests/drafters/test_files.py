@@ -25,7 +25,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
             "hybrid_override_pattern": "M-*-", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
-            "n_groups": 2}  # fmt: skip
+            "n_groups": 2}
 
 
 def build_for(target: str | None = None) -> DraftBuild:

@@ -53,7 +53,7 @@ ASKS = [
     Ask([*SHARED, *FEW * 4, 7], noisy(7, LENGTH, 6.0, allowed_token_ids=FEW)),
 ]
 SMALL = [Ask([*SHARED[: 16 * (i % 3)], *prompt_of(20 + i, 1 + 5 * i, VOCAB)],
-             noisy(i, (4, 12, 7, 6)[i]) if i % 2 else greedy((4, 12, 7, 6)[i])) for i in range(4)]  # fmt: skip
+             noisy(i, (4, 12, 7, 6)[i]) if i % 2 else greedy((4, 12, 7, 6)[i])) for i in range(4)]
 
 
 @functools.cache
@@ -186,7 +186,7 @@ def lives_of(family: str) -> st.SearchStrategy[Life]:
         st.sampled_from([7, 9, 14, 40]), st.integers(5, 40), st.integers(1, 4),
         st.lists(st.integers(1, 6), min_size=1, max_size=5), st.sampled_from([True, True, True, False]), st.booleans(),
         st.booleans(), st.permutations(range(4)),
-    )  # fmt: skip
+    )
 
 
 def run_life(life: Life) -> Counter[str]:
@@ -206,7 +206,7 @@ def run_life(life: Life) -> Counter[str]:
             "restored": cache.states.num_restored, "written": cache.checkpoints.num_written,
             "folded": cache.checkpoints.num_folded, "padded": rig.runner.num_padded_steps,
             **{f"{accepted} accepted": 1 for accepted in rig.accepted},
-        })  # fmt: skip
+        })
 
 
 def run_lives(count: int) -> None:
@@ -221,7 +221,7 @@ def run_lives(count: int) -> None:
         every()
     assert totals["lives"] >= count
     needed = {*FAMILIES, *DRAFTERS, *(f"{n} accepted" for n in range(5)), "preemptions", "dropped", "hits", "restored",
-              "pages evicted", "checkpoints evicted", "written", "folded", "padded"}  # fmt: skip
+              "pages evicted", "checkpoints evicted", "written", "folded", "padded"}
     assert needed <= (+totals).keys(), f"never occurred: {needed - (+totals).keys()}"
 
 

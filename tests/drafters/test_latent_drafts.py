@@ -143,7 +143,7 @@ def test_drafts_equal_a_naive_reference(family: str, keeps_choice: bool, tmp_pat
             seen |= set(proposal.drafts)
         anew = Naive(folder, deeper, target)
         differs = [list(proposal.drafts) != anew.drafts(proposal.known, K)[: len(proposal.drafts)]
-                   for proposal in rig.proposals if keeps_choice]  # fmt: skip
+                   for proposal in rig.proposals if keeps_choice]
     assert any(differs) == keeps_choice, "keeping the choice must show"
     assert len(rig.proposals) > 15 and len(seen) > 8, "constant drafts would hide mistakes"
 

@@ -133,7 +133,7 @@ def test_a_reduced_head_without_its_output(tmp_path: Path) -> None:
     ("eagle_speculators", "layernorms", True), ("eagle3", "hidden_act", "gelu"),
     ("eagle3", "eagle_config", {"use_aux_hidden_state": False}),
     ("eagle3_speculators", "speculators_model_type", "medusa"),
-])  # fmt: skip
+])
 def test_switches_that_are_not_implemented(kind: str, key: str, value: Any, tmp_path: Path) -> None:
     named = next(iter(value)) if isinstance(value, dict) else key
     with pytest.raises(ValueError, match=f"{named}=.* is not supported"):

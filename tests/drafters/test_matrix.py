@@ -39,7 +39,7 @@ PARAMS = {
     "all": {"temperature": 0.9, "seed": 3, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2,
             "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {9: 2.0}, "min_tokens": 5,
             "bad_words_token_ids": ((11,), (12, 13))},
-}  # fmt: skip
+}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"max_num_batched_tokens": 9},
@@ -106,7 +106,7 @@ ALONE: list[dict[str, Any]] = [
     {"bad_words_token_ids": ((11,), (12, 13))}, {"allowed_token_ids": list(range(0, 256, 5))},
     {"min_tokens": 9, "stop_token_ids": list(range(60))}, {"logprobs": 3}, {"temperature": 0},
     {key: value for key, value in PARAMS["all"].items() if key not in ("temperature", "seed")},
-]  # fmt: skip
+]
 
 
 def asks_alone() -> list[Ask]:
@@ -150,7 +150,7 @@ def script_of(family: str, kind: str, errors: frozenset[int], max_tokens: int) -
     offered=st.lists(st.integers(0, 5), min_size=1, max_size=7), budget=st.sampled_from([8, 11, 64]),
     overlap=st.booleans(), preempt=st.booleans(), page=st.sampled_from([16, 32]),
     kind=st.sampled_from(["greedy", "sampled"]), family=st.sampled_from(FAMILIES),
-)  # fmt: skip
+)
 def test_any_pattern_of_acceptance_gives_the_same_tokens(
     errors: frozenset[int], k: int, offered: list[int], budget: int, overlap: bool, preempt: bool, page: int, kind: str,
     family: str,
@@ -159,7 +159,7 @@ def test_any_pattern_of_acceptance_gives_the_same_tokens(
     drafter = ScriptedDrafter(k, script_of(family, kind, errors, 60), lambda position: offered[position % len(offered)])
     config = {"method": "ngram", "num_speculative_tokens": k, "auto": False}
     with Rig(tiny_model(family), drafter=drafter, speculative_config=config, overlap=overlap, page_size=page,
-             max_num_batched_tokens=budget, num_pages=160) as rig:  # fmt: skip
+             max_num_batched_tokens=budget, num_pages=160) as rig:
         outputs = rig.run(asks(kind, 60), after_step=rig.preempt if preempt else None)
         assert tokens_of(outputs) == expected(family, kind, 60)
         assert not preempt or rig.scheduler.stats.num_preemptions > 0

@@ -33,7 +33,7 @@ SMALL_POOL = 5 * 24576  # the null page and those of 64 tokens, if no layer of a
 SMOLLM2 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536,
            "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "hidden_act": "silu",
-           "tie_word_embeddings": True}  # fmt: skip
+           "tie_word_embeddings": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
@@ -72,7 +72,7 @@ def test_a_config_that_is_given_wins() -> None:
     ({"kv_cache_memory_bytes": SMALL_POOL, "max_num_seqs": 1}, "the cache holds 2 pages"),
     ({"load_format": "dummy"}, "random weights"),
     ({"hf_overrides": {"rope_theta": 9999.0}}, "hf_overrides"),
-])  # fmt: skip
+])
 def test_it_steps_aside_where_it_cannot_serve(settings: dict[str, Any], words: str,
                                               caplog: pytest.LogCaptureFixture) -> None:
     """An engine that starts without the drafter also starts with the default."""

@@ -21,14 +21,14 @@ from tests.engine.harness import CONFIGS, Ask, Rig, prompt_of, random_model, sav
 K, SHORT = 3, 21  # positions: not a whole number of pages
 PROMPTS = [prompt_of(1, 9), prompt_of(2, 19), prompt_of(3, 20), prompt_of(4, 34)]
 ASKS = [Ask(prompt, SamplingParams(max_tokens=16, ignore_eos=True, temperature=i % 2, seed=i))
-        for i, prompt in enumerate(PROMPTS)]  # fmt: skip
+        for i, prompt in enumerate(PROMPTS)]
 
 
 @functools.cache
 def draft_of(positions: int) -> Model:
     """The target's own weights: nearly all of its drafts are accepted, so that one that reads garbage shows."""
     return random_model(CONFIGS["llama"] | {"max_position_embeddings": positions}, torch.float64,
-                        zlib.crc32(b"llama"))  # fmt: skip
+                        zlib.crc32(b"llama"))
 
 
 def drafter_of(positions: int) -> Drafter:

@@ -20,7 +20,7 @@ ASSISTANT = ASSETS / "gemma4_assistant"
 DRAFTS, WINDOW = 3, 8
 SPECULATIVE: dict[str, Any] = {
     "method": "mtp", "model": str(ASSISTANT), "num_speculative_tokens": DRAFTS, "auto": False,
-}  # fmt: skip
+}
 
 
 @functools.cache

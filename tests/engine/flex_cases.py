@@ -70,7 +70,7 @@ class Case:
             live_int32=live.int(), token_ids=torch.zeros_like(of), positions=positions, request_of=of,
             page_tables=tuple(tables), token_slots=tuple(slots),
             spans=TokenSpans(spans[:, 0] * inside, spans[:, 1] * inside),
-        )  # fmt: skip
+        )
         self.fill(generator)
 
     def fill(self, generator: torch.Generator) -> None:

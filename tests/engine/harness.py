@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "eos_token_id": 2,
-}  # fmt: skip
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE | {"architectures": ["LlamaForCausalLM"]},
     "sliding": _BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -117,7 +117,7 @@ class DeepConfig(EngineConfig):
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, "page_size": 16,
     "num_pages": 64, "max_logprobs": VOCAB,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ WITHIN = 1e-10
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 256, "eos_token_id": 2,
-}  # fmt: skip
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba2": _SIZES | {
         "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*M-", "ssm_state_size": 8,
@@ -53,7 +53,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
         "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 3,
     },
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -248,18 +248,18 @@ class BackendRig:
             0, [p.stream.row for p in parts], [0] * len(parts), [p.stream.row for p in parts], known, drafts,
             [True] * len(parts), [p.stream.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)],
             checkpoints=list(targets),
-        )  # fmt: skip
+        )
         ints = torch.tensor([
             [*(p.stream.row for p in parts), *[NULL_ROW] * extra_requests],
             [*(p.stream.computed for p in parts), *[0] * extra_requests],
             [*(k if is_live else 0 for k, is_live in zip(known, live, strict=True)), *[0] * extra_requests],
             [*(p.drafts if is_live else 0 for p, is_live in zip(parts, live, strict=True)), *[0] * extra_requests],
-        ])  # fmt: skip
+        ])
         counts = StepCounts(
             ints[0], torch.tensor(starts), torch.tensor(request_of), ints[1], ints[2], ints[3],
             self.rows.pending[ints[0]], tuple(lens),
             (*known, *[0] * extra_requests), max(drafts), most_pending, self.rows.targets(scheduled, len(lens)),
-        )  # fmt: skip
+        )
         return counts, {layer: self._flat(layer, parts, extra_tokens) for layer in mixers()}
 
     def _flat(self, layer: int, parts: Sequence[Part], extra_tokens: int) -> Inputs:

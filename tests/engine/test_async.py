@@ -155,7 +155,7 @@ def test_a_request_that_fails_on_the_way_raises_in_its_own_stream() -> None:
         nothing_allowed = SamplingParams(temperature=0, allowed_token_ids=[7], bad_words_token_ids=((7,),))
         bad, good = await asyncio.gather(
             last_of(llm.generate([5, 6], nothing_allowed)), last_of(llm.generate(ASKS[1].prompt, ASKS[1].params)),
-            return_exceptions=True)  # fmt: skip
+            return_exceptions=True)
         assert isinstance(bad, RequestError) and "no token is allowed" in str(bad)
         assert isinstance(good, RequestOutput) and tokens_of([good]) == expected(ASKS[1:2])
         await idle(rig)

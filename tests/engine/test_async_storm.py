@@ -26,14 +26,14 @@ CURSED = 7  # no other prompt has this token, and none is allowed to choose it
 NEVER = {"logit_bias": {CURSED: -100.0}}
 PROMPTS = [[token for token in prompt_of(seed, 4 + 7 * seed) if token != CURSED] for seed in range(1, 7)]
 ASKS = [Ask(prompt, greedy(3 + i, **NEVER) if i % 2 else SamplingParams(seed=i, max_tokens=12 - i, **NEVER))
-        for i, prompt in enumerate(PROMPTS)]  # fmt: skip
+        for i, prompt in enumerate(PROMPTS)]
 BAD: list[tuple[Any, Any, dict[str, Any]]] = [
     (None, greedy(4), {}), ([], greedy(4), {}), ([5, "a"], greedy(4), {}), ([10**9], greedy(4), {}),
     (1.5, greedy(4), {}), ({"prompt": 5}, greedy(4), {}), ([5] * 200, greedy(4), {}), ([5], {"temperature": 0}, {}),
     ([5], {}, {}), ([5], 0, {}), ([5], greedy(4), {"priority": "high"}), ([5], greedy(4), {"request_id": []}),
     ([5], greedy(4), {"request_id": ""}), ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, greedy(4), {}),
     ([5], SamplingParams(stop_token_ids=[10**6]), {}),
-]  # fmt: skip
+]
 
 
 @functools.cache

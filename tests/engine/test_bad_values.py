@@ -43,7 +43,7 @@ BAD: dict[str, Any] = {
     "list of text": ["x"], "list of none": [None], "list of bools": [True], "list of huge": [HUGE], "list of -1": [-1],
     "list of nan": [NAN], "empty dict": {}, "dict": {"x": 1}, "dict of huge": {HUGE: 1}, "dict of nan": {1: NAN},
     "dict by bool": {True: 1}, "set": {4}, "complex": 4j, "class": int, "stranger": Odd(),
-}  # fmt: skip
+}
 
 # The only ones of BAD that mean something, by the plain type of a field and by its name.
 BY_TYPE: dict[Any, set[str]] = {bool: {"true", "false"}, type(None): {"none"}, str: set(), int: set(), float: {"0.5"}}
@@ -60,7 +60,7 @@ BY_NAME = {
     "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
     "extra_args": {"empty dict", "dict"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
-}  # fmt: skip
+}
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
 
 
@@ -167,7 +167,7 @@ FLAG_ACCEPTS = {
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
                      "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),
-}  # fmt: skip
+}
 PARSER = cli.build_parser()
 
 
@@ -191,7 +191,7 @@ def test_flags(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     ("demo", "--max-tokens"), ("verify", "--max-tokens"), ("bench throughput", "--rounds"),
     ("bench latency", "--rounds"), ("bench throughput", "--shapes"), ("bench spec", "--rounds"),
     ("bench spec", "--max-tokens"), ("bench spec", "--batch-sizes"),
-])  # fmt: skip
+])
 def test_flags_of_single_commands(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("0", *FLAG_WORDS):
         status = cli.main([*command.split(), *([] if command == "demo" else ["/nowhere/at/all"]), f"{flag}={word}"])

@@ -23,7 +23,7 @@ def test_it_resumes_and_counts(capsys: pytest.CaptureFixture[str], tmp_path: Pat
                                monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_folder(tmp_path / "model", FAMILIES["llama"])
     asked = [str(folder), "--device", "cpu", "--requests", "6", "--max-tokens", "9", "--prompt-len", "90",
-             "--num-pages", "80", "--modes", "exact", "--out", str(tmp_path / "out")]  # fmt: skip
+             "--num-pages", "80", "--modes", "exact", "--out", str(tmp_path / "out")]
     monkeypatch.setattr(bench, "cells", lambda has_head: FEW[:1])
     assert bench.main([*asked, "--seconds", "0"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells_left"] == 2
@@ -47,7 +47,7 @@ def test_random_weights_make_varied_texts(capsys: pytest.CaptureFixture[str], tm
     folder = save_folder(tmp_path / "model", FAMILIES["llama"])
     asked = [str(folder), "--device", "cpu", "--requests", "3", "--max-tokens", "6", "--prompt-len", "20",
              "--num-pages", "40", "--load-format", "dummy", "--dtype", "float32", "--modes", "exact",
-             "--cells", "^plain, 1 at once$", "--out", str(tmp_path / "out")]  # fmt: skip
+             "--cells", "^plain, 1 at once$", "--out", str(tmp_path / "out")]
     assert bench.main(asked) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["cells_left"] == 0 and (found["exact"]["cells"], found["exact"]["tokens"]) == (1, 12)

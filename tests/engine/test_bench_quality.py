@@ -15,7 +15,7 @@ from outrider import LLM, SamplingParams, cli
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 QUESTIONS = [("Which?", [" one", " another one", " none"]), ("Who was it?", [" she", " he and she"]),
-             ("Why?", [" so", " because of the rain"])]  # fmt: skip
+             ("Why?", [" so", " because of the rain"])]
 TEXT = ["The old harbour has two piers.", "The north pier is made of oak."]
 
 

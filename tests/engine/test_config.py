@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                                      r"than 32 \(max_num_seqs\): give a size of at most 16 times"),
     ({"pad_tokens": (64, 2**31 - 1)}, r"pad_tokens: .* padded to 2147483647, .* than 512 \(max_num_batched_tokens\)"),
     ({"pad_tokens": (6, 24, 72, 2**31 - 1), "max_num_batched_tokens": 60}, None),  # no batch reaches the last size
-])  # fmt: skip
+])
 def test_padding_far_beyond_every_batch_is_refused(settings: dict[str, Any], says: str | None) -> None:
     def limits() -> Limits:
         return EngineConfig("x", **settings).limits(gpu_bytes=None, max_positions=64, vocab_size=9, max_drafts=0)
@@ -56,7 +56,7 @@ def test_padding_far_beyond_every_batch_is_refused(settings: dict[str, Any], say
     ("flags : fpu avx512_bf16 avx2", "bfloat16", True), ("flags : fpu avx2 avx512f", "bfloat16", False),
     ("Features : fp asimd asimdhp", "bfloat16", False), ("Features : fp asimd asimdhp", "float16", True),
     ("Features : fp bf16", "bfloat16", True), ("cpu : POWER9", "float16", None), ("", "float32", True),
-])  # fmt: skip
+])
 def test_the_cpu_is_asked_for_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str,
                                            found: bool | None) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
@@ -84,7 +84,7 @@ def test_a_slow_type_is_warned_of_and_kept(tmp_path: Path, monkeypatch: pytest.M
      "are 8: set max_model_len"),
     ({"max_position_embeddings": 2_000_000_000}, {"max_model_len": 128}, None),
     ({"vocab_size": 1 << 30}, {}, r"the weights take \d+ GiB or more as float32, and the device has 8: choose"),
-])  # fmt: skip
+])
 def test_what_cannot_fit_is_refused_by_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   changes: dict[str, Any], settings: dict[str, Any],
                                                   says: str | None) -> None:

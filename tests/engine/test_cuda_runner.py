@@ -20,9 +20,9 @@ from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 SETTINGS: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 400, "poison": False, "overlap": False,
-                            "enable_prefix_caching": False}  # fmt: skip
+                            "enable_prefix_caching": False}
 ASKS = [Ask(prompt_of(i, 4 + 5 * (i % 4)), greedy(5, ignore_eos=True) if i % 2 else
-            SamplingParams(temperature=0.8, seed=i, max_tokens=4, ignore_eos=True)) for i in range(20)]  # fmt: skip
+            SamplingParams(temperature=0.8, seed=i, max_tokens=4, ignore_eos=True)) for i in range(20)]
 ROUNDS = [ASKS, ASKS, [Ask(prompt_of(99, 7), greedy(3, logprobs=1))]]
 TIMES = LossRates(launch_seconds=300e-6, token_seconds=1e-6)
 

@@ -137,7 +137,7 @@ def assert_noted(rig: Rig, lines: list[str], kind: FaultKind, words: str, num: i
 
 
 VALUES = given(st.sampled_from(["count", "token"]), st.sampled_from(EXTREMES), st.integers(0, 20), st.integers(0, 8),
-               st.booleans())  # fmt: skip
+               st.booleans())
 
 
 def check_values(what: str, value: int, place: int, start: int, overlap: bool) -> None:
@@ -248,7 +248,7 @@ class Tensors(torch.Tensor):
 
 
 @pytest.mark.parametrize(("error", "words"), [(Unprintable(), "(its message cannot be shown)"),
-                                              (ValueError("x" * 10**6), f"{'x' * MAX_MESSAGE}...")])  # fmt: skip
+                                              (ValueError("x" * 10**6), f"{'x' * MAX_MESSAGE}...")])
 def test_any_message_of_an_exception_is_shown_as_far_as_it_can_be(error: Exception, words: str) -> None:
     def propose(step: Step, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
         raise error
@@ -268,7 +268,7 @@ def test_a_part_of_a_combination_misbehaves_alone() -> None:
     ngram = NgramDrafter(K, min_n=1, max_n=3)
     wrong_counts, wrong_form, raises = lambda s, t, c: Drafts(t, at(0, c, -1)), FORMS["too few"].edit, None
     for parts in ([FaultyDrafter(wrong_counts), ngram], [ngram, FaultyDrafter(wrong_form)],
-                  [FaultyDrafter(raises), ngram]):  # fmt: skip
+                  [FaultyDrafter(raises), ngram]):
         rig, lines = assert_harmless(CombinedDrafter(parts), num_rounds=1)
         stats = rig.engine.stats
         assert stats.num_drafter_faults == MAX_DRAFTER_FAULTS and len(stats.drafters_off) == 1
@@ -377,7 +377,7 @@ HOST_GUESSES: dict[str, tuple[Callable[[int], Any], FaultKind]] = {
     "negative": (lambda n: [-1] * n, FaultKind.TOKEN), "beyond": (lambda n: [VOCAB], FaultKind.TOKEN),
     "huge": (lambda n: [2**70], FaultKind.TOKEN), "too many": (lambda n: [4] * (n + 1), FaultKind.COUNT),
     "raises": (lambda n: [][n], FaultKind.RAISED),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", [*HOST_GUESSES, "finish"])

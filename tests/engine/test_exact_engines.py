@@ -73,7 +73,7 @@ def test_a_worker_in_a_process_changes_no_bit(tmp_path: Path) -> None:
             outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
             found.append([(sample.token_ids, [{token: entry.logprob for token, entry in place.items()}
                                               for place in sample.logprobs or []])
-                          for output in outputs for sample in output.outputs])  # fmt: skip
+                          for output in outputs for sample in output.outputs])
     assert len(found[0]) == 5 and found[0] == found[1]
 
 
@@ -119,11 +119,11 @@ def test_grammars_and_short_windows_have_the_same_bits(window: int) -> None:
     pytest.importorskip("llguidance")
     config = CONFIGS["gemma3"] | {"sliding_window": window, "attn_logit_softcapping": 0.5}
     forms: list[dict[str, Any]] = [{"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
-                                   {"choice": ["red", "green", "green tea"]}, {}]  # fmt: skip
+                                   {"choice": ["red", "green", "green tea"]}, {}]
     asks = [replace(ask, params=replace(ask.params, max_tokens=12, ignore_eos=not form,
                                         structured_outputs=StructuredOutputsParams(**form) if form else None))
             for ask, form in zip(asks_for([prompt_of(seed, 40 + 9 * seed) for seed in range(3)], 256), forms,
-                                 strict=True)]  # fmt: skip
+                                 strict=True)]
     assert_exact(random_model(config, torch.float32, seed=window), asks, eos_ids=(2,),
                  tokenizer=byte_tokenizer(), speculative_config={"method": "ngram", "num_speculative_tokens": 4,
-                                                                 "prompt_lookup_min": 1, "auto": False})  # fmt: skip
+                                                                 "prompt_lookup_min": 1, "auto": False})

@@ -40,7 +40,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "eos_token_id": 2,
-}  # fmt: skip
+}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "decoder_sparse_step": 1}
 _GEMMA4 = _SIZES | {
     "architectures": ["Gemma4ForCausalLM"], "global_head_dim": 32, "num_global_key_value_heads": 1,
@@ -48,7 +48,7 @@ _GEMMA4 = _SIZES | {
     "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL], "final_logit_softcapping": 3.0,
     "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
                         FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}},
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"architectures": ["LlamaForCausalLM"]},
     "gemma3": _SIZES | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 24, "sliding_window": 20,
@@ -72,13 +72,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 9, "linear_value_head_dim": 7, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
         "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 11,
     },
-}  # fmt: skip
+}
 _LATENT = _SIZES | {
     "num_hidden_layers": 3, "q_lora_rank": 21, "kv_lora_rank": 19, "qk_rope_head_dim": 6, "qk_nope_head_dim": 7,
     "v_head_dim": 9, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "moe_intermediate_size": 13, "n_group": 2, "topk_group": 1, "index_topk": 48, "index_head_dim": 11,
     "index_n_heads": 5, "num_nextn_predict_layers": 1,
-}  # fmt: skip
+}
 FAMILIES |= {  # some contexts have more positions than an indexer chooses, some fewer
     "deepseek_v3": {key: value for key, value in _LATENT.items() if not key.startswith("index_")}
     | {"architectures": ["DeepseekV3ForCausalLM"]},
@@ -92,7 +92,7 @@ FAMILIES["kimi_linear"] = _SIZES | {
     "layer_types": [LINEAR, FULL, LINEAR], "linear_head_dim": 9, "linear_num_heads": 3, "linear_conv_kernel_dim": 4,
     "qk_rope_head_dim": 6, "qk_nope_head_dim": 7, "v_head_dim": 9, "mlp_layer_types": ["dense", "sparse", "sparse"],
     "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 13,
-}  # fmt: skip
+}
 FAMILIES["qwen4_exp"] = _SIZES | _EXPERTS | {
     "architectures": ["Qwen4ExpForCausalLM"], "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR],
     "linear_key_head_dim": 9, "linear_value_head_dim": 7, "linear_num_key_heads": 3, "linear_num_value_heads": 6,
@@ -100,15 +100,15 @@ FAMILIES["qwen4_exp"] = _SIZES | _EXPERTS | {
     "ple_layer_ids": [3], "ple_embed_dim": 18, "heads_per_ngram": 3, "ngram_vocab_size_base": 50,
     "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 5, "indexer_kv_heads": 1,
     "indexer_head_dim": 18, "indexer_budget": 32, "indexer_compress_ratio": 8, "eos_token_id": 2,
-}  # fmt: skip
+}
 FAMILIES["glm5_next"] = _LATENT | {
     "architectures": ["Glm5NextForConditionalGeneration"], "num_key_value_heads": 4, "num_hidden_layers": 3,
     "layer_types": [LINEAR, FULL, LINEAR], "mlp_layer_types": ["dense", "sparse", "dense"], "linear_head_dim": 9,
     "linear_num_heads": 3, "qk_rope_head_dim": 0, "index_topk": 32, "index_kpool": 8, "swiglu_limit": 1.5, "hc_mult": 3,
-}  # fmt: skip
+}
 SHARED = prompt_of(0, 32, VOCAB)
 LOUD = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, repetition_penalty=1.2, seed=13, max_tokens=LENGTH,
-                      logprobs=VOCAB, ignore_eos=True)  # fmt: skip
+                      logprobs=VOCAB, ignore_eos=True)
 PARAMS = [greedy(LENGTH, logprobs=VOCAB, ignore_eos=True),
           SamplingParams(temperature=1.0, seed=7, max_tokens=LENGTH, logprobs=VOCAB, ignore_eos=True), LOUD]
 PROMPTS = [[*SHARED, *prompt_of(1, 41, VOCAB)], [*SHARED, *prompt_of(2, 13, VOCAB)], prompt_of(3, 7, VOCAB)]
@@ -196,9 +196,9 @@ SOME_CELLS = {  # latent attention is slow on a CPU
     "deepseek_v3": [SCRIPTED], "deepseek_v32": [CHUNKS, HITS], "glm_moe_dsa": [PREEMPTED, MTP],
     "qwen3_next": [*CELLS, MTP], "kimi_linear": [CHUNKS, SCRIPTED, HITS],
     "qwen4_exp": [SCRIPTED], "glm5_next": [SCRIPTED], "hy_v4": [MTP],
-}  # fmt: skip
+}
 CASES = [pytest.param(family, cell, marks=pytest.mark.long if family == "hy_v4" else ())
-         for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]  # fmt: skip
+         for family in FAMILIES for cell in SOME_CELLS.get(family, CELLS)]
 
 
 @pytest.mark.parametrize(("family", "cell"), CASES, ids=lambda value: value if isinstance(value, str) else value.name)
@@ -222,7 +222,7 @@ def test_bits_are_a_function_of_the_request(family: str, cell: Cell) -> None:
 INEXACT_REFERENCES = ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "sigmoid_scale", "gelu_scale",
                       "cap_logits", "rope_write", "paged_attention", "linear", "linear_wide", "gated_linear", "experts",
                       "route", "gated_norm", "write_latents", "head_products", "choose_positions", "latent_attention",
-                      "dense_latent_attention", "write_pooled_keys")  # fmt: skip
+                      "dense_latent_attention", "write_pooled_keys")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

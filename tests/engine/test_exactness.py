@@ -23,7 +23,7 @@ LOUD = SamplingParams(
     temperature=0.9, top_p=0.95, top_k=80, min_p=0.001, repetition_penalty=1.2, presence_penalty=0.4,
     frequency_penalty=0.3, seed=13, max_tokens=LENGTH, min_tokens=4, stop_token_ids=list(range(3, 60)), ignore_eos=True,
     logit_bias={61: 2.0, 70: -5.0}, bad_words_token_ids=((77,), (61, 62)),
-)  # fmt: skip
+)
 CHOOSY = SamplingParams(temperature=1.4, top_k=30, seed=6, max_tokens=LENGTH, allowed_token_ids=list(range(3, 256, 2)))
 ASKS = [
     Ask([*SHARED, *prompt_of(1, 14)], greedy(LENGTH)),

@@ -91,7 +91,7 @@ def drafter_of(cell: Cell, family: str) -> Drafter | None:
 # Every three of the conditions meet in a quick cell.
 # KDA is a kind of gated delta, and the tests of states have both in every case.
 EACH = pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.long if name == "kda" else ())
-                                          for name in HYBRIDS])  # fmt: skip
+                                          for name in HYBRIDS])
 CELLS = grid(list(itertools.product(HYBRIDS, (5, 17, 64), ("none", "ngram", "scripted"), *[(False, True)] * 3)),
              strength=3, arguments=lambda family, *values: (family, Cell(*values)))
 
@@ -169,7 +169,7 @@ def test_f4_a_pool_that_runs_short_changes_nothing(family: str, overlap: bool) -
     """The scheduler preempts by itself, and checkpoints give way to whoever runs."""
     asks = [Ask(prompt_of(i, 20), SamplingParams(temperature=0.7, seed=i, max_tokens=24)) for i in range(3)]
     options = {"max_model_len": 64, "max_num_seqs": 3, "overlap": overlap, "speculative_config": {
-        "method": "ngram", "num_speculative_tokens": K, "auto": False, "prompt_lookup_min": 1}}  # fmt: skip
+        "method": "ngram", "num_speculative_tokens": K, "auto": False, "prompt_lookup_min": 1}}
     with Rig(hybrid(family), enable_prefix_caching=False, **options) as roomy:
         wanted = tokens_of(roomy.run(asks))
     num_preemptions = 0
@@ -208,7 +208,7 @@ class Life(NamedTuple):
 LIVES = st.builds(
     Life, st.sampled_from(sorted(HYBRIDS)), st.integers(1, 3), st.sampled_from([7, 9, 14, 40]), st.integers(5, 40),
     st.integers(2, 9), st.integers(0, 4), st.integers(1, 4), st.booleans(), st.permutations(range(4)), st.booleans(),
-)  # fmt: skip
+)
 
 
 def run_life(life: Life) -> Counter[str]:
@@ -227,7 +227,7 @@ def run_life(life: Life) -> Counter[str]:
             hits=cache.stats.hit_tokens, evictions=cache.pool.num_evicted, restored=cache.states.num_restored,
             written=cache.checkpoints.num_written, folded=cache.checkpoints.num_folded,
             padded=rig.runner.num_padded_steps,
-        )  # fmt: skip
+        )
 
 
 def test_f4_any_engine() -> None:

@@ -122,7 +122,7 @@ def test_f5_a_step_that_the_index_buffer_cannot_hold_is_refused(short_of: str, m
 @pytest.mark.parametrize("max_len", [512, 4096, 131072])
 def test_f5_buffers_hold_every_step_and_stay_small(page_tokens: int, max_batched_tokens: int, max_len: int) -> None:
     limits = Limits(max_requests=256, max_batched_tokens=max_batched_tokens, max_len=max_len, max_drafts=3,
-                    vocab_size=10)  # fmt: skip
+                    vocab_size=10)
     total = 0
     for group in layout_of(page_tokens).groups:
         extents = FlexExtents.from_limits(group, limits)

@@ -33,7 +33,7 @@ MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "max_position_embeddings": 256, "norm_topk_prob": True,
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -146,13 +146,13 @@ CELLS = {  # family, steps in flight, drafter -> cases
     ("qwen3_5", 2, "mtp"): 40, ("nemotron_h", 3, "scripted"): 30, ("deepseek_v3", 2, "mtp"): 30,
     ("deepseek_v32", 3, "ngram"): 30, ("deepseek_v32", 2, "mtp"): 20, ("deepseek_v32_modules", 2, "mtp"): 12,
     ("glm_moe_dsa", 3, "mtp"): 12, ("hy_v4", 2, "mtp"): 12,
-}  # fmt: skip
+}
 
 
 # Others of the same kind of cache and drafter are among the quick ones.
 LONG = {("moe", 2, ""), ("deepseek_v3", 2, "mtp"), ("llama", 3, "ngram"), ("sliding", 3, ""), ("mamba2", 2, ""),
         ("qwen3_5", 2, "mtp"), ("deepseek_v32", 3, "ngram"), ("deepseek_v32_modules", 2, "mtp"),
-        ("hy_v4", 2, "mtp")}  # fmt: skip
+        ("hy_v4", 2, "mtp")}
 QUICK = [pytest.param(cell, marks=pytest.mark.long if cell in LONG else ()) for cell in CELLS]
 
 

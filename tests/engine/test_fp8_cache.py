@@ -88,7 +88,7 @@ class RoundedAttend(DenseAttend):
             numbers = self.scales.get(layer, ScaleNumbers((1.0,), (1.0,)))
             # As the engine has them: in float32.
             k, v = (rounded(x, torch.tensor(own, dtype=torch.float32)[:, None].double())
-                    for x, own in zip((k, v), numbers, strict=True))  # fmt: skip
+                    for x, own in zip((k, v), numbers, strict=True))
         return super().attend(layer, q, k, v)
 
 
@@ -101,7 +101,7 @@ class LatentLayer:
     def write(self, compressed: torch.Tensor, norms: LatentNorms, rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
         layer: Any = self._dense.layers[self._layer]
         q, latent, key = compressed.split((compressed.shape[1] - layer.latent_dim - layer.rope_dim, layer.latent_dim,
-                                           layer.rope_dim), dim=1)  # fmt: skip
+                                           layer.rope_dim), dim=1)
         latent = torch.nn.functional.rms_norm(latent, latent.shape[1:], norms.latent, norms.eps)
         made = rounded(torch.cat((latent, rope.turn(key[:, None], in_pairs=True)[:, 0]), dim=1))
         before = self._dense.entries.get(self._layer, made[:0])
@@ -245,7 +245,7 @@ def test_scales_come_from_the_file(names: str, tmp_path: Path) -> None:
     config = EngineConfig(str(folder), kv_cache_dtype="fp8", dtype="float64", device="cpu")
     model = load_target(config, resolve(folder))
     assert {layer: [tuple(map(pytest.approx, part)) for part in own] for layer, own in SCALES.items()} == {
-        layer: list(own) for layer, own in model.cache_scales.items()}  # fmt: skip
+        layer: list(own) for layer, own in model.cache_scales.items()}
     plain = load_target(EngineConfig(str(folder), dtype="float64", device="cpu"), resolve(folder))
     assert not plain.cache_scales, "without an fp8 cache they are passed over"
 
@@ -285,7 +285,7 @@ def test_sliding_layers_may_be_left_out() -> None:
         tokens, rig = run(model, kv_cache_dtype_skip_layers=skipped, speculative_config=NGRAM)
         assert tokens == wanted
         assert [rig.step.pool.layer(index)["k"].dtype for index in range(3)] == [torch.float64] * 2 + [
-            torch.float8_e4m3fn]  # fmt: skip
+            torch.float8_e4m3fn]
 
 
 def test_a_number_that_is_no_layer_is_refused(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_another_fp8_is_refused_by_name() -> None:
 @pytest.mark.parametrize(("family", "said", "served"), [
     ("llama", "layer 0 has heads of 8, .* multiples of 16 from 64 to 512", {"head_dim": 64}),
     ("deepseek_v3", "layer 0 has latents of 8, .* multiples of 64 from 256 to 512", {"latent_dim": 512}),
-])  # fmt: skip
+])
 def test_a_gpu_serves_sizes_that_were_compared_there(monkeypatch: pytest.MonkeyPatch, family: str, said: str,
                                                      served: dict[str, int]) -> None:
     """Layers that are left out keep the model's dtype, in which every size is served."""

@@ -24,7 +24,7 @@ from tests.models.oracle import make_folder
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3,
-                            "num_pages": 64}  # fmt: skip
+                            "num_pages": 64}
 
 
 def with_eagle3(path: Path) -> tuple[Path, Any]:

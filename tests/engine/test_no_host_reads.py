@@ -95,7 +95,7 @@ def plain_no_grad() -> Iterator[None]:
 
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "inference_mode": torch.inference_mode, "no_grad": plain_no_grad,
-}  # fmt: skip
+}
 
 
 def guard_steps(rig: Rig, mode: Callable[[], AbstractContextManager[None]]) -> NoHostReads:
@@ -122,7 +122,7 @@ LOUD = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.5, seed=1,
     repetition_penalty=1.3, min_tokens=2, max_tokens=6, stop_token_ids=[9], logit_bias={1: 2.0}, ignore_eos=True,
     allowed_token_ids=list(range(200)), bad_words_token_ids=((1, 2), (3,)), logprobs=3, prompt_logprobs=2,
-)  # fmt: skip
+)
 REQUESTS = {
     "greedy": greedy(6),
     "sampled": SamplingParams(seed=1, max_tokens=6),

@@ -98,7 +98,7 @@ def test_a_request_that_fails_publishes_nothing_of_the_step_that_failed(family: 
 
 
 @pytest.mark.parametrize(("where", "dtype"), [("weights", torch.float32), ("one token", torch.float64),
-                                              ("infinite logits", torch.float32)])  # fmt: skip
+                                              ("infinite logits", torch.float32)])
 def test_a_drafter_that_computes_nan_harms_nobody(where: str, dtype: torch.dtype) -> None:
     """Its layers lie in the same pages as the target's, and its pages hold NaN then: the next owners of these pages,
     with a drafter and without, give the tokens of an engine that never had one."""
@@ -113,7 +113,7 @@ def test_a_drafter_that_computes_nan_harms_nobody(where: str, dtype: torch.dtype
         case "infinite logits":
             own.norm.weight.fill_(torch.inf)
     asks = [Ask(STEM[:n], SamplingParams(max_tokens=8, speculative=k, temperature=heat, seed=n))
-            for n, k, heat in ((20, 3, 0), (9, 0, 0), (34, 3, 1.0), (17, 0, 1.0), (5, 2, 1.0))]  # fmt: skip
+            for n, k, heat in ((20, 3, 0), (9, 0, 0), (34, 3, 1.0), (17, 0, 1.0), (5, 2, 1.0))]
     with Rig(target, overlap=False) as rig:
         expected = tokens_of(rig.run(asks))
     network = DraftModelNetwork(draft, target.num_layers, target.vocab_size)

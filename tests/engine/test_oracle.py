@@ -26,7 +26,7 @@ LENGTH = 24  # the longest text ends behind the 64 positions that scaled rotatio
 PROMPTS = [prompt_of(1, 45), prompt_of(2, 7), prompt_of(3, 30)]
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 16, "num_pages": 128,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=64, max_drafts=3,
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 8, 12
 LAYOUT: CacheLayout = plan_groups([
     LayerCache(0, FullSpec(KV_HEADS, DIM, 8)), LayerCache(1, SlidingSpec(KV_HEADS, DIM, 8, WINDOW)),
-])  # fmt: skip
+])
 LAYERS = [
     AttentionLayer(0, HEADS, KV_HEADS, DIM, DIM**-0.5),
     AttentionLayer(1, HEADS, KV_HEADS, DIM, DIM**-0.5, window=WINDOW),
@@ -66,7 +66,7 @@ def build(members: list[Member], padded: PaddedSize | None = None) -> tuple[Inpu
         step=0, request_ids=list(range(len(members))), epochs=[0] * len(members), rows=rows,
         num_known=[m.num_known for m in members], num_drafts=[m.num_drafts for m in members],
         samples=[m.samples for m in members], bounds=[m.computed + m.num_known + m.num_drafts for m in members],
-    )  # fmt: skip
+    )
     shape, ints = pack_eager(batch, padded or PaddedSize(batch.num_requests, batch.num_tokens))
     return build_inputs(shape, torch.tensor(ints), state, LAYOUT.groups, LIMITS.max_len), state
 
@@ -96,7 +96,7 @@ def test_a_batch_keeps_its_promises(count: int, extra_requests: int, extra_token
     for view in (padded, unpadded):
         assert_view(view, members)
         for wide, narrow in ((view.lengths, view.lengths_int32), (view.live, view.live_int32),
-                             (view.query_starts, view.query_starts_int32)):  # fmt: skip
+                             (view.query_starts, view.query_starts_int32)):
             assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
     assert isinstance(inputs.shape, EagerShape)
     assert sum(inputs.shape.queries.lens) == inputs.shape.scheduled_tokens == num_tokens

@@ -38,7 +38,7 @@ ASKS = [
     Ask([*SHARED, *prompt_of(2, 3)], SamplingParams(temperature=1.0, seed=7, max_tokens=8, n=2)),
     Ask(prompt_of(4, 1), greedy(13)),
     Ask([*SHARED[:16], *prompt_of(3, 25)], greedy(7)),
-]  # fmt: skip
+]
 
 
 def embeds_of(model: Model, token_ids: list[int]) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_other_embeddings_and_ids_share_no_page() -> None:
     (np.zeros((0, HIDDEN)), "the prompt is empty"),
     (np.zeros((96, HIDDEN)), "96 tokens and max_model_len is 96"),
     (torch.full((3, HIDDEN), torch.nan, dtype=torch.bfloat16), "hold NaN or infinity"),
-])  # fmt: skip
+])
 def test_what_are_no_embeddings_is_refused(embeds: Any, message: str) -> None:
     with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match=message):
         rig.engine.checks.check({"prompt_embeds": embeds}, greedy(2))
@@ -177,7 +177,7 @@ def test_what_are_no_embeddings_is_refused(embeds: Any, message: str) -> None:
         ([0, 3], "rising positions in the prompt's 3 tokens"), ([1, 0], "rising"), ([1, 1], "rising"),
         ([0, 1.0], "rising"), ([-1, 0], "rising"), ([], "rising"), ([1], "2 embeddings and .*positions has 1"),
         ("01", "prompt_embeds_positions must be a list"))),
-])  # fmt: skip
+])
 def test_positions_that_embeddings_cannot_have_are_refused(given: dict[str, Any], message: str) -> None:
     with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match=message):
         rig.engine.checks.check(given, greedy(2))

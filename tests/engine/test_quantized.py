@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128, "tie_word_embeddings": True,
-}  # fmt: skip
+}
 QWEN3 = CONFIG | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "attention_bias": True}
 MIXED = {"v_proj": "Q8_0", "embed": "Q8_0", "up_proj": "Q5_0"}  # q, k and v are one weight here, of two kinds
 

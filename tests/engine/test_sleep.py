@@ -38,7 +38,7 @@ from tests.engine.test_interrupts import Tracer, traced, within_limit
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 3,
-                            "max_num_batched_tokens": 48, "num_pages": 64}  # fmt: skip
+                            "max_num_batched_tokens": 48, "num_pages": 64}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 WIDE = CONFIGS["llama"] | {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256}
 PROMPTS = [prompt_of(1, 40), prompt_of(2, 6) * 4]

@@ -23,7 +23,7 @@ PROMPTS = [
     "The capital of France is", "def fibonacci(n):", "Once upon a time, in a small village by the sea,",
     "The three laws of motion are", "To make a good cup of tea you need", "In 1969, people first", "Water boils at",
     "Dear Sir or Madam,", "The quick brown fox", "A list of the planets, from the sun outwards:",
-]  # fmt: skip
+]
 NEW_TOKENS = 64
 
 
@@ -68,15 +68,15 @@ def test_gguf_and_folder_and_transformers_give_the_same_tokens(source: ModelSour
 def test_exact_mode_keeps_every_bit_of_real_weights() -> None:
     """Alone, and in chunks with batch mates and drafts: the log-probabilities of the 20 likeliest tokens are equal."""
     params = [SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=24, logprobs=20, ignore_eos=True)
-              for i in range(4)]  # fmt: skip
+              for i in range(4)]
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
     found = []
     for settings in ({"max_num_seqs": 1, "enable_prefix_caching": False},
-                     {"max_num_seqs": 4, "max_num_batched_tokens": 19, "speculative_config": ngram}):  # fmt: skip
+                     {"max_num_seqs": 4, "max_num_batched_tokens": 19, "speculative_config": ngram}):
         with LLM("smollm2", max_model_len=128, dtype="float32", exact=True, **settings) as llm:
             outputs = [output.outputs[0] for output in llm.generate(PROMPTS[:4], params, use_tqdm=False)]
         found.append([(sample.token_ids, [{token: entry.logprob for token, entry in place.items()}
-                                          for place in sample.logprobs or []]) for sample in outputs])  # fmt: skip
+                                          for place in sample.logprobs or []]) for sample in outputs])
     assert found[0] == found[1]
 
 

@@ -35,7 +35,7 @@ def oracle_logits(model: Any, token_ids: list[int], spans: tuple[tuple[int, int]
     known: dict[str, Any] = {
         "config": model.config, "inputs_embeds": torch.zeros(*ids.shape, 1, dtype=model.dtype), "attention_mask": None,
         "past_key_values": None, "position_ids": torch.arange(ids.shape[1])[None], "block_sequence_ids": blocks,
-    }  # fmt: skip
+    }
     mask: Any = create_causal_mask(**known)
     if getattr(model.config, "layer_types", None) and "sliding_attention" in model.config.layer_types:
         mask = {"full_attention": mask, "sliding_attention": create_sliding_window_causal_mask(**known)}
@@ -86,7 +86,7 @@ def run_alone(family: str, ask: Ask, backend: str = "torch") -> Any:
 @pytest.mark.parametrize(("family", "backend"), [
     ("llama", "torch"), pytest.param("llama", "flex", marks=pytest.mark.long),
     pytest.param("gemma3", "torch", marks=pytest.mark.long), ("gemma3", "flex"),
-])  # fmt: skip
+])
 def test_text_does_not_depend_on_chunks_mates_hits_or_preemption(family: str, backend: str, wanted: Any) -> None:
     with Rig(tiny_model(family), attention_backend=backend, max_num_batched_tokens=36, num_pages=FEW_PAGES) as rig:
         assert tokens_of(rig.run(asks())) == wanted[family]
@@ -134,7 +134,7 @@ def test_a_chunk_cuts_no_span(start: int, length: int, most: int, draw: random.R
     ("spans", "message"),
     [("ab", "list of"), ([3], "pairs"), ([[1, 2, 3]], "pairs"), ([[1, 2.0]], "integers"), ([[5, 5]], "start < end"),
      ([[-1, 4]], "0 <= start"), ([[50, 61]], "60 tokens"), ([[0, 10], [9, 12]], "overlap"), ([[0, 50]], "at most")],
-)  # fmt: skip
+)
 def test_bad_spans_are_refused(spans: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_spans(spans, 60, 40)

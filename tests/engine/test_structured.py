@@ -42,7 +42,7 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "pattern": "^[a-z]{2,5}$"}, "count": {"type": "integer", "minimum": 0,
                    "maximum": 99}, "ok": {"type": "boolean"}},
     "required": ["name", "count", "ok"], "additionalProperties": False,
-}  # fmt: skip
+}
 CHOICES = ["red", "green", "green tea", "blue"]
 SHARED = prompt_of(0, 32)
 
@@ -60,7 +60,7 @@ ASKS = [
         grammar='start: item ("," item){1,3}\nitem: "<" /[0-9]{1,3}/ ">"'), logit_bias={ord("7"): 2.0})),
     Ask(prompt_of(5, 6), greedy(9)),
     Ask(prompt_of(6, 6), SamplingParams(temperature=0.8, seed=3, max_tokens=9, logprobs=2)),
-]  # fmt: skip
+]
 WITH_FORM = range(4)
 SETTINGS: dict[str, Any] = {"eos_ids": (END,), "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 64}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "auto": False}
@@ -223,7 +223,7 @@ def test_drafts_beyond_the_tokenizer_change_nothing() -> None:
     ("fields", "pattern"),
     [({"min_tokens": 5}, r"a{5,8}"), ({"ignore_eos": True}, r"a{8}"), ({"min_tokens": 20}, r"a{8}"),
      ({"stop": ["aaa"], "include_stop_str_in_output": True}, "aaa")],
-)  # fmt: skip
+)
 def test_a_complete_form_ends_the_text_whatever_the_minimum(fields: dict[str, Any], pattern: str,
                                                             drafts: str) -> None:
     # The end token is what the model would choose at once.
@@ -276,7 +276,7 @@ BAD = {
     "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes; at most 262144"),
     "huge choices": (form(choice=["x" * 100] * 3000), "has 300000 bytes"),
     "deep": (form(json=functools.reduce(lambda inner, _: {"items": inner}, range(300), {})), "more than 100 objects"),
-}  # fmt: skip
+}
 
 
 def test_what_cannot_be_compiled_is_refused_by_place() -> None:
@@ -322,7 +322,7 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
      ({"regx": "a"}, "did you mean regex"), ({"structural_tag": 3}, "structured_outputs.structural_tag must be"),
      ({"choice": []}, "structured_outputs.choice must be"), ({"regex": 3}, "structured_outputs.regex must be"),
      ({"regex": "a", "whitespace_pattern": " "}, "are for JSON")],
-)  # fmt: skip
+)
 def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutputsParams(**fields)
@@ -352,7 +352,7 @@ TRIGGERED = {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag("a", NUM
      ["<a>1</a>", "<a>1</a>,<a>2</a>"], ["", "<a>1</a><a>2</a>", "x"]),
     ({"format": TRIGGERED | {"at_least_one": True}}, ["x<a>1</a>", "<a>1</a> y"], ["", "x"]),
     ({"format": TRIGGERED | {"stop_after_first": True}}, ["x<a>1</a>", "x"], ["<a>1</a> y"]),
-])  # fmt: skip
+])
 def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     compiler = GrammarCompiler(byte_tokenizer, (END,))
     for asked in (form(structural_tag=given), form(structural_tag=json.dumps(given))):
@@ -371,7 +371,7 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
     ({"format": {"type": "sequence", "elements": [3]}}, "type must be a str"),
     ({"format": {"type": "const_string"}}, "value must be a str"),
     ({"format": {"type": "triggered_tags", "triggers": [3], "tags": [tag("a", NUMBER)]}}, "triggers must be texts"),
-])  # fmt: skip
+])
 def test_structural_tags_that_are_none(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"structured_outputs.structural_tag.*{words}"):
         GrammarCompiler(byte_tokenizer, (END,)).check(form(structural_tag=given).to_plain())
@@ -399,7 +399,7 @@ def test_white_space_is_what_the_request_says() -> None:
     spaces: dict[str, dict[str, Any]] = {
         r"\[\d, \d, \d\]": {}, r"\[\d,\d,\d\]": {"disable_any_whitespace": True},
         r"\[\n{0,2}\d\n{0,2},\n{0,2}\d\n{0,2},\n{0,2}\d\n{0,2}\]\n*": {"whitespace_pattern": r"\n{1,2}"},
-    }  # fmt: skip
+    }
     with rig_of() as rig:
         for pattern, fields in spaces.items():
             params = greedy(40, structured_outputs=form(json=schema, **fields), logit_bias={ord("\n"): 50.0})

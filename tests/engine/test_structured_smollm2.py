@@ -33,7 +33,7 @@ LEAVES: st.SearchStrategy[Schema] = st.one_of(
     numbers("integer"), st.just({"type": "boolean"}), st.just({"type": "null"}),
     st.lists(st.sampled_from(["one", 2, None, True, "vier"]), min_size=1, max_size=3, unique_by=str)
     .map(lambda values: {"enum": values}), st.sampled_from(NAMES).map(lambda name: {"const": name}),
-)  # fmt: skip
+)
 
 
 @st.composite

@@ -74,7 +74,7 @@ def model_of(family: str) -> Model:
     ("llama", "scripted", False), ("mamba2", "scripted", False), ("gated_delta", "scripted", True),
     ("kda", "scripted", False), long("gemma3", "scripted", True), long("deepseek_v32", "scripted", False),
     long("deepseek_v32", "mtp", False),
-])  # fmt: skip
+])
 def test_tokens_are_those_without_drafts(family: str, drafter: str, stands_in: bool) -> None:
     model = model_of(family)
     with Rig(model, **SETTINGS) as rig:

@@ -30,7 +30,7 @@ from tests.models.test_hybrid_mtp import CASES, make_checkpoint
 from tests.unit.test_sources import write_gguf
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3,
-                            "num_pages": 64}  # fmt: skip
+                            "num_pages": 64}
 PROMPTS = [prompt_of(3, 20), prompt_of(4, 8) * 4]
 CODED, CODED_MOE = (config | {"vocab_size": 256} for config in (quantized_files.CONFIG, quantized_files.MOE))
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -88,7 +88,7 @@ LONG = {"eagle", "draft model", "delta rule, experts in one tensor, mtp", "assis
     pytest.param(case, moves, marks=[pytest.mark.long] if moves or case in LONG else [],
                  id=case + (", memory comes back elsewhere" if moves else ""))
     for case in FOLDERS for moves in (False, True)
-])  # fmt: skip
+])
 def test_tokens_and_drafts_are_those_of_an_engine_started_with_the_weights(
     case: str, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +152,7 @@ def bad(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str]]:
         "no pair": ([NAME], "must be pairs of a name and a tensor"),
         "a number alone": (3, "give a path or pairs"),
         "no path": ("no/such/folder", "no/such/folder does not exist"),
-    }  # fmt: skip
+    }
 
 
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(tmp_path: Path) -> None:

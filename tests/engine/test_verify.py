@@ -200,7 +200,7 @@ def test_the_command_prints_a_table_and_sets_the_status(folder: Path, capsys: py
     monkeypatch.setattr(verify, "differences", lambda reference, tokens: [(0, 3)])
     true_explain = verify.explain
     monkeypatch.setattr(verify, "explain", lambda i, at, ask, pair, scores, dtype: true_explain(
-        i, at, ask, (pair[0], min(scores, key=scores.__getitem__)), scores, dtype))  # fmt: skip
+        i, at, ask, (pair[0], min(scores, key=scores.__getitem__)), scores, dtype))
     monkeypatch.setattr(verify, "all_variants", lambda speculative: [verify.Variant("batched")])
     assert cli.main(command) == 1
     out, err = capsys.readouterr()

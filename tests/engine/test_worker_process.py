@@ -81,7 +81,7 @@ def test_drafts_are_chosen_by_the_costs_that_the_process_measured(tmp_path: Path
     ({"attention_backend": "triton"}, ValueError, "attention_backend='triton' does not serve"),
     ({"speculative_config": {"method": "eagle3", "model": "no/such folder", "num_speculative_tokens": 2}}, SourceError,
      "neither a local path, nor a hub id"),
-])  # fmt: skip
+])
 def test_what_goes_wrong_at_the_start_is_raised_as_it_is(
     tmp_path: Path, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_errors_keep_their_type_and_message_without_torch() -> None:
     import torch
 
     for error, kind in ((SourceError("a"), SourceError), (FileNotFoundError("b"), FileNotFoundError),
-                        (torch.OutOfMemoryError("c"), RuntimeError)):  # fmt: skip
+                        (torch.OutOfMemoryError("c"), RuntimeError)):
         came = pickle.loads(pickle.dumps(Failure.from_error(error))).to_error()
         assert type(came) is kind and str(came) == str(error)
 

@@ -49,7 +49,7 @@ SECONDS = {
     "tests/gpu/test_flex.py": 16,
     "attention": 16, "kernels recurrent": 24, "kernels gated_delta": 30, "kernels attention": 14, "kernels moe": 12,
     "kernels": 8,
-}  # fmt: skip
+}
 
 
 def seconds_of(group: str) -> int:

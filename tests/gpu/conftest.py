@@ -140,12 +140,12 @@ def _start(config: pytest.Config, count: int) -> None:
     for index in range(1, count):
         log = scratch / f"process-{index}.log"
         environment = os.environ | {"OUTRIDER_GPU_SHARD": f"{index}/{count}", "OUTRIDER_GPU_START": str(START),
-                                    "COLUMNS": "240"}  # fmt: skip
+                                    "COLUMNS": "240"}
         command = [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args), "-rA", "--durations=8",
-                   "--tb=short"]  # fmt: skip
+                   "--tb=short"]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment,
-                                       cwd=config.invocation_params.dir)  # fmt: skip
+                                       cwd=config.invocation_params.dir)
         _RUNNING[index] = (process, log)
 
 

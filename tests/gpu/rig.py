@@ -41,7 +41,7 @@ TIE = 1e-4  # of logits of order one, in float32
 LENGTH = 20
 # More requests than rows, and prompts that need several steps.
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 5, "max_num_batched_tokens": 48, "num_pages": 400,
-                            "max_logprobs": VOCAB}  # fmt: skip
+                            "max_logprobs": VOCAB}
 
 
 def sampled(seed: int, max_tokens: int = LENGTH) -> SamplingParams:

@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton import exact_attention, exact_tiles_config, query_tiles  # noqa: E402
-from tests.gpu.conftest import HAS_CARD  # noqa: E402
-from tests.kernels.test_fp8_pages import in_fp8  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, assert_close, decode, make_batch, prefill  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton import exact_attention, exact_tiles_config, query_tiles
+from tests.gpu.conftest import HAS_CARD
+from tests.kernels.test_fp8_pages import in_fp8
+from tests.kernels.test_triton_attention import Batch, assert_close, decode, make_batch, prefill
 
 # (heads, kv heads, head dim, page): llama, qwen3, gemma 3 and 4 (both kinds of layer), nemotron-h.
 GEOMETRIES = {"64": (4, 1, 64, 16), "128": (8, 2, 128, 16), "256": (4, 2, 256, 32), "512": (4, 1, 512, 16)}
@@ -113,7 +113,7 @@ def test_pages_in_fp8(device: torch.device, name: str) -> None:
         results = [prefill(stored, None, **options), exact_attention(*stored.args, tiles=tiles, **options)]
         if requests is DECODING:
             results += [decode(stored, config=None, **options),
-                        exact_attention(*stored.args, max_query=4, max_length=200, **options)]  # fmt: skip
+                        exact_attention(*stored.args, max_query=4, max_length=200, **options)]
             assert torch.equal(results[1], results[3])
         expected = reference.paged_attention(*wide.args, dim**-0.5, 0, 0.0)
         for result in results:

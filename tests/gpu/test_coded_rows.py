@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import ops, scaled  # noqa: E402
-from outrider.kernels.scaled import Scaled  # noqa: E402
-from outrider.kernels.triton.attention_merge import prepare_counters  # noqa: E402
-from outrider.kernels.triton.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows  # noqa: E402
-from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
-from outrider.kernels.triton.rounding import round_rows  # noqa: E402
+from outrider.kernels import ops, scaled
+from outrider.kernels.scaled import Scaled
+from outrider.kernels.triton.attention_merge import prepare_counters
+from outrider.kernels.triton.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows
+from outrider.kernels.triton.hopper.prefill import is_hopper
+from outrider.kernels.triton.rounding import round_rows
 
 FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros", "Q4_K", "Q2_K", "Q6_K", "Q8_0")
 SHORT = {"Q4_K": ("int4", 32), "Q2_K": ("int4", 16), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32)}  # codes, short groups

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton.attention_merge import prepare_counters  # noqa: E402
-from outrider.kernels.triton.hopper.coded_tiles import SHAPES, coded_tiles, make_plan  # noqa: E402
-from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
-from tests.gpu.test_coded_rows import make  # noqa: E402
+from outrider.kernels.triton.attention_merge import prepare_counters
+from outrider.kernels.triton.hopper.coded_tiles import SHAPES, coded_tiles, make_plan
+from outrider.kernels.triton.hopper.prefill import is_hopper
+from tests.gpu.test_coded_rows import make
 
 
 @pytest.mark.parametrize("form", ["int4", "int4 with zeros", "Q4_K", "Q2_K", "Q6_K", "Q8_0"])

@@ -12,7 +12,7 @@ from tests.gpu.test_engines import folder_of, spec
 FAULTS = {
     "NegativeCounts": (FaultKind.COUNT, MAX_DRAFTER_FAULTS), "ForeignTokens": (FaultKind.TOKEN, MAX_DRAFTER_FAULTS),
     "ReadsTheDevice": (FaultKind.RAISED, 1), "WritesRows": (FaultKind.WROTE, 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.together("llama")

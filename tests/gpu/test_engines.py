@@ -84,7 +84,7 @@ HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5", "bamba", "glm5_next")
 LONG = {("gemma3", "none"), ("gemma4_shared", "none"), ("qwen3_moe", "ngram"), ("nemotron_h", "none"),
         ("qwen3_5", "mtp"), ("bamba", "none"), ("deepseek_v3", "none"), ("deepseek_v32", "none"),
         ("deepseek_v32", "ngram"), ("glm_moe_dsa", "none"), ("hy_v4", "none"),
-        ("glm5_next", "none")}  # fmt: skip
+        ("glm5_next", "none")}
 CELLS = [
     pytest.param(family, drafter, id=f"{family}-{drafter}", marks=[
         pytest.mark.together(family), *([pytest.mark.long] if (family, drafter) in LONG else [])])

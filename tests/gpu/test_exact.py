@@ -10,17 +10,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.core.outputs import RequestOutput  # noqa: E402
-from outrider.kernels.triton.exact_linear import HOPPER_ROWS, chain_columns, exact_linear  # noqa: E402
-from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
-from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_product  # noqa: E402
-from tests.engine.harness import Ask  # noqa: E402
-from tests.gpu.rig import GpuRig, asks, loaded  # noqa: E402
-from tests.gpu.test_engines import DRAFTERS, folder_of  # noqa: E402
+from outrider.core.outputs import RequestOutput
+from outrider.kernels.triton.exact_linear import HOPPER_ROWS, chain_columns, exact_linear
+from outrider.kernels.triton.hopper.prefill import is_hopper
+from outrider.kernels.triton.hopper.products import HOPPER_TILES, launch_product
+from tests.engine.harness import Ask
+from tests.gpu.rig import GpuRig, asks, loaded
+from tests.gpu.test_engines import DRAFTERS, folder_of
 
 Bits = list[tuple[list[int], list[dict[int, float]]]]
 CASES = [("llama", "itself"), ("gemma4_shared", "assistant"), ("qwen3_moe", "ngram"), ("nemotron_h", "mtp"),
-         ("qwen3_next", "mtp"), ("deepseek_v32", "mtp")]  # fmt: skip
+         ("qwen3_next", "mtp"), ("deepseek_v32", "mtp")]
 IN_FP8 = [("llama", "itself"), ("gemma4_shared", "assistant"), ("deepseek_v32", "mtp")]
 
 
@@ -31,14 +31,14 @@ def with_logprobs() -> list[Ask]:
 def bits_of(outputs: Sequence[RequestOutput]) -> Bits:
     samples = [output.outputs[0] for output in outputs]
     return [(sample.token_ids, [{token: entry.logprob for token, entry in place.items()}
-                                for place in sample.logprobs or []]) for sample in samples]  # fmt: skip
+                                for place in sample.logprobs or []]) for sample in samples]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "drafter", "cache"), [
     pytest.param(family, drafter, cache, id=f"{family} {cache}", marks=pytest.mark.together(f"{family} exact"))
     for cases, cache in ((CASES, "auto"), (IN_FP8, "fp8")) for family, drafter in cases
-])  # fmt: skip
+])
 def test_bits_are_those_of_the_request_alone(family: str, drafter: str, cache: str) -> None:
     model, folder = loaded(folder_of(family), torch.bfloat16), folder_of(family)
     with GpuRig(model, source=folder, exact=True, enable_prefix_caching=False, kv_cache_dtype=cache) as rig:
@@ -57,7 +57,7 @@ def test_products_of_many_token_rows_have_the_bits_of_few(n: int, k: int) -> Non
     """Outputs and token rows that no tile divides; one chain of additions, and several."""
     generator = torch.Generator("cuda").manual_seed(n)
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
-                 for shape in ((2500, k), (n, k)))  # fmt: skip
+                 for shape in ((2500, k), (n, k)))
     x[:, 5] *= 100  # additions in another order would show
     parts = torch.cat([exact_linear(part, weight) for part in x.split(60)])
     for rows in (HOPPER_ROWS - 1, HOPPER_ROWS, 1000, 2500):

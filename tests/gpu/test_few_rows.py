@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import ops, reference  # noqa: E402
-from outrider.kernels.triton.attention_merge import prepare_counters  # noqa: E402
-from outrider.kernels.triton.hopper.few_rows import (  # noqa: E402
+from outrider.kernels import ops, reference
+from outrider.kernels.triton.attention_merge import prepare_counters
+from outrider.kernels.triton.hopper.few_rows import (
     LARGE_RING_BYTES,
     RING_BYTES,
     few_rows_gated,
@@ -20,11 +20,11 @@ from outrider.kernels.triton.hopper.few_rows import (  # noqa: E402
     make_plan,
     padded_rows,
 )
-from outrider.kernels.triton.hopper.prefill import is_hopper  # noqa: E402
+from outrider.kernels.triton.hopper.prefill import is_hopper
 
 # Outputs, inner dimension, outputs of a tile, splits, bytes of the ring; for all numbers of token rows.
 CASES = [(6144, 4096, 64, 1, LARGE_RING_BYTES), (4096, 14336, 64, 2, LARGE_RING_BYTES), (1000, 2048, 64, 4, RING_BYTES),
-         (2560, 10240, 64, 3, LARGE_RING_BYTES), (28680, 1024, 128, 1, RING_BYTES)]  # fmt: skip
+         (2560, 10240, 64, 3, LARGE_RING_BYTES), (28680, 1024, 128, 1, RING_BYTES)]
 Product = Callable[[torch.Tensor, int], torch.Tensor]  # of token rows, and how many a tile has
 
 
@@ -68,7 +68,7 @@ def check(multiply: Product, wanted: Callable[[torch.Tensor], torch.Tensor], k: 
 def test_linear(n: int, k: int, outputs: int, splits: int, ring_bytes: int) -> None:
     weight = draw(n, k) * k**-0.5
     check(lambda x, rows: few_rows_linear(x, weight, plan=make_plan(rows, outputs, splits, False, ring_bytes)),
-          lambda x: x @ weight.double().T, k)  # fmt: skip
+          lambda x: x @ weight.double().T, k)
 
 
 @pytest.mark.gpu
@@ -81,7 +81,7 @@ def test_gated(activation: str, splits: int) -> None:
         return combine((x @ weight.double().T).bfloat16().double())
 
     check(lambda x, rows: few_rows_gated(x, weight, activation, plan=make_plan(rows, 64, splits, True, RING_BYTES)),
-          wanted, 2048)  # fmt: skip
+          wanted, 2048)
 
 
 @pytest.mark.gpu

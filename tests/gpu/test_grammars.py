@@ -41,7 +41,7 @@ def asks() -> list[Ask]:
 def reference() -> list[RequestOutput]:
     """Every request alone, on the CPU in float64, with all log-probabilities."""
     settings = SETTINGS | {"attention_backend": "torch", "max_num_seqs": 1, "enable_prefix_caching": False,
-                           "logprobs_mode": "processed"}  # fmt: skip
+                           "logprobs_mode": "processed"}
     model = loaded(folder_of("llama"), on_cpu=True, dtype=torch.float64)
     with Rig(model, grammars=grammars(), eos_ids=(END,), **settings) as rig:
         return rig.run_one_by_one([Ask(ask.prompt, replace(ask.params, logprobs=-1)) for ask in asks()])

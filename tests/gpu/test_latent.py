@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent, ops  # noqa: E402
-from outrider.kernels.fp8_cache import to_fp8  # noqa: E402
-from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
-from outrider.kernels.triton.exact_latent import exact_dense_latent_attention  # noqa: E402
+from outrider.kernels import latent, ops
+from outrider.kernels.fp8_cache import to_fp8
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
+from outrider.kernels.triton.exact_latent import exact_dense_latent_attention
 
 TOP_K, PAGE = 2048, 16
 pytestmark = [pytest.mark.gpu, pytest.mark.together("latent")]
@@ -33,7 +33,7 @@ def make(device: torch.device, requests: list[tuple[int, int]], width: int) -> t
         cache[table[request, at // PAGE], at % PAGE] = values
     first = torch.zeros(len(stop), dtype=torch.int64, device=device)
     return TokenContexts(table.int(), torch.tensor(request_of, device=device), first,
-                         torch.tensor(stop, device=device)), cache  # fmt: skip
+                         torch.tensor(stop, device=device)), cache
 
 
 BATCHES = {

@@ -15,10 +15,10 @@ from tests.gpu.conftest import HAS_CARD
 pytestmark = pytest.mark.skipif(not HAS_CARD, reason="needs a card")
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.language as tl  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import triton.language as tl
+from triton.runtime.jit import JITFunction
 
-from outrider.kernels.triton.launch import kernel  # noqa: E402
+from outrider.kernels.triton.launch import kernel
 
 LENGTH = 1024
 

@@ -24,7 +24,7 @@ PARAMETERS: list[dict[str, Any]] = [
     {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}, PENALTIES, LISTS, {"allowed_token_ids": list(range(0, 256, 3))},
     EARLY, {"logprobs": 5}, {}, {"temperature": 0.0},
     {"top_k": 60, "top_p": 0.9, "min_p": 0.01, "logprobs": 3, **PENALTIES, **LISTS, **EARLY},
-]  # fmt: skip
+]
 
 
 def asks() -> list[Ask]:
@@ -36,7 +36,7 @@ def asks() -> list[Ask]:
 def reference() -> list[RequestOutput]:
     """Every request alone, on the CPU in float64, with all log-probabilities."""
     settings = SETTINGS | {"attention_backend": "torch", "max_num_seqs": 1, "enable_prefix_caching": False,
-                           "logprobs_mode": "processed"}  # fmt: skip
+                           "logprobs_mode": "processed"}
     with Rig(loaded(folder_of("llama"), on_cpu=True, dtype=torch.float64), **settings) as rig:
         return rig.run_one_by_one([Ask(ask.prompt, replace(ask.params, logprobs=-1)) for ask in asks()])
 

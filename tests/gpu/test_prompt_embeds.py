@@ -16,7 +16,7 @@ from tests.gpu.test_engines import DRAFTERS, folder_of
 @pytest.mark.parametrize(("family", "drafter"), [
     pytest.param("llama", "ngram", marks=pytest.mark.together("llama")),
     pytest.param("deepseek_v3", "mtp", marks=pytest.mark.together("deepseek_v3")),
-])  # fmt: skip
+])
 def test_tokens_are_those_of_the_ids(family: str, drafter: str) -> None:
     folder = folder_of(family)
     model = loaded(folder)

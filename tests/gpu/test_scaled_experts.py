@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.formats.scaled import ScaledExperts  # noqa: E402
-from outrider.layers.base import find_modules  # noqa: E402
-from outrider.layers.moe import Experts  # noqa: E402
-from outrider.models.loader import load_model  # noqa: E402
-from outrider.models.sources import resolve  # noqa: E402
-from tests.gpu.rig import DEVICE, VOCAB, GpuRig, asks  # noqa: E402
-from tests.gpu.test_exact import bits_of, with_logprobs  # noqa: E402
-from tests.models import quantized_files as files  # noqa: E402
+from outrider.formats.scaled import ScaledExperts
+from outrider.layers.base import find_modules
+from outrider.layers.moe import Experts
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
+from tests.gpu.rig import DEVICE, VOCAB, GpuRig, asks
+from tests.gpu.test_exact import bits_of, with_logprobs
+from tests.models import quantized_files as files
 
 CONFIG: dict[str, Any] = files.MOE | {"vocab_size": VOCAB, "max_position_embeddings": 512}
 

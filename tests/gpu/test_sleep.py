@@ -20,7 +20,7 @@ from tests.gpu.test_engines import DRAFTERS, folder_of
 pytestmark = [pytest.mark.gpu]
 PROMPTS = [prompt_of(i, n) for i, n in enumerate((40, 61, 9, 33))]
 WIDE = CONFIGS["llama"] | {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4,
-                           "num_attention_heads": 8}  # fmt: skip
+                           "num_attention_heads": 8}
 
 
 def generated(llm: LLM) -> list[list[list[int]]]:
@@ -78,7 +78,7 @@ def test_a_closed_engine_gives_its_memory_back_while_it_is_referenced(
     pytest.param("gemma4_shared", "assistant", marks=pytest.mark.together("steady gemma4, assistant")),
     pytest.param("nemotron_h", "mtp", marks=pytest.mark.together("steady nemotron_h, mtp")),
     pytest.param("qwen3_moe", "none", marks=pytest.mark.together("steady qwen3_moe, plain")),
-])  # fmt: skip
+])
 def test_tokens_are_those_of_the_weights_that_are_there(family: str, drafter: str, tmp_path: Path) -> None:
     folder = folder_of(family)
     other = with_other_weights(folder, tmp_path / "other")

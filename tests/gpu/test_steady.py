@@ -57,7 +57,7 @@ CASES = [
         pytest.mark.together(f"steady {name}"), *([pytest.mark.long] if is_eager and name not in EAGER else [])])
     for name in STEADY
     for is_eager in (False, True)
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "is_eager"), CASES)
@@ -123,7 +123,7 @@ def mixed() -> list[list[Ask]]:
     for number, lens in enumerate(sizes):
         for kind in ("greedy", "sampled", "both"):
             params = [greedy(7, ignore_eos=True) if kind == "greedy" or (kind == "both" and i % 2) else sampled(i, 7)
-                      for i in range(len(lens))]  # fmt: skip
+                      for i in range(len(lens))]
             rounds.append([Ask(prompt_of(100 * number + i, n), params[i]) for i, n in enumerate(lens)])
     return rounds
 

@@ -20,9 +20,9 @@ from tests.gpu.conftest import HAS_CARD
 pytestmark = pytest.mark.skipif(not HAS_CARD, reason="needs a card")
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.prefill import choose_prefill, device_query_tiles, prefill_attention  # noqa: E402
-from tests.kernels.test_triton_attention import assert_close, make_batch  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton.prefill import choose_prefill, device_query_tiles, prefill_attention
+from tests.kernels.test_triton_attention import assert_close, make_batch
 
 NUM_OTHERS, SECONDS, MOST_SECONDS = 3, 4.0, 120.0
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -16,7 +16,7 @@ from tests.gpu.test_engines import DRAFTERS, HYBRIDS, folder_of
 @pytest.mark.parametrize(("family", "drafter"), [
     pytest.param(family, drafter, marks=pytest.mark.together(family))
     for family, drafter in (("llama", "itself"), ("nemotron_h", "mtp"), ("qwen3_next", "mtp"), ("deepseek_v32", "mtp"))
-])  # fmt: skip
+])
 def test_tokens_equal_the_reference(family: str, drafter: str) -> None:
     """Every size is captured when it is met: no wider graph stands in for it."""
     folder = folder_of(family)

@@ -38,7 +38,7 @@ def test_verify_finds_only_near_ties_in_bfloat16(capsys: pytest.CaptureFixture[s
 @pytest.mark.together("bench")
 def test_bench_counts_experts_in_captured_steps_and_out_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--shapes", "6x9x12", "--num-pages", "99", "--rounds", "1", "--device", DEVICE, "--routing", "spread",
-             "--max-num-batched-tokens", "64", "--max-model-len", "128"]  # fmt: skip
+             "--max-num-batched-tokens", "64", "--max-model-len", "128"]
     assert main(["bench", "throughput", str(folder_of("qwen3_moe")), *flags]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = report["results"]

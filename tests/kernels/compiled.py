@@ -50,7 +50,7 @@ def overwritten_barriers(ptx: str) -> list[int]:
     """Places in shared memory that are made barriers and that ordinary loads and stores name as well."""
     names = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
     places = {name: int(place) for name, start, place in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx)
-              if start in names}  # fmt: skip
+              if start in names}
     places |= dict.fromkeys(names, 0)
     barriers = {places[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)}
     assert barriers, "a kernel with barriers, or this does not know how they are written"

@@ -74,7 +74,7 @@ class UniformRegisters:
         target, sources = int(places[0][2:]), places[1:]
         if name in ("UIADD3.64", "UIMAD.WIDE.U32"):
             total = (self._add([self._pair(source) for source in sources], bits=64)[0] if name == "UIADD3.64" else
-                     self._multiply_wide(*sources))  # fmt: skip
+                     self._multiply_wide(*sources))
             self.numbers[target] = total & LOW if isinstance(total, int) else total
             self.numbers[target + 1] = total >> 32 if isinstance(total, int) else total
             return
@@ -140,7 +140,7 @@ class UniformRegisters:
 
 def _logic(name: str, a: int, b: int, c: int, table: int, *_: int) -> int:
     bits = [(a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-            for row in range(8) if table >> row & 1]  # fmt: skip
+            for row in range(8) if table >> row & 1]
     return sum(bits[1:], bits[0]) & LOW if bits else 0  # rows have no bit in common
 
 
@@ -162,4 +162,4 @@ _OPERATIONS: dict[str, Any] = {
     "USEL": lambda name, a, b: a if a == b else None,
     "USHF": _shift, "UIMAD": lambda name, a, b, c: (a * b + c) & LOW,
     "USGXT": lambda name, number, bits: number & ((1 << bits) - 1), "ULOP3": _logic,
-}  # fmt: skip
+}

@@ -223,7 +223,7 @@ _LANGUAGE = types.SimpleNamespace(
     allocate_shared_memory=_allocate, warp_specialize=_specialize, NVMMADistributedLayout=_nothing,
     DotOperandLayout=_nothing, BlockedLayout=_nothing, SliceLayout=_nothing, NVMMASharedLayout=_nothing,
     SwizzledSharedLayout=_nothing, DistributedLinearLayout=_nothing,
-)  # fmt: skip
+)
 _REPLACED: dict[str, Any] = {
     "gl": _LANGUAGE, "barrier": _nothing, "fence_async_shared": _nothing, "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": _wait, "mma_v2": lambda a, b, acc: acc + a.float() @ b.float(),
@@ -233,7 +233,7 @@ _REPLACED: dict[str, Any] = {
         expect=lambda barrier, num_bytes: barrier.add(1, int(num_bytes)),
         arrive=lambda barrier, count: barrier.add(count, 0)),
     "slot_of": lambda turn, slots: int(turn) % slots, "phase_of": lambda turn, slots: int(turn) // slots & 1,
-}  # fmt: skip
+}
 _functions: dict[Any, Callable[..., Any]] = {}
 
 

@@ -155,7 +155,7 @@ def reduce_by_halves(self: interpreter.ReduceOps, input: tuple[tl.tensor, ...]) 
     blocks = [np.moveaxis(data.reshape(-1) if self.axis is None else data, axis, 0) for data in blocks]
     while len(blocks[0]) > 1:
         pairs = [self.to_tensor(data[side::2], dtype)
-                 for side in (0, 1) for data, dtype in zip(blocks, types, strict=True)]  # fmt: skip
+                 for side in (0, 1) for data, dtype in zip(blocks, types, strict=True)]
         combined = self.combine_fn.fn(*pairs)
         blocks = [block.handle.data for block in (combined if isinstance(combined, tuple) else (combined,))]
     results = [data[0] for data in blocks]
@@ -172,7 +172,7 @@ def dot(
     tiles = [a.data, b.data]
     if any(tile.dtype.primitive_bitwidth == 8 and tile.dtype.is_floating() for tile in (a, b)):
         tiles = [interpreter._convert_float(tile.data, tile.dtype, tl.float16, None).view(np.float16)
-                 for tile in (a, b)]  # fmt: skip
+                 for tile in (a, b)]
     left, right = (data.astype(d.data.dtype, copy=False) for data in tiles)
     total = d.data
     for start in range(0, left.shape[-1], DOT_COLUMNS):

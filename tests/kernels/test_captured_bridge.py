@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.engine.harness import random_model  # noqa: E402
-from tests.kernels.test_captured_steps import both_ways  # noqa: E402
-from tests.models.test_bridge_parts import STARCODER  # noqa: E402
+from tests.engine.harness import random_model
+from tests.kernels.test_captured_steps import both_ways
+from tests.models.test_bridge_parts import STARCODER
 
 # Attention as one block with a rope, and attention that transformers' own code calls with q, k and v.
 PHI = {key: value for key, value in STARCODER.items() if key != "sliding_window"} | {

@@ -15,33 +15,33 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.cache import manager  # noqa: E402
-from outrider.core import StepForm, Uncaptured  # noqa: E402
-from outrider.core.outputs import RequestOutput  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.triton import attention_sharing, attention_splits  # noqa: E402
-from outrider.mixers.paged import triton_backend  # noqa: E402
-from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
-from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
-from outrider.models.base import Model  # noqa: E402
-from outrider.models.mtp import MTPHead  # noqa: E402
-from outrider.runner.graphs import keys  # noqa: E402
-from outrider.runner.graphs.keys import SamplerForm  # noqa: E402
-from outrider.sample.draw import draw_tokens  # noqa: E402
-from outrider.sample.sampler import sample_chunk  # noqa: E402
-from tests.drafters.blocks import FORMS, make_block  # noqa: E402
-from tests.drafters.checkpoints import make_drafter  # noqa: E402
-from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES  # noqa: E402
-from tests.drafters.hybrid_rig import GLM5_NEXT, QWEN4_EXP, mtp_of, script_with_errors  # noqa: E402
-from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB  # noqa: E402
-from tests.drafters.scripted_drafter import ScriptedDrafter  # noqa: E402
-from tests.engine.captured import AsCaptured  # noqa: E402
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of  # noqa: E402
-from tests.engine.recurrent_rig import HYBRIDS  # noqa: E402
-from tests.engine.test_unequal_counts import UnequalDrafts, sizes_apart  # noqa: E402
-from tests.models.gemma4 import save_assistant, save_target  # noqa: E402
-from tests.models.oracle import load  # noqa: E402
+from outrider.cache import manager
+from outrider.core import StepForm, Uncaptured
+from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.kernels import ops
+from outrider.kernels.triton import attention_sharing, attention_splits
+from outrider.mixers.paged import triton_backend
+from outrider.mixers.paged.triton_backend import TritonBackend
+from outrider.mixers.recurrent.triton_backend import TritonRecurrent
+from outrider.models.base import Model
+from outrider.models.mtp import MTPHead
+from outrider.runner.graphs import keys
+from outrider.runner.graphs.keys import SamplerForm
+from outrider.sample.draw import draw_tokens
+from outrider.sample.sampler import sample_chunk
+from tests.drafters.blocks import FORMS, make_block
+from tests.drafters.checkpoints import make_drafter
+from tests.drafters.hybrid_rig import FAMILIES as HYBRIDS_WITH_MODULES
+from tests.drafters.hybrid_rig import GLM5_NEXT, QWEN4_EXP, mtp_of, script_with_errors
+from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB
+from tests.drafters.scripted_drafter import ScriptedDrafter
+from tests.engine.captured import AsCaptured
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.recurrent_rig import HYBRIDS
+from tests.engine.test_unequal_counts import UnequalDrafts, sizes_apart
+from tests.models.gemma4 import save_assistant, save_target
+from tests.models.oracle import load
 
 K = 2
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "max_model_len": 64, "overlap": True}
@@ -80,7 +80,7 @@ def by_lists() -> Iterator[None]:
         (triton_backend, "MIN_LAYERS_TO_LIST", 1),
         (attention_splits, "least_listed_split", lambda *shape: 16),
         (attention_splits, "decode_config", lambda *shape: attention_splits.DecodeConfig(block_n=16, max_rows=16)),
-    ]  # fmt: skip
+    ]
     with ExitStack() as stack:
         for module, name, value in patches:
             stack.enter_context(mock.patch.object(module, name, value))
@@ -114,7 +114,7 @@ def sharing_pages() -> Iterator[list[attention_splits.SplitList]]:
     with (mock.patch.object(attention_splits, "list_splits", listed), by_lists(),
           mock.patch.object(attention_sharing, "LEAST_SHARED", 16), mock.patch.object(manager, "LEAST_SHARED", 16),
           mock.patch.object(manager, "FEWEST_SHARERS", 2), mock.patch.object(keys, "FEW", 2),
-          mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 16)):  # fmt: skip
+          mock.patch.object(attention_splits, "_LEAST_PACK_SPLIT", 16)):
         yield made
 
 
@@ -145,7 +145,7 @@ def test_pages_that_requests_share_are_read_once(device: torch.device, drafts: i
     settings = SETTINGS | {"max_num_batched_tokens": 48}
     if drafts:
         settings |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts,
-                                            "prompt_lookup_min": 1, "auto": False}}  # fmt: skip
+                                            "prompt_lookup_min": 1, "auto": False}}
     model = tiny_model("llama", torch.float32)
     with Rig(model, **settings) as rig:
         wanted = tokens_of(rig.run(asks))
@@ -168,7 +168,7 @@ def test_steps_with_prompts_give_the_same_tokens(device: torch.device, family: s
     long("eagle3", "llama", False, StepForm.SPLIT), long("ngram", "llama", True, StepForm.WHOLE),
     ("eagle3", "gemma3", True, StepForm.WHOLE), long("dflash_sliding", "llama", False, StepForm.WHOLE),
     long("dspark", "gemma3", True, StepForm.WHOLE), long("ngram+eagle3", "llama", False, StepForm.WHOLE),
-])  # fmt: skip
+])
 def test_with_drafts(device: torch.device, kind: str, family: str, listed: bool, form: StepForm,
                      tmp_path: Path) -> None:
     config = config_of(kind, family, tmp_path)
@@ -332,7 +332,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
               "stop_token_ids": [3, 4, 9]},
     "allowed": {"allowed_token_ids": [6, 7, 8], "temperature": 0.0},
     "logprobs": {"logprobs": 4},
-}  # fmt: skip
+}
 
 
 def asks_with(*names: str, max_tokens: int = 6) -> list[Ask]:
@@ -414,5 +414,5 @@ def test_a_mates_parameters_change_no_token(device: torch.device) -> None:
     for mates in ([], [Ask(prompt_of(5, 4), SamplingParams(max_tokens=9, top_p=0.5, presence_penalty=0.5, seed=1))]):
         with Rig(tiny_model("llama", torch.float32), **SETTINGS) as rig, on_a_card(rig) as captured:
             found.append(tokens_of(rig.run([*plain, *mates]))[:2])
-        found.append([key.sampler for key in captured.met if not key.has_prompts][0])  # noqa: RUF015
+        found.append([key.sampler for key in captured.met if not key.has_prompts][0])
     assert found[0] == found[2] and found[1::2] == [*SamplerForm]

@@ -13,12 +13,12 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, ops, reference  # noqa: E402
-from outrider.kernels.triton.attention_splits import list_splits  # noqa: E402
-from outrider.kernels.triton.exact_attention import exact_attention  # noqa: E402
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
-from tests.kernels.test_exact_attention import SMALL, as_tiles  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill  # noqa: E402
+from outrider.kernels import native, ops, reference
+from outrider.kernels.triton.attention_splits import list_splits
+from outrider.kernels.triton.exact_attention import exact_attention
+from tests.kernels.compiled import compiling, found_without_interpreter
+from tests.kernels.test_exact_attention import SMALL, as_tiles
+from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill
 
 # (length, scheduled, live): at an edge, just before and behind one, dead ones, and queries on both sides of an edge.
 FEW = [(37, 1, 1), (0, 0, 0), (49, 3, 2), (40, 2, 0), (48, 1, 1), (50, 5, 5), (145, 1, 1)]
@@ -60,7 +60,7 @@ def test_exact_attention_has_one_set_of_bits(device: torch.device, dtype: torch.
     options: dict[str, Any] = {"scale": 0.3, "window": chunk, "is_chunked": True, "config": SMALL, "split_keys": 32}
     found = [exact_attention(*batch.args, **options, max_query=40, max_length=100, num_programs=n) for n in (1, 3)]
     found += [exact_attention(*batch.args, **options, tiles=as_tiles(batch, [40, 9, 30], counted=counted, config=SMALL))
-              for counted in (False, True)]  # fmt: skip
+              for counted in (False, True)]
     assert_close(found[0], naive(batch, chunk))
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
@@ -87,7 +87,6 @@ def test_a_chunk_needs_its_size_and_its_own_list_of_splits(device: torch.device,
         decode(batch, splits=splits, config=None, max_length=48, window=24, is_chunked=True)
 
 
-@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_chunks() -> None:

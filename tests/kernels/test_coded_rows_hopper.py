@@ -11,23 +11,23 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels import ops, scaled  # noqa: E402
-from outrider.kernels.scaled import CODES, Scaled  # noqa: E402
-from outrider.kernels.triton.hopper import coded_rows  # noqa: E402
-from outrider.kernels.triton.hopper.coded_kernel import (  # noqa: E402
+from outrider.kernels import ops, scaled
+from outrider.kernels.scaled import CODES, Scaled
+from outrider.kernels.triton.hopper import coded_rows
+from outrider.kernels.triton.hopper.coded_kernel import (
     OF_BLOCKS,
     OF_GROUPS,
     OF_OUTPUTS,
     OF_STEPS,
     coded_rows_kernel,
 )
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from outrider.kernels.triton.scaled_linear import scaled_linear  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+from outrider.kernels.triton.launch import collecting
+from outrider.kernels.triton.scaled_linear import scaled_linear
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for
 REGISTERS = 65536  # of a multiprocessor
@@ -59,7 +59,7 @@ def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
     constants = {"CODE": CODES.index(code), "ROWS": plan.rows, "WARP_GROUPS": plan.warp_groups,
                  "SCALES": KINDS[form], "GROUP": group, "HAS_SHIFTS": has_shifts, "HAS_BIAS": True, "GATE": gate,
                  "STAGES": plan.num_stages, "SPLITS": plan.splits, "BYTES": 1024, "REGS": multiply_registers,
-                 "FETCH_REGS": coded_rows.FETCH_REGISTERS, "PDL": True}  # fmt: skip
+                 "FETCH_REGS": coded_rows.FETCH_REGISTERS, "PDL": True}
 
     def tiles(kind: str, rows: int, columns: int, bits: int, swizzle: int = 128) -> str:
         return f"tensordesc<{kind}[{rows},{columns}],{gl.NVMMASharedLayout(swizzle, bits, rank=2)}>"
@@ -71,10 +71,10 @@ def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
              "z_tiles": tiles("fp16" if form == "int4" else "bf16", 128 // group, 64, 16, 0),
              "xs_tiles": tiles("fp32", 1, max(plan.rows, 32), 32, 0), "of_x": "*fp32",
              "of_weight": f"*{scale}", "bias": "*bf16", "out": "*bf16", "parts": "*fp32",
-             "counters": "*i32"}  # fmt: skip
+             "counters": "*i32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
     return triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": 4, "maxnreg": registers})  # fmt: skip
+                          options={"num_warps": 4, "maxnreg": registers})
 
 
 def test_compiles_for_the_card() -> None:
@@ -142,11 +142,11 @@ if __name__ == "__main__":
                  ("int4", 8, 2, 1, False, 1), ("int4", 16, 1, 4, False, 0), ("int4", 32, 2, 1, False, 1),
                  ("int4", 64, 2, 1, True, 1), ("int4", 64, 1, 2, False, 0), ("Q4_K", 8, 2, 1, False, 1),
                  ("Q4_K", 64, 1, 2, False, 0), ("Q2_K", 16, 1, 4, False, 0), ("Q6_K", 8, 1, 4, False, 0),
-                 ("Q6_K", 64, 2, 1, True, 1), ("Q8_0", 32, 2, 1, False, 0))]  # fmt: skip
+                 ("Q6_K", 64, 2, 1, True, 1), ("Q8_0", 32, 2, 1, False, 0))]
     made = [compile_kernel(*case) for case in cases]
     print(json.dumps([{"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
                        "registers": plan.registers[0], "fills": plan.fills,
                        "multiplies": "wgmma.mma_async" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"],
                        "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
                        "overwritten": overwritten_barriers(kernel.asm["ptx"])}
-                      for (_, plan, _), kernel in zip(cases, made, strict=True)]))  # fmt: skip
+                      for (_, plan, _), kernel in zip(cases, made, strict=True)]))

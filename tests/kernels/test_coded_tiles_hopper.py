@@ -14,20 +14,20 @@ import torch.nn.functional as F
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels import ops, scaled  # noqa: E402
-from outrider.kernels.scaled import CODES, Scaled  # noqa: E402
-from outrider.kernels.triton.hopper import coded_rows, coded_tiles  # noqa: E402
-from outrider.kernels.triton.hopper.coded_tile_kernel import coded_tiles_kernel  # noqa: E402
-from outrider.kernels.triton.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan  # noqa: E402
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from outrider.kernels.triton.scaled_linear import scaled_linear  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
-from tests.kernels.descriptors import stray_descriptors  # noqa: E402
-from tests.kernels.gluon_emulator import emulate  # noqa: E402
+from outrider.kernels import ops, scaled
+from outrider.kernels.scaled import CODES, Scaled
+from outrider.kernels.triton.hopper import coded_rows, coded_tiles
+from outrider.kernels.triton.hopper.coded_tile_kernel import coded_tiles_kernel
+from outrider.kernels.triton.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan
+from outrider.kernels.triton.launch import collecting
+from outrider.kernels.triton.scaled_linear import scaled_linear
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
+from tests.kernels.descriptors import stray_descriptors
+from tests.kernels.gluon_emulator import emulate
 
 SHARED_BYTES = 233472 - 1024  # of a program that has a multiprocessor for itself
 REGISTERS = 65536  # of a multiprocessor
@@ -35,7 +35,7 @@ REGISTERS = 65536  # of a multiprocessor
 FORMS = {
     "Q4_K": ("int4", 32), "Q2_K": ("int4", 16), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32), "int8 of 64": ("int8", 64),
     "int4": ("int4", 128), "int4 with zeros": ("int4", 128), "int4 with float16 scales": ("int4", 128),
-}  # fmt: skip
+}
 SMALL, SHORT, TALL, WIDE, LOW = SHAPES
 
 
@@ -49,7 +49,7 @@ def make(form: str, n: int, k: int) -> tuple[Scaled, torch.Tensor]:
     zeros = torch.randint(-8, 9, (groups, n), generator=generator).half().T if "zeros" in form else None
     offsets = (torch.randn(groups, n, generator=generator) / 32).bfloat16().T if form in ("Q4_K", "Q2_K") else None
     weight = Scaled(code, group, codes, scales.to(torch.float16 if "float16" in form else torch.bfloat16).T, zeros,
-                    offsets=offsets)  # fmt: skip
+                    offsets=offsets)
     numbers = weight.numbers().double()
     return weight.tiled(), numbers
 
@@ -76,7 +76,7 @@ def test_products(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, splits, num_rows, activation in (
         (SMALL, 2, 65, None), (SHORT, 2, 70, None), (TALL, 3, 300, None), (TALL, 1, 130, "silu"), (WIDE, 2, 259, None),
         (LOW, 1, 67, "gelu_pytorch_tanh"), (replace(SMALL, warp_groups=1), 1, 129, None),
-    ):  # fmt: skip
+    ):
         n, k = 384 if activation else 320, 640
         weight, numbers = make(form, n, k)
         x, bias = torch.randn(num_rows, k).bfloat16(), torch.randn(n).bfloat16()
@@ -158,7 +158,7 @@ def compile_kernel(form: str, shape: TileShape, splits: int, gate: int, is_wide:
                  "BLOCKS": shape.blocks, "GROUP": group, "SHIFTS": coded_tiles.shift_kind(weight), "HAS_BIAS": True,
                  "GATE": gate, "STAGES": plan.num_stages, "X_STAGES": plan.num_x_stages, "IS_SPLIT": splits > 1,
                  "BYTES": coded_tiles.step_bytes(weight, shape), "REGS": multiply_registers,
-                 "FETCH_REGS": coded_tiles.FETCH_REGISTERS, "PDL": True}  # fmt: skip
+                 "FETCH_REGS": coded_tiles.FETCH_REGISTERS, "PDL": True}
 
     def tiles(kind: str, rows: int, columns: int, bits: int, swizzle: int = 128) -> str:
         return f"tensordesc<{kind}[{rows},{columns}],{gl.NVMMASharedLayout(swizzle, bits, rank=2)}>"
@@ -166,14 +166,14 @@ def compile_kernel(form: str, shape: TileShape, splits: int, gate: int, is_wide:
     kinds = {"x_tiles": tiles("bf16", shape.rows, 64, 16), "bias": "*bf16", "out": "*fp32" if is_wide else "*bf16",
              "w_tiles": tiles("i8" if code == "int8" else "u8", 32, 128, 8), "parts": "*fp32", "counters": "*i32",
              "s_tiles": tiles("fp16" if "float16" in form else "bf16", 128 // group, 64, 16, 0),
-             "z_tiles": tiles("fp16" if "zeros" in form else "bf16", 128 // group, 64, 16, 0)}  # fmt: skip
+             "z_tiles": tiles("fp16" if "zeros" in form else "bf16", 128 // group, 64, 16, 0)}
     function = coded_tiles_kernel.function
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
     kernel = triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
-                            options={"num_warps": 4, "maxnreg": registers})  # fmt: skip
+                            options={"num_warps": 4, "maxnreg": registers})
     return {"shared": kernel.metadata.shared, "registers": 32 * kernel.metadata.num_warps * registers,
             "multiplies": "wgmma.mma_async" in kernel.asm["ptx"], "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
-            "strays": stray_descriptors(kernel), "overwritten": overwritten_barriers(kernel.asm["ptx"])}  # fmt: skip
+            "strays": stray_descriptors(kernel), "overwritten": overwritten_barriers(kernel.asm["ptx"])}
 
 
 def test_compiles_for_the_card() -> None:
@@ -187,4 +187,4 @@ def test_compiles_for_the_card() -> None:
 if __name__ == "__main__":
     print(json.dumps([compile_kernel(*case) for case in (
         ("Q4_K", TALL, 1, 1, False), ("Q2_K", WIDE, 2, 0, False), ("int8 of 64", SMALL, 1, 0, True),
-        ("int4 with zeros", LOW, 2, 0, False))]))  # fmt: skip
+        ("int4 with zeros", LOW, 2, 0, False))]))

@@ -26,17 +26,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from outrider.kernels.fork_pool import ForkPool  # noqa: E402
-from outrider.kernels.triton import collected_launch, precompile  # noqa: E402
-from outrider.kernels.triton.launch import OPTIONS, TritonKernel, collecting  # noqa: E402
-from outrider.kernels.triton.launch import kernel as launched_kernel  # noqa: E402
+from outrider.kernels.fork_pool import ForkPool
+from outrider.kernels.triton import collected_launch, precompile
+from outrider.kernels.triton.launch import OPTIONS, TritonKernel, collecting
+from outrider.kernels.triton.launch import kernel as launched_kernel
 
 NUM_FORKS = 2
 PATIENT = 200.0
@@ -210,7 +210,7 @@ def test_launches_of_one_thread_are_collected() -> None:
 def test_empty_memory_is_zeros_while_launches_are_collected() -> None:
     def ways(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.empty(x.shape), torch.empty(*x.shape, dtype=torch.int64), torch.empty_like(x),
-                x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)]  # fmt: skip
+                x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)]
 
     def are_zeros() -> bool:
         """Of memory that was just given back by tensors of the same sizes, and would show them."""

@@ -52,6 +52,6 @@ def test_not_without_triton(hashed: list[float], monkeypatch: pytest.MonkeyPatch
 def test_a_process_may_end_meanwhile_or_import_torch(after: str) -> None:
     pytest.importorskip("triton", reason="needs the triton package")
     program = ("import sys; from pathlib import Path; from outrider.kernels import compiler_start; "
-               f"compiler_start._DRIVER = Path('/'); compiler_start.hash_compiler_ahead(); {after}")  # fmt: skip
+               f"compiler_start._DRIVER = Path('/'); compiler_start.hash_compiler_ahead(); {after}")
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 3 and not ran.stderr

@@ -45,10 +45,10 @@ def test_a_buffer_that_warps_choose_is_not_taken_for_a_fault() -> None:
 def test_a_place_in_a_ring_is_computed() -> None:
     """The slot of turn 0 among 9 and among 7, as the assembler divides by them."""
     of_nine = ("UMOV UR16, 0x1", "UIADD3 UR20, UR16, -0x1, URZ", "UIMAD.WIDE.U32 UR18, UR20, 0x38e38e39, URZ",
-               "USHF.R.U32.HI UR18, URZ, 0x1, UR19", "UIMAD UR20, UR18, -0x9, UR20")  # fmt: skip
+               "USHF.R.U32.HI UR18, URZ, 0x1, UR19", "UIMAD UR20, UR18, -0x9, UR20")
     of_seven = ("UMOV UR20, 0x7", "UIMAD.WIDE.U32 UR18, UR20, 0x24924925, URZ", "UIADD3 UR18, UR20, -UR19, URZ",
                 "ULEA.HI UR19, UR18, UR19, URZ, 0x1f", "USHF.R.U32.HI UR18, URZ, 0x2, UR19",
-                "UIMAD UR20, UR18, -0x7, UR20")  # fmt: skip
+                "UIMAD UR20, UR18, -0x7, UR20")
     for slot in (of_nine, of_seven):
         assert strays(*slot, "ULEA UR14, UR20, UR8, 0x8", "UMOV UR15, UR9") == 0
         assert strays(*slot[1:], "ULEA UR14, UR20, UR8, 0x8", "UMOV UR15, UR9") == 1, "a register was not written"

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 
 @pytest.mark.long

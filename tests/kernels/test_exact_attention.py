@@ -9,15 +9,15 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.exact_attention import (  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton.exact_attention import (
     ExactConfig,
     exact_attention,
     exact_config,
     exact_tiles_config,
 )
-from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, device_query_tiles, query_tiles  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, make_batch  # noqa: E402
+from outrider.kernels.triton.prefill import PrefillConfig, QueryTiles, device_query_tiles, query_tiles
+from tests.kernels.test_triton_attention import Batch, make_batch
 
 SMALL = ExactConfig(16, 16, 4, 2)
 SPLIT = 32
@@ -34,7 +34,7 @@ def as_tiles(batch: Batch, lens: list[int], *, counted: bool, config: ExactConfi
 @pytest.mark.parametrize(("window", "softcap", "shape"), [
     (None, None, {"heads": 2, "kv_heads": 1}), (23, 4.0, {"heads": 2, "kv_heads": 1}),
     (1, 0.5, {"heads": 6, "kv_heads": 2, "dim": 24, "page_size": 32}),
-])  # fmt: skip
+])
 def test_all_ways_agree_with_the_reference_and_to_the_bit(device: torch.device, dtype: torch.dtype, window: int | None,
                                                           softcap: float | None, shape: dict[str, int]) -> None:
     requests = [(70, 3, 2), (0, 0, 0), (9, 9, 9), (40, 2, 0)]
@@ -43,7 +43,7 @@ def test_all_ways_agree_with_the_reference_and_to_the_bit(device: torch.device, 
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "config": SMALL, "split_keys": SPLIT}
     found = [exact_attention(*batch.args, **options, max_query=9, max_length=70, num_programs=n) for n in (1, 2, 64)]
     found += [exact_attention(*batch.args, **options, tiles=as_tiles(batch, lens, counted=counted, config=SMALL))
-              for counted in (False, True)]  # fmt: skip
+              for counted in (False, True)]
     table = torch.where(batch.page_table >= batch.k_cache.shape[0], 0, batch.page_table)
     wanted = reference.paged_attention(*batch.args[:3], table, *batch.args[4:], 0.3, window or 0, softcap or 0.0)
     torch.testing.assert_close(found[0], wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent  # noqa: E402
-from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
-from outrider.kernels.triton import exact_latent, head_products  # noqa: E402
-from tests.kernels.test_triton_latent import (  # noqa: E402
+from outrider.kernels import latent
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
+from outrider.kernels.triton import exact_latent, head_products
+from tests.kernels.test_triton_latent import (
     LENS,
     TOLERANCE,
     make_cache,

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import moe, reference  # noqa: E402
-from outrider.kernels.triton.exact_linear import (  # noqa: E402
+from outrider.kernels import moe, reference
+from outrider.kernels.triton.exact_linear import (
     ExactTile,
     chain_columns,
     exact_gated_linear,
@@ -16,8 +16,8 @@ from outrider.kernels.triton.exact_linear import (  # noqa: E402
     exact_linear_wide,
     exact_tile,
 )
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from outrider.kernels.triton.moe import exact_experts  # noqa: E402
+from outrider.kernels.triton.launch import collecting
+from outrider.kernels.triton.moe import exact_experts
 
 TILES = [ExactTile(16, 32, 32, 4, 2), ExactTile(16, 64, 16, 4, 2, weight_first=True), ExactTile(32, 16, 64, 4, 2)]
 
@@ -75,7 +75,7 @@ def test_the_chains_of_a_weight_depend_on_its_shape() -> None:
 def test_experts_have_the_same_bits_in_every_batch(device: torch.device, dtype: torch.dtype) -> None:
     """The smaller batches look for their pairs, the larger ones sort them."""
     x, gate_up, down = (random(device, dtype, *shape, seed=i)
-                        for i, shape in enumerate([(70, 32), (5, 32, 32), (5, 32, 16)]))  # fmt: skip
+                        for i, shape in enumerate([(70, 32), (5, 32, 32), (5, 32, 16)]))
     routed = moe.route(random(device, torch.float32, 70, 5, seed=9), moe.RouteRule(5, 2))
     whole = exact_experts(x, routed.ids, routed.weights, gate_up, down, "silu")
     assert_close(whole, moe.experts(x, routed.ids, routed.weights, gate_up, down, "silu"), dtype)

@@ -152,7 +152,7 @@ def experts(rows: torch.Tensor) -> torch.Tensor:
     gate_up, down = random(7, 26, WIDTH, seed=1), random(7, WIDTH, 13, seed=2)
     mix = ops.experts.variant(exact=True)
     return mix(random(ROWS, WIDTH)[rows], routed.ids[rows], routed.weights[rows], gate_up, down, "silu",
-               random(ROWS, WIDTH, seed=3)[rows])  # fmt: skip
+               random(ROWS, WIDTH, seed=3)[rows])
 
 
 def scaled_experts(rows: torch.Tensor, rounds: bool = False) -> torch.Tensor:
@@ -302,7 +302,7 @@ def write_keys_values(rows: torch.Tensor) -> torch.Tensor:
 def join_streams(rows: torch.Tensor) -> torch.Tensor:
     streams, gain = random(ROWS, 3 * WIDTH, seed=1)[rows], random(3 * WIDTH, seed=2, dtype=torch.float32)
     return torch.cat((ops.join_streams(random(ROWS, WIDTH)[rows], random(ROWS, 3, seed=3)[rows], streams, gain, 1e-6,
-                                       3), streams))  # fmt: skip
+                                       3), streams))
 
 
 def stream_gates(rows: torch.Tensor) -> torch.Tensor:
@@ -395,7 +395,7 @@ ON_CPU_ONLY = {"rope_write", "paged_attention", "exact_prepare_linear"}
 
 def own_operations() -> dict[str, Operation[..., Any]]:
     return {name: operation for name, operation in ops.operations().items()
-            if operation.reference.__module__.startswith("outrider.")}  # fmt: skip
+            if operation.reference.__module__.startswith("outrider.")}
 
 
 def test_every_operation_says_how_it_is_exact() -> None:

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import moe, reference  # noqa: E402
-from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu  # noqa: E402
-from outrider.kernels.triton.expert_biases import clamped_swiglu  # noqa: E402
-from outrider.kernels.triton.moe import exact_experts, experts  # noqa: E402
-from outrider.kernels.triton.scaled_experts import exact_scaled_experts, scaled_experts  # noqa: E402
-from tests.kernels.test_triton_scaled_experts import draw, make  # noqa: E402
+from outrider.kernels import moe, reference
+from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu
+from outrider.kernels.triton.expert_biases import clamped_swiglu
+from outrider.kernels.triton.moe import exact_experts, experts
+from outrider.kernels.triton.scaled_experts import exact_scaled_experts, scaled_experts
+from tests.kernels.test_triton_scaled_experts import draw, make
 
 EXPERTS, TOP, HIDDEN, WIDTH = 5, 2, 96, 32
 
@@ -23,7 +23,7 @@ def given(device: torch.device, num_tokens: int, seed: int = 0) -> tuple[torch.T
     """Token rows, ids and weights."""
     x = draw(num_tokens, HIDDEN, seed=seed).to(device)
     ids = torch.stack([torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(row))[:TOP]
-                       for row in range(num_tokens)]).to(device)  # fmt: skip
+                       for row in range(num_tokens)]).to(device)
     return x, ids, torch.rand(num_tokens, TOP, generator=torch.Generator().manual_seed(1)).to(device)
 
 
@@ -54,7 +54,7 @@ def test_experts_with_limits(device: torch.device, num_tokens: int) -> None:
         torch.testing.assert_close(kernel(*args), wanted, atol=1e-4, rtol=1e-4)
     assert (moe.experts(*args[:-2], "silu", args[-1]) - wanted).abs().max() > 0.1
     coded = [make(device, "mxfp4", *sizes, EXPERTS, seed) for sizes, seed in
-             (((2 * WIDTH, HIDDEN), 5), ((HIDDEN, WIDTH), 6))]  # fmt: skip
+             (((2 * WIDTH, HIDDEN), 5), ((HIDDEN, WIDTH), 6))]
     of_codes: tuple[Any, ...] = (*given(device, num_tokens), *coded, limited_silu(1.5))
     for kernel in (scaled_experts, exact_scaled_experts):
         torch.testing.assert_close(kernel(*of_codes), moe.scaled_experts(*of_codes), atol=1e-3, rtol=1e-3)
@@ -63,7 +63,7 @@ def test_experts_with_limits(device: torch.device, num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [2, 70])
 def test_experts_in_mxfp4(device: torch.device, num_tokens: int) -> None:
     gate_up, down = (make(device, "mxfp4", *sizes, EXPERTS, seed) for sizes, seed in
-                     (((2 * WIDTH, HIDDEN), 5), ((HIDDEN, WIDTH), 6)))  # fmt: skip
+                     (((2 * WIDTH, HIDDEN), 5), ((HIDDEN, WIDTH), 6)))
     args: tuple[Any, ...] = (*given(device, num_tokens), gate_up, down, CLAMPED, None, False, biases_of(device))
     wanted = moe.scaled_experts(*args)
     for kernel in (scaled_experts, exact_scaled_experts):

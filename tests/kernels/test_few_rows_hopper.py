@@ -11,20 +11,20 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels.triton.hopper import few_rows  # noqa: E402
-from outrider.kernels.triton.hopper.few_rows import (  # noqa: E402
+from outrider.kernels.triton.hopper import few_rows
+from outrider.kernels.triton.hopper.few_rows import (
     LARGE_RING_BYTES,
     RING_BYTES,
     FewRowsPlan,
     make_plan,
     plan_few_rows,
 )
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+from outrider.kernels.triton.launch import collecting
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for
 REGISTERS = 65536  # of a multiprocessor
@@ -33,12 +33,12 @@ REGISTERS = 65536  # of a multiprocessor
 def compile_kernel(plan: FewRowsPlan, gate: int) -> Any:
     function, layout = few_rows._few_rows_kernel.function, gl.NVMMASharedLayout(128, 16, rank=2)
     constants = {"GATE": gate, "ROWS": plan.rows, "OUTPUTS": plan.outputs, "STAGES": plan.num_stages,
-                 "SPLITS": plan.splits, "FETCH_REGS": few_rows.FETCH_REGISTERS, "PDL": True}  # fmt: skip
+                 "SPLITS": plan.splits, "FETCH_REGS": few_rows.FETCH_REGISTERS, "PDL": True}
     kinds = {"x_tiles": f"tensordesc<bf16[{plan.rows},64],{layout}>", "out": "*bf16", "parts": "*fp32",
-             "w_tiles": f"tensordesc<bf16[{plan.outputs},64],{layout}>", "counters": "*i32"}  # fmt: skip
+             "w_tiles": f"tensordesc<bf16[{plan.outputs},64],{layout}>", "counters": "*i32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
     return triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": 4, "maxnreg": plan.registers})  # fmt: skip
+                          options={"num_warps": 4, "maxnreg": plan.registers})
 
 
 def test_compiles_for_the_card() -> None:
@@ -107,7 +107,7 @@ def test_takes_few_token_rows_that_the_copy_engine_can_read(monkeypatch: pytest.
 if __name__ == "__main__":
     plans = [make_plan(rows, outputs, splits, bool(gate), ring_bytes) for rows in (16, 32, 64)
              for outputs, splits, gate, ring_bytes in ((64, 4, 0, RING_BYTES), (64, 2, 0, LARGE_RING_BYTES),
-                                                       (64, 1, 1, RING_BYTES), (128, 1, 0, RING_BYTES))]  # fmt: skip
+                                                       (64, 1, 1, RING_BYTES), (128, 1, 0, RING_BYTES))]
     gates = [0, 0, 2, 0] * 3
     made = [compile_kernel(*case) for case in zip(plans, gates, strict=True)]
     print(json.dumps([{"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
@@ -115,4 +115,4 @@ if __name__ == "__main__":
                        "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
                        "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
                        "overwritten": overwritten_barriers(kernel.asm["ptx"])}
-                      for plan, kernel in zip(plans, made, strict=True)]))  # fmt: skip
+                      for plan, kernel in zip(plans, made, strict=True)]))

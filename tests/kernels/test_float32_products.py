@@ -21,7 +21,7 @@ class ChainLengths(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm,
-                                   torch.ops.aten.addmm_, torch.ops.aten.linear):  # fmt: skip
+                                   torch.ops.aten.addmm_, torch.ops.aten.linear):
             self.lengths.append(next(a for a in args[::-1] if isinstance(a, torch.Tensor)).shape[-2])
         return func(*args, **(kwargs or {}))
 

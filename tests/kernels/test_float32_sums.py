@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
-from outrider.kernels.triton.common import add_product  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+from outrider.kernels.triton.common import add_product
+from tests.kernels.compiled import found_without_interpreter
 
 
 @triton.jit

@@ -12,23 +12,23 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent, latent_inputs, reference  # noqa: E402
-from outrider.kernels.fp8_cache import FP8, HeadScales, from_fp8, to_fp8  # noqa: E402
-from outrider.kernels.latent_inputs import RopeRows  # noqa: E402
-from outrider.kernels.triton import latent_attention  # noqa: E402
-from outrider.kernels.triton import latent_inputs as inputs_kernel  # noqa: E402
-from outrider.kernels.triton.cache_write import cache_write  # noqa: E402
-from outrider.kernels.triton.exact_attention import ExactConfig, exact_attention  # noqa: E402
-from outrider.kernels.triton.exact_latent import exact_dense_latent_attention, exact_latent_attention  # noqa: E402
-from outrider.kernels.triton.fp8_pages import PAIRS_BELOW  # noqa: E402
-from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
-from outrider.kernels.triton.prefill import PrefillConfig  # noqa: E402
-from outrider.kernels.triton.rope_cache import rope_cache_write  # noqa: E402
-from tests.kernels import test_shared_attention as sharing  # noqa: E402
-from tests.kernels.conftest import HAS_CARD  # noqa: E402
-from tests.kernels.test_exact_attention import as_tiles  # noqa: E402
-from tests.kernels.test_shared_attention import Sharer  # noqa: E402
-from tests.kernels.test_triton_attention import (  # noqa: E402
+from outrider.kernels import latent, latent_inputs, reference
+from outrider.kernels.fp8_cache import FP8, HeadScales, from_fp8, to_fp8
+from outrider.kernels.latent_inputs import RopeRows
+from outrider.kernels.triton import latent_attention
+from outrider.kernels.triton import latent_inputs as inputs_kernel
+from outrider.kernels.triton.cache_write import cache_write
+from outrider.kernels.triton.exact_attention import ExactConfig, exact_attention
+from outrider.kernels.triton.exact_latent import exact_dense_latent_attention, exact_latent_attention
+from outrider.kernels.triton.fp8_pages import PAIRS_BELOW
+from outrider.kernels.triton.latent_attention import LatentConfig
+from outrider.kernels.triton.prefill import PrefillConfig
+from outrider.kernels.triton.rope_cache import rope_cache_write
+from tests.kernels import test_shared_attention as sharing
+from tests.kernels.conftest import HAS_CARD
+from tests.kernels.test_exact_attention import as_tiles
+from tests.kernels.test_shared_attention import Sharer
+from tests.kernels.test_triton_attention import (
     SMALL,
     Batch,
     assert_close,
@@ -37,7 +37,7 @@ from tests.kernels.test_triton_attention import (  # noqa: E402
     make_batch,
     prefill,
 )
-from tests.kernels.test_triton_latent import LENS, make_cache, make_choice, make_contexts, spread  # noqa: E402
+from tests.kernels.test_triton_latent import LENS, make_cache, make_choice, make_contexts, spread
 
 NAN = float("nan")
 EXACT = ExactConfig(16, 16, 4, 2)

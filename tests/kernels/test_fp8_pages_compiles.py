@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 COUNT = 16  # requests
 BOUNDS = {"max_query": 1, "max_length": 1024}
@@ -32,7 +32,7 @@ def test_the_compiler_takes_every_head_size(dim: int) -> None:
     assert set(found_without_interpreter(__file__, "heads", str(dim))) == {
         "_rope_cache_kernel", "_cache_kernel", "_find_shared_kernel", "_list_splits_kernel", "_packed_kernel",
         "_decode_kernel", "_count_tiles_kernel", "_prefill_kernel", "_exact_kernel",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.long
@@ -40,7 +40,7 @@ def test_the_compiler_takes_every_head_size(dim: int) -> None:
 def test_the_compiler_takes_latents(heads: int, latent: int, rope: int) -> None:
     assert set(found_without_interpreter(__file__, "latents", *map(str, (heads, latent, rope)))) == {
         "_write_latents_kernel", "_latent_attention_kernel", "_merge_kernel", "_merge_in_order_kernel",
-    }  # fmt: skip
+    }
 
 
 def prompts(dim: int) -> list[str]:

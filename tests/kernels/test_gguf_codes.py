@@ -10,24 +10,24 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from gguf.constants import GGMLQuantizationType  # noqa: E402
-from gguf.quants import dequantize  # noqa: E402
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
 
-from outrider.formats import StoredFormat, gguf_codes  # noqa: E402
-from outrider.formats.scaled import ScaledExperts, ScaledLinear  # noqa: E402
-from outrider.formats.stacked import StackedLinear  # noqa: E402
-from outrider.kernels.gguf_codes import FORMS, to_codes  # noqa: E402
-from outrider.kernels.gguf_kinds import KINDS  # noqa: E402
-from outrider.kernels.triton.scaled_linear import exact_scaled_linear, scaled_linear  # noqa: E402
-from outrider.layers.base import find_modules  # noqa: E402
-from outrider.layers.linear import Linear  # noqa: E402
-from outrider.layers.moe import Experts  # noqa: E402
-from outrider.models.base import Model  # noqa: E402
-from outrider.models.loader import declare_formats, load_weights  # noqa: E402
-from outrider.models.registry import build_model  # noqa: E402
-from tests.engine.test_quantized import QWEN3, kind_of, stored  # noqa: E402
-from tests.kernels.test_quantized import make  # noqa: E402
-from tests.models.oracle import all_logits, tokens_of  # noqa: E402
+from outrider.formats import StoredFormat, gguf_codes
+from outrider.formats.scaled import ScaledExperts, ScaledLinear
+from outrider.formats.stacked import StackedLinear
+from outrider.kernels.gguf_codes import FORMS, to_codes
+from outrider.kernels.gguf_kinds import KINDS
+from outrider.kernels.triton.scaled_linear import exact_scaled_linear, scaled_linear
+from outrider.layers.base import find_modules
+from outrider.layers.linear import Linear
+from outrider.layers.moe import Experts
+from outrider.models.base import Model
+from outrider.models.loader import declare_formats, load_weights
+from outrider.models.registry import build_model
+from tests.engine.test_quantized import QWEN3, kind_of, stored
+from tests.kernels.test_quantized import make
+from tests.models.oracle import all_logits, tokens_of
 
 WIDE = QWEN3 | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
 Q4_K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K", "": "Q4_K"}

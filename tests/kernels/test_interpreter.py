@@ -10,11 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 NUMBERS = [tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64,
-           tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e4nv, tl.float8e5]  # fmt: skip
+           tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e4nv, tl.float8e5]
 SHAPES = [(16,), (8, 4), (4, 2, 8)]
 
 
@@ -44,7 +44,7 @@ def tensors(shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
     values = np.random.default_rng(seed).integers(0, size // 4, shape).astype(np.float32)
     places = np.arange(size, dtype=np.int32).reshape(shape)
     return tuple(tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(shape)))
-                 for data, dtype in ((values, tl.float32), (places, tl.int32)))  # fmt: skip
+                 for data, dtype in ((values, tl.float32), (places, tl.int32)))
 
 
 # The interpreter's own, if not along an axis, take a single input and lose all dimensions but one.

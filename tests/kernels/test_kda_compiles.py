@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 HEADS, DIM, WINDOW, REQUESTS, TOKENS = 32, 128, 3, 2, 40
 
@@ -20,7 +20,7 @@ HEADS, DIM, WINDOW, REQUESTS, TOKENS = 32, 128, 3, 2, 40
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_every_kernel() -> None:
     assert set(found_without_interpreter(__file__)) == {"_inputs_kernel", "_delta_kernel", "_gated_norm_kernel",
-                                                        "_conv_kernel", "_keep_kernel"}  # fmt: skip
+                                                        "_conv_kernel", "_keep_kernel"}
 
 
 def compile_kernels() -> list[str]:

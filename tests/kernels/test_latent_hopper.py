@@ -14,18 +14,18 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels.latent import TokenContexts  # noqa: E402
-from outrider.kernels.triton.hopper import index, index_decode, latent, latent_decode  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.triton.hopper import index, index_decode, latent, latent_decode
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card
 PAGES = f"tensordesc<bf16[1,64,64],{gl.NVMMASharedLayout(128, 16, rank=3)}>"
 KINDS = {"q": "*bf16", "cache": "*bf16", "out": "*bf16", "keys": PAGES, "weights": "*fp32", "scores": "*fp32",
-         "scale": "fp32", "part_lse": "*fp32", "sinks": "*fp32"}  # fmt: skip
+         "scale": "fp32", "part_lse": "*fp32", "sinks": "*fp32"}
 NUMBERS = ("max_count", "num_tokens", "top_k", "num_splits", "min_split")
 
 
@@ -39,7 +39,7 @@ def compile_kernel(kernel: Any, **constants: int) -> Any:
         if name in ("q", "cache", "out") or (name.endswith("stride") and not name.startswith(("table", "positions"))):
             known[(place,)] = [["tt.divisibility", 16]]
     return triton.compile(GluonASTSource(function, signature, constants, known), target=GPUTarget("cuda", 90, 32),
-                          options=launch)  # fmt: skip
+                          options=launch)
 
 
 def test_compile_for_the_card() -> None:
@@ -99,8 +99,8 @@ if __name__ == "__main__":
             compile_kernel(index_decode._decode_scores_kernel, HEADS=64, D=128, PAGE=64, KEYS=index_decode.TILE,
                            SLOTS=index_decode.STAGES, PDL=True),
             *(compile_kernel(latent_decode._split_kernel, NUM_HEADS=32, HEADS=32, L=512, R=64, PAGE=64, SPLIT=split,
-                             HAS_SINKS=not split, PDL=True) for split in (False, True)))  # fmt: skip
+                             HAS_SINKS=not split, PDL=True) for split in (False, True)))
     codes = [(kernel.metadata.shared, kernel.asm["ptx"]) for kernel in made]
     print(json.dumps([{"shared": shared, "multiplies": "wgmma.mma_async" in ptx, "copies": ptx.count("cp.async.cg"),
                        "overwritten": overwritten_barriers(ptx) if "mbarrier" in ptx else []}
-                      for shared, ptx in codes]))  # fmt: skip
+                      for shared, ptx in codes]))

@@ -16,17 +16,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton._C.libtriton import native_specialize_impl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
-from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+import triton.experimental.gluon.language as gl
+import triton.language as tl
+from triton import knobs
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from outrider.kernels.triton import launch  # noqa: E402
-from outrider.kernels.triton.launch import TritonKernel, argument_class  # noqa: E402
+from outrider.kernels.triton import launch
+from outrider.kernels.triton.launch import TritonKernel, argument_class
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 STREAM = 77
@@ -132,7 +132,7 @@ def test_a_launch_finds_the_kernel_that_triton_would_choose(card: Card, options:
     function = Function(source, **options)
     kernel, draw = TritonKernel(function), random.Random(1)
     some = [*TENSORS[:16], *NUMBERS[:18], *OTHERS, *DESCRIPTORS, (1, TENSORS[0]), (16, TENSORS[1]), Pair(1, 3),
-            OtherPair(1, 3)]  # fmt: skip
+            OtherPair(1, 3)]
     launches = 1500
     for _ in range(launches):
         args: list[Any] = [draw.choice(TENSORS[:2]), TENSORS[7], 2, draw.choice(NUMBERS[:5]), 0.5]

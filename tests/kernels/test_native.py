@@ -192,7 +192,7 @@ def test_rope_refuses_what_is_out_of_range(kernels: str, position: int, slot: in
     with pytest.raises(IndexError, match="1 token rows"):
         ops.rope_write(
             torch.randn(1, 48), torch.tensor([position]), table, table, torch.tensor([slot]), *caches
-        )  # fmt: skip
+        )
 
 
 # Paged attention
@@ -306,7 +306,7 @@ def test_a_token_does_not_depend_on_its_batch(threads: int, window: int, monkeyp
             part = ops.paged_attention(
                 q[first : first + count], k_cache, v_cache, table, torch.tensor([0, count]),
                 torch.tensor([first + count]), torch.tensor([count]), 0.125, window,
-            )  # fmt: skip
+            )
             assert torch.equal(part, whole[first : first + count]), (first, count)
     finally:
         torch.set_num_threads(before)
@@ -365,7 +365,7 @@ def test_common_shapes_stay_native(monkeypatch: pytest.MonkeyPatch) -> None:
     native.linear(x, torch.randn(5, 32))
     table = torch.ones(4, 8)
     ops.rope_write(torch.randn(1, 48), torch.zeros(1).long(), table, table, torch.zeros(1).long(),
-                      *page_views(2, 4, 1, 16, 0.0))  # fmt: skip
+                      *page_views(2, 4, 1, 16, 0.0))
     ops.paged_attention(*Batch([1], [1], [9]).build(), 1.0)
 
 
@@ -566,7 +566,7 @@ class LayerCase:
             rows = QuantizedRows(self.kind, blocks.view(2 * inner, -1)).pack()
             matrices[2] = native.PackedMatrix([rows], None, self.bits)
         weights = native.LayerWeights(torch.rand(hidden), torch.rand(hidden), 1e-5, *matrices, gelu=self.gelu,
-                                      max_tokens=32)  # fmt: skip
+                                      max_tokens=32)
         tokens, longest = sum(self.scheduled), max(self.lengths)
         k_cache, v_cache = page_views(64, 16, heads[1], heads[2], 0.5)
         columns = -(-longest // 16)
@@ -577,7 +577,7 @@ class LayerCase:
         slots[-1] = -1 if tokens > 1 else slots[-1]
         norms = (torch.rand(heads[2]), torch.rand(heads[2])) if self.has_norms else (None, None)
         rope = native.RopeWrite(positions, torch.randn(longest, heads[2] // 2), torch.randn(longest, heads[2] // 2),
-                                slots, k_cache, v_cache, *norms)  # fmt: skip
+                                slots, k_cache, v_cache, *norms)
         counts = torch.tensor(self.scheduled)
         starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         requests = native.Requests(table, starts, torch.tensor(self.lengths), counts)
@@ -587,7 +587,7 @@ class LayerCase:
 def layer_in_parts(
     weights: native.LayerWeights, delta: Tensor | None, residual: Tensor, rope: native.RopeWrite,
     attention: native.Attention,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same layer, one native operation at a time."""
     input_norm, mlp_norm, gate_up, down = weights._owners
     dim, gelu = rope.k_cache.shape[3], weights.packed[-4] == 1
@@ -609,11 +609,11 @@ def layer_in_parts(
 def whole_layer(
     weights: native.LayerWeights, delta: Tensor | None, residual: Tensor, rope: native.RopeWrite,
     attention: native.Attention,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     norms = None if rope.q_norm is None or rope.k_norm is None else (rope.q_norm, rope.k_norm)
     _, scale, window, softcap, _, is_chunked = attention
     bound = native.BoundLayer.bind(weights, rope.k_cache, rope.v_cache, norms, rope.eps, scale=scale, window=window,
-                                   is_chunked=is_chunked, softcap=softcap)  # fmt: skip
+                                   is_chunked=is_chunked, softcap=softcap)
     step = native.LayerStep.build(attention.requests, rope.positions, rope.slots, rope.cos, rope.sin)
     assert bound is not None and step is not None
     return native.decoder_layer(bound, step, delta, residual)
@@ -725,7 +725,7 @@ def test_fields_in_another_order_are_noticed(structure: structures.Structure, tm
     wrong = structures.Structure(structure.name, **kinds)
     source = f'#include <stddef.h>\n#include "sampling.h"\n{wrong.layout_source()}'
     subprocess.run([*native_build._compiler(), "-shared", "-fPIC", f"-I{native_build.HERE}", "-x", "c", "-", "-o",
-                    str(tmp_path / "layout.so")], input=source, text=True, check=True)  # fmt: skip
+                    str(tmp_path / "layout.so")], input=source, text=True, check=True)
     with pytest.raises(structures.LayoutError, match=structure.name):
         wrong.check(ctypes.CDLL(str(tmp_path / "layout.so")))
 

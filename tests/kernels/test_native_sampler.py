@@ -92,7 +92,7 @@ FIELDS: dict[str, list[Any]] = {
     "temperature": [0.0, 1e-40, 0.31, 1.0, 4.0], "top_k": [0, 1, 2, 50, 200, 100_000], "min_p": [0.0, 0.02, 1.0],
     "top_p": [1.0, 1e-9, 0.3, 0.9, 0.999], "repetition_penalty": [1.0, 0.6, 1.4], "presence_penalty": [0.0, -1.5, 0.7],
     "frequency_penalty": [0.0, -0.3, 1.1], "min_tokens": [0, 9], "logprobs": [None, None, 0, 5, 100, -1],
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -105,7 +105,7 @@ def wide_case(draw: st.DrawFn, vocab: int) -> Case:
         "allowed_token_ids": random.permutation(vocab)[: max(1, vocab // 3)].tolist(),
         "bad_words_token_ids": ((draw(token),), (1, draw(token)), (2, 1, draw(token))),
         "stop_token_ids": [draw(token)],
-    }  # fmt: skip
+    }
     fields |= {name: value for name, value in lists.items() if draw(st.integers(0, 2)) == 0}
     num_drafts, shape = draw(st.integers(0, 4)), draw(st.sampled_from(list(SHAPES)))
     allowed = None
@@ -119,7 +119,7 @@ def wide_case(draw: st.DrawFn, vocab: int) -> Case:
         tuple(random.choice(alphabet, num_drafts).tolist()),
         SHAPES[shape](random, (num_drafts + 1, vocab)).astype(np.float32), allowed=allowed,
         seed=draw(st.integers(-(2**63) + 1, 2**63 - 1)), sample_index=draw(st.integers(0, 3)), eos_ids=(vocab // 2,),
-    )  # fmt: skip
+    )
 
 
 def wide_batches(vocabs: list[int]) -> st.SearchStrategy[list[Case]]:
@@ -147,7 +147,7 @@ def test_any_vocabulary_gives_what_the_torch_code_gives_at_length(drawn: list[Ca
 
 FILTERS = [{"top_k": 1}, {"top_k": 2, "top_p": 0.9}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97},
            {"top_k": VOCAB}, {"top_p": 0.5}, {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-9},
-           {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}, {}]  # fmt: skip
+           {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}, {}]
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -165,7 +165,7 @@ def test_rows_at_the_limit_are_weighed_exactly() -> None:
     mass = probability_mass(torch.from_numpy(logits))[0]
     limit = float(mass[::2].sum() / mass.sum())
     drawn = [Case(SamplingParams(top_p=limit + sign * 1.5e-7), (1,), 1, (), logits, seed=i)
-             for i in range(6) for sign in (-1, 1)]  # fmt: skip
+             for i in range(6) for sign in (-1, 1)]
     made = assert_alike(make_batch(drawn, limits=limits_of(VOCAB)), drawn)
     assert {int(token) % 2 for token in made.tokens[::2]} == {0}, "the less likely half is left out by one of two"
     assert {int(token) % 2 for token in made.tokens[1::2]} == {0, 1}
@@ -176,7 +176,7 @@ EVERY: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7, "frequency_penalty": 0.3}, {"logit_bias": {5: 8.0, 8999: 7.5}}, {"min_p": 0.02},
     {"temperature": 0.8, "top_k": 400, "top_p": 0.9, "min_p": 1e-4, "presence_penalty": 0.5, "min_tokens": 9,
      "logprobs": 4, "bad_words_token_ids": ((4,), (1, 6)), "allowed_token_ids": list(range(0, VOCAB, 2))},
-]  # fmt: skip
+]
 
 
 def some_cases(seed: int = 0) -> list[Case]:
@@ -187,7 +187,7 @@ def some_cases(seed: int = 0) -> list[Case]:
              (1e-3 * np.round(random.normal(0, 3, (len(drafts) + 1, VOCAB)))).astype(np.float32), seed=i - 3,
              sample_index=i % 2, eos_ids=(7,))
         for i, fields in enumerate(EVERY)
-    ]  # fmt: skip
+    ]
 
 
 def outcome(made: Sampled, rows: slice, num: int | None) -> list[object]:
@@ -196,14 +196,14 @@ def outcome(made: Sampled, rows: slice, num: int | None) -> list[object]:
         return plain
     found = made.logprobs
     return plain + [field[rows].tolist() for field in (found.rank, found.chosen, found.top_ids[:, :num],
-                                                       found.top[:, :num])]  # fmt: skip
+                                                       found.top[:, :num])]
 
 
 def test_bits_do_not_depend_on_mates_nor_threads(threads: int) -> None:
     """Scores that differ by rounding only: how a score is worked out decides. One mate asks for so many
     log-probabilities, and another has so long a list, that the torch code does a part."""
     drawn, one_list = some_cases(), Case(SamplingParams(logit_bias={t: 9.0 for t in range(60)}, max_tokens=None),
-                                         (1, 2), 1, (), np.zeros((1, VOCAB), np.float32))  # fmt: skip
+                                         (1, 2), 1, (), np.zeros((1, VOCAB), np.float32))
     loud = replace(one_list, params=SamplingParams(logprobs=-1, max_tokens=None))
     alone = [make_batch([case], limits=limits_of(VOCAB)).sample() for case in drawn]
     for mates, room in (([], 1 << 16), ([loud], 1 << 16), ([one_list], 64)):

@@ -14,17 +14,17 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.triton import attention, collected_launch  # noqa: E402
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache  # noqa: E402
-from outrider.kernels.triton.hopper import prefill as hopper  # noqa: E402
-from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill  # noqa: E402
-from outrider.kernels.triton.windows import CHUNKED, NO_WINDOW, SLIDING  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+from outrider.kernels.triton import attention, collected_launch
+from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache
+from outrider.kernels.triton.hopper import prefill as hopper
+from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill
+from outrider.kernels.triton.windows import CHUNKED, NO_WINDOW, SLIDING
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
 PAGES = gl.NVMMASharedLayout(128, 16, rank=3)
@@ -37,10 +37,10 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
         "BLOCK_N": config.block_n, "STAGES": config.num_stages, "SPLIT": config.value_split, "KV_HEADS": 8,
         "WINDOW_KIND": NO_WINDOW.value, "HAS_SOFTCAP": False, "HAS_STARTS": False, "HAS_SINKS": False, "SEARCH": 256,
         "PRODUCER_REGS": config.producer_regs, "CONSUMER_REGS": config.consumer_regs,
-    } | options  # fmt: skip
+    } | options
     function = hopper._prefill_kernel.function
     kinds = {"k_pages": f"tensordesc<bf16[1,16,64],{PAGES}>", "v_pages": f"tensordesc<bf16[1,16,64],{PAGES}>",
-             "scale": "fp32", "softcap": "fp32", "sinks": "*fp32"} | POINTERS  # fmt: skip
+             "scale": "fp32", "softcap": "fp32", "sinks": "*fp32"} | POINTERS
     numbers = ("window", "fill_to", "num_requests", "num_tiles")
     signature = {}
     for name in function.arg_names:
@@ -54,7 +54,7 @@ def compile_kernel(head_dim: int, config: HopperConfig, **options: Any) -> Any:
 COMPILED: list[tuple[int, dict[str, int]]] = [
     (128, {}), (512, {"WINDOW_KIND": SLIDING.value, "HAS_STARTS": True}), (256, {"WINDOW_KIND": CHUNKED.value}),
     (64, {"WINDOW_KIND": SLIDING.value, "HAS_SINKS": True}),
-]  # fmt: skip
+]
 
 
 def test_compiles_for_the_card() -> None:

@@ -13,15 +13,15 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.experimental.gluon.language as gl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels.triton import exact_linear as products  # noqa: E402
-from outrider.kernels.triton.hopper import products as hopper  # noqa: E402
-from outrider.kernels.triton.hopper.products import NARROW, WIDE, HopperTile  # noqa: E402
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter, overwritten_barriers  # noqa: E402
+from outrider.kernels.triton import exact_linear as products
+from outrider.kernels.triton.hopper import products as hopper
+from outrider.kernels.triton.hopper.products import NARROW, WIDE, HopperTile
+from outrider.kernels.triton.launch import collecting
+from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card
 
@@ -29,12 +29,12 @@ SHARED_BYTES = 232448  # that a program may have on a Hopper card
 def compile_kernel(tile: HopperTile, k: int, chain: int) -> Any:
     function, layout = hopper._product_kernel.function, gl.NVMMASharedLayout(128, 16, rank=2)
     constants = {"K": k, "CHAIN": chain, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages,
-                 "FETCH_REGS": hopper.FETCH_REGISTERS, "MULTIPLY_REGS": hopper.MULTIPLY_REGISTERS}  # fmt: skip
+                 "FETCH_REGS": hopper.FETCH_REGISTERS, "MULTIPLY_REGS": hopper.MULTIPLY_REGISTERS}
     kinds = {"x_tiles": f"tensordesc<bf16[64,64],{layout}>", "w_tiles": f"tensordesc<bf16[{tile.block_n},64],{layout}>",
-             "out": "*bf16"}  # fmt: skip
+             "out": "*bf16"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
     return triton.compile(GluonASTSource(function, signature, constants), target=GPUTarget("cuda", 90, 32),
-                          options={"num_warps": 4, "maxnreg": hopper.REGISTERS})  # fmt: skip
+                          options={"num_warps": 4, "maxnreg": hopper.REGISTERS})
 
 
 def test_compiles_for_the_card() -> None:
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     made = [compile_kernel(WIDE, 2560, 2560), compile_kernel(NARROW, 10240, 3584)]
     print(json.dumps([{"shared": kernel.metadata.shared, "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
                        "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
-                       "overwritten": overwritten_barriers(kernel.asm["ptx"])} for kernel in made]))  # fmt: skip
+                       "overwritten": overwritten_barriers(kernel.asm["ptx"])} for kernel in made]))

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from outrider.kernels.triton import rank_exchange  # noqa: E402
-from outrider.kernels.triton.rank_exchange import (  # noqa: E402
+from outrider.kernels.triton import rank_exchange
+from outrider.kernels.triton.rank_exchange import (
     BUFFER_BYTES,
     CHUNK_BYTES,
     FLAG_BYTES,
@@ -23,7 +23,7 @@ from outrider.kernels.triton.rank_exchange import (  # noqa: E402
     gather_over_ranks,
     sum_over_ranks,
 )
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 COUNT = 3
 
@@ -39,7 +39,7 @@ class Ranks:
             Exchange(rank, COUNT, addresses, torch.full((PROGRAMS,), first_number, dtype=torch.int32),
                      torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0)
             for rank in range(COUNT)
-        ]  # fmt: skip
+        ]
         for buffer in self.buffers:
             buffer[:FLAG_BYTES].view(torch.int32).fill_(first_number)
 

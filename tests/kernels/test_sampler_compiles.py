@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 KERNELS = {"_edit_kernel", "_bound_kernel", "_score_filtered_kernel", "_pick_filtered_kernel", "_weigh_kernel",
-           "_settle_kernel", "_tiles_kernel", "_count_kernel", "_report_kernel"}  # fmt: skip
+           "_settle_kernel", "_tiles_kernel", "_count_kernel", "_report_kernel"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
@@ -31,7 +31,7 @@ def test_the_compiler_takes_every_kernel(tmp_path: Path) -> None:
     compiled: dict[str, int] = json.loads(script.stdout.splitlines()[-1])
     assert set(compiled) == KERNELS
     widely = {"_edit_kernel", "_score_filtered_kernel", "_weigh_kernel", "_settle_kernel", "_tiles_kernel",
-              "_count_kernel"}  # fmt: skip
+              "_count_kernel"}
     assert all(compiled[name] > 0 for name in widely), "logits are read four at a time"
 
 

@@ -12,16 +12,16 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.formats.scaled import ScaledExperts  # noqa: E402
-from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.triton.scaled_experts import scaled_experts  # noqa: E402
-from outrider.layers.base import find_modules  # noqa: E402
-from outrider.layers.moe import Experts  # noqa: E402
-from outrider.models.base import Model  # noqa: E402
-from outrider.models.loader import load_model  # noqa: E402
-from outrider.models.sources import resolve  # noqa: E402
-from tests.engine.harness import Ask, Rig, greedy  # noqa: E402
-from tests.models import quantized_files as files  # noqa: E402
+from outrider.formats.scaled import ScaledExperts
+from outrider.kernels import ops
+from outrider.kernels.triton.scaled_experts import scaled_experts
+from outrider.layers.base import find_modules
+from outrider.layers.moe import Experts
+from outrider.models.base import Model
+from outrider.models.loader import load_model
+from outrider.models.sources import resolve
+from tests.engine.harness import Ask, Rig, greedy
+from tests.models import quantized_files as files
 
 LONG = [pytest.param(name, marks=pytest.mark.long)
         for name in ("fp8 static", "FP8_DYNAMIC", "W4A16", "W4A16_ASYM", "MXFP4", "NVFP4")]

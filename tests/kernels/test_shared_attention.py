@@ -14,11 +14,11 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import attention_splits  # noqa: E402
-from outrider.kernels.triton.attention_merge import MIN_COUNTERS, counters_for  # noqa: E402
-from outrider.kernels.triton.attention_sharing import SharedPages, find_shared  # noqa: E402
-from outrider.kernels.triton.attention_splits import MOST_SPLITS, DecodeConfig, SplitList, list_splits  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, assert_close, decode, expected, make_batch  # noqa: E402
+from outrider.kernels.triton import attention_splits
+from outrider.kernels.triton.attention_merge import MIN_COUNTERS, counters_for
+from outrider.kernels.triton.attention_sharing import SharedPages, find_shared
+from outrider.kernels.triton.attention_splits import MOST_SPLITS, DecodeConfig, SplitList, list_splits
+from tests.kernels.test_triton_attention import Batch, assert_close, decode, expected, make_batch
 
 SMALL = DecodeConfig(block_n=16, max_rows=16)
 PAGE = 16
@@ -58,7 +58,7 @@ def list_for(batch: Batch, shared: SharedPages | None) -> SplitList:
             batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim, batch.k_cache.element_size(),
             max_query=int(batch.query_starts.diff().max()), max_length=(batch.page_table.shape[1] - 1) * PAGE,
             shared=shared, config=SMALL,
-        )  # fmt: skip
+        )
 
 
 def attend(batch: Batch, splits: SplitList, **options: Any) -> torch.Tensor:
@@ -104,7 +104,7 @@ TWO_FAMILIES = [
     Sharer(200), Sharer(170, scheduled=3, live=2), Sharer(230, of=0, shared=128), Sharer(0, scheduled=0, live=0),
     Sharer(200, of=1, shared=96), Sharer(150, of=0, shared=144), Sharer(40, live=0), Sharer(129, of=0, shared=128),
     Sharer(190, of=1, shared=160, scheduled=3, live=3), Sharer(90), Sharer(64, of=0, shared=16),
-]  # fmt: skip
+]
 
 
 def test_sharers_are_packed_and_give_the_same_result(device: torch.device, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def test_a_request_shares_no_page_that_its_queries_do_not_see_whole(device: torc
     """Two requests with the same pages to their ends. The last one has the pages of the third but for the first page:
     it shares nothing, and parts the third from the others."""
     requests = [Sharer(66, scheduled=3, live=3), Sharer(66, of=0, shared=80, scheduled=3, live=3),
-                Sharer(130, of=0, shared=64), Sharer(130, of=2, shared=128)]  # fmt: skip
+                Sharer(130, of=0, shared=64), Sharer(130, of=2, shared=128)]
     batch = make_shared(device, dtype, requests, heads=2, kv_heads=2)
     batch.page_table[3, 0] = make_shared(device, dtype, [*requests[:3], Sharer(130)]).page_table[3, 0]
     batch.k_cache[batch.page_table[3, 0]] = 1.0
@@ -159,7 +159,7 @@ def test_padding_changes_no_bit(device: torch.device, dtype: torch.dtype) -> Non
         batch, q=torch.cat((batch.q, batch.q * float("nan"))), query_starts=torch.cat((batch.query_starts, tail)),
         lengths=pad(batch.lengths, (0, extra)), live=pad(batch.live, (0, extra)),
         page_table=torch.cat((batch.page_table, torch.zeros_like(batch.page_table)[:1].expand(extra, -1))),
-    )  # fmt: skip
+    )
     result = attend(padded, list_for(padded, find(padded)))
     assert torch.equal(result[: len(plain)], plain) and bool((result[len(plain) :] == 0).all())
 

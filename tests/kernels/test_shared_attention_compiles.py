@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 
 @pytest.mark.long
@@ -32,7 +32,7 @@ def compile_kernels() -> list[str]:
         shared = find_shared(table, lengths, live, 16, max_length=1024)
         splits = list_splits(lengths, live, 8, 2, 128, 2, shared=shared, **bounds)
         decode_attention(torch.zeros(count, 8, 128, dtype=torch.bfloat16), pool[:, 0], pool[:, 1], table, starts,
-                         lengths, live, scale=1.0, splits=splits, pdl=True, **bounds)  # fmt: skip
+                         lengths, live, scale=1.0, splits=splits, pdl=True, **bounds)
     return found
 
 

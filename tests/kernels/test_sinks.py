@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, ops, reference  # noqa: E402
-from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.exact_attention import exact_attention  # noqa: E402
-from outrider.kernels.triton.prefill import prefill_attention, prefill_config, query_tiles  # noqa: E402
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
-from tests.kernels.test_exact_attention import SMALL as EXACT  # noqa: E402
-from tests.kernels.test_exact_attention import SPLIT, as_tiles  # noqa: E402
-from tests.kernels.test_shared_attention import Sharer, attend, find, list_for, make_shared, members  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill  # noqa: E402
+from outrider.kernels import native, ops, reference
+from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.exact_attention import exact_attention
+from outrider.kernels.triton.prefill import prefill_attention, prefill_config, query_tiles
+from tests.kernels.compiled import compiling, found_without_interpreter
+from tests.kernels.test_exact_attention import SMALL as EXACT
+from tests.kernels.test_exact_attention import SPLIT, as_tiles
+from tests.kernels.test_shared_attention import Sharer, attend, find, list_for, make_shared, members
+from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill
 
 REQUESTS = [(70, 3, 2), (0, 0, 0), (5, 5, 5), (40, 2, 0)]
 OPTIONS = [(None, None), (23, 3.0)]
@@ -55,7 +55,7 @@ def test_kernels_of_decoding_and_prompts(device: torch.device, dtype: torch.dtyp
     batch, sinks = make_batch(device, dtype, REQUESTS, window=window), sinks_of(4, device)
     wanted, options = expected(batch, sinks, window, softcap), {"window": window, "softcap": softcap, "sinks": sinks}
     for found in (decode(batch, num_splits=1, **options), decode(batch, split_size=32, **options),
-                  listed(batch, **options), prefill(batch, **options)):  # fmt: skip
+                  listed(batch, **options), prefill(batch, **options)):
         assert_close(found, wanted)
     assert wanted[:, 3].abs().max() < 1e-30 < wanted[0, 2].abs().min(), "a sink far above all scores takes all weight"
 
@@ -72,7 +72,7 @@ def test_exact_attention_to_the_bit(device: torch.device, dtype: torch.dtype, wi
                                     softcap: float | None) -> None:
     batch, sinks = make_batch(device, dtype, REQUESTS, window=window), sinks_of(4, device)
     options: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": softcap, "config": EXACT,
-                               "split_keys": SPLIT, "sinks": sinks}  # fmt: skip
+                               "split_keys": SPLIT, "sinks": sinks}
     found = [exact_attention(*batch.args, **options, max_query=9, max_length=70, num_programs=n) for n in (1, 64)]
     lens = [scheduled for _, scheduled, _ in REQUESTS]
     found.append(exact_attention(*batch.args, **options, tiles=as_tiles(batch, lens, counted=True, config=EXACT)))

@@ -12,7 +12,7 @@ import torch
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="needs the triton package")
 
-from tests.kernels.test_triton_recurrent import Part, Twins  # noqa: E402
+from tests.kernels.test_triton_recurrent import Part, Twins
 
 MOST = 7
 
@@ -39,7 +39,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Any:
     def of(tensors: list[torch.Tensor]) -> tuple[Counter[int], Counter[int]]:
         spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
         seen = tuple(Counter(int(a) for part in parts for a in part.flatten() if any(x <= a < y for x, y in spans))
-                     for parts in (loads, stores))  # fmt: skip
+                     for parts in (loads, stores))
         loads.clear()
         stores.clear()
         return seen  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
+from tests.kernels.compiled import compiling, found_without_interpreter
 
 HIDDEN, STREAMS, RANK, HEADS, KV, DIM, INDEX_DIM, PAGE, TOKENS = 2048, 4, 320, 16, 2, 256, 128, 16, 8
 
@@ -21,7 +21,7 @@ HIDDEN, STREAMS, RANK, HEADS, KV, DIM, INDEX_DIM, PAGE, TOKENS = 2048, 4, 320, 1
 def test_the_compiler_takes_every_kernel() -> None:
     found = set(found_without_interpreter(__file__))
     assert found == {"_join_kernel", "_gates_kernel", "_mix_kernel", "_write_kernel", "_attention_kernel",
-                     "_merge_kernel", "_read_kernel"}  # fmt: skip
+                     "_merge_kernel", "_read_kernel"}
 
 
 def compile_kernels() -> list[str]:

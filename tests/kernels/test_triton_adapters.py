@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import (
-    moe,  # noqa: E402
-    ops,  # noqa: E402
+    moe,
+    ops,
 )
-from outrider.kernels.adapters import (  # noqa: E402
+from outrider.kernels.adapters import (
     ALIGNMENT,
     NO_SLOT,
     AdapterTables,

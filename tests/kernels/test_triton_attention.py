@@ -12,12 +12,12 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton import attention_splits  # noqa: E402
-from outrider.kernels.triton.attention import decode_attention  # noqa: E402
-from outrider.kernels.triton.attention_splits import (  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton import attention_splits
+from outrider.kernels.triton.attention import decode_attention
+from outrider.kernels.triton.attention_splits import (
     MOST_SPLITS,
     DecodeConfig,
     list_splits,
@@ -25,7 +25,7 @@ from outrider.kernels.triton.attention_splits import (  # noqa: E402
     plan_launch,
     split_geometry,
 )
-from outrider.kernels.triton.prefill import (  # noqa: E402
+from outrider.kernels.triton.prefill import (
     CountedTiles,
     PrefillChoice,
     PrefillConfig,
@@ -34,9 +34,9 @@ from outrider.kernels.triton.prefill import (  # noqa: E402
     prefill_attention,
     query_tiles,
 )
-from outrider.kernels.triton.windows import window_kind  # noqa: E402
-from outrider.mixers.paged.base import AttentionLayer, KeyValueCache  # noqa: E402
-from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
+from outrider.kernels.triton.windows import window_kind
+from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
+from outrider.mixers.paged.triton_backend import TritonBackend
 
 NAN = float("nan")
 SMALL = DecodeConfig(block_n=16, max_rows=16)
@@ -168,12 +168,12 @@ def listed(batch: Batch, **options: Any) -> torch.Tensor:
     """Decoding by a list of the splits that there are, short ones."""
     num_heads, head_dim = batch.q.shape[1:]
     given = {"max_query": int(batch.query_starts.diff().max()), "config": SMALL,
-             "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options  # fmt: skip
+             "max_length": (batch.page_table.shape[1] - 1) * batch.k_cache.shape[1]} | options
     by = {name: given[name] for name in ("max_query", "max_length", "window", "is_chunked", "key_starts", "config")
           if name in given}
     with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
         splits = list_splits(batch.lengths, batch.live, num_heads, batch.k_cache.shape[2], head_dim,
-                             batch.k_cache.element_size(), **by)  # fmt: skip
+                             batch.k_cache.element_size(), **by)
     return decode(batch, splits=splits, **given | {"config": None})
 
 
@@ -199,7 +199,7 @@ def test_a_list_has_each_split_once_and_the_longest_requests_first(device: torch
     with mock.patch.object(attention_splits, "least_listed_split", return_value=32):
         splits = list_splits(batch.lengths, batch.live, 4, 2, 16, 4, max_query=3, max_length=160, config=SMALL)
     wanted = [(2, s) for s in range(5)] + [(5, s) for s in range(5)] + [(4, 0), (4, 1), (4, 2), (3, 0), (3, 1), (0, 0),
-                                                                        (0, 1), (1, 0)]  # fmt: skip
+                                                                        (0, 1), (1, 0)]
     items = splits.items[: int(splits.count)].tolist()
     assert [divmod(item, MOST_SPLITS.value) for item in items] == wanted
     assert torch.equal(listed(batch), decode(batch, num_splits=5, config=ALIKE)), "who serves a split changes no bit"
@@ -213,7 +213,7 @@ def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, d
         batch, q=torch.cat((batch.q, batch.q * NAN)), query_starts=torch.cat((batch.query_starts, tail)),
         lengths=torch.nn.functional.pad(batch.lengths, (0, 70)), live=torch.nn.functional.pad(batch.live, (0, 70)),
         page_table=torch.cat((batch.page_table, torch.full_like(batch.page_table, -5)[:1].expand(70, -1))),
-    )  # fmt: skip
+    )
     result = listed(padded)
     assert torch.equal(result[: len(plain)], plain) and bool((result[len(plain) :] == 0).all())
     alone = replace(batch, q=batch.q[:1], page_table=batch.page_table[:1], query_starts=batch.query_starts[:2],
@@ -229,7 +229,7 @@ def test_how_a_list_is_cut() -> None:
         return made.num_splits, made.split_size
 
     assert [cut(n) for n in (9, 16, 32, 48, 64, 256)] == [
-        (32, 128), (32, 128), (16, 256), (8, 512), (2, 2048), (2, 2048)]  # fmt: skip
+        (32, 128), (32, 128), (16, 256), (8, 512), (2, 2048), (2, 2048)]
     assert cut(48, window=2000) == (4, 512) and cut(64, kv_heads=2, dim=512) == (8, 512)
     assert pays_split_list(9, None) and pays_split_list(64, 4096)
     assert not pays_split_list(64, 512) and not pays_split_list(8, None)
@@ -240,7 +240,7 @@ def test_kernels_are_compiled_for_requests_and_not_for_lengths() -> None:
     for requests in (1, 4, 8, 9, 16, 33, 64, 256):
         for is_listed in {False, requests > 8}:
             cuts = [plan_launch(requests, 16, 8, 128, 2, 132, max_query=1, max_length=most, window=None,
-                               is_listed=is_listed) for most in (16, 300, 4096, 131072)]  # fmt: skip
+                               is_listed=is_listed) for most in (16, 300, 4096, 131072)]
             assert len({(cut.is_split, cut.config, cut.block_m) for cut in cuts}) == 1
 
 
@@ -250,7 +250,7 @@ def _geometry_kernel(lengths, out, window, split_size, coarse_size, num_splits, 
     length = tl.load(lengths + at)
     first_key = length * 0  # of the lengths' shape, as the compiler needs: the base takes its shape from it
     base, size, active = split_geometry(length, 1, window, first_key, split_size, coarse_size, num_splits, 16,
-                                        WINDOW_KIND)  # fmt: skip
+                                        WINDOW_KIND)
     tl.store(out + at, base)
     tl.store(out + 128 + at, size)
     tl.store(out + 256 + at, active)
@@ -274,7 +274,7 @@ def test_splits_with_many_rows_are_long(device: torch.device) -> None:
     """Each leaves the sums of all its rows. A long request among short ones still has many splits."""
     def least(queries: int, heads: int, dim: int) -> int:
         return plan_launch(16, heads, 2, dim, 2, 132, max_query=queries, max_length=131072, window=None,
-                           is_listed=True).split_size  # fmt: skip
+                           is_listed=True).split_size
 
     assert [least(queries, 32, 128) for queries in (1, 2, 4)] == [512, 1024, 1024]
     assert [least(queries, 8, 128) for queries in (1, 3, 4)] == [128, 128, 512]
@@ -332,7 +332,7 @@ def test_any_number_of_splits_agrees(device: torch.device, dtype: torch.dtype) -
 def test_short_splits_grow_where_there_are_many(device: torch.device, dtype: torch.dtype, window: int | None) -> None:
     """Splits of one tile, of several, and one; values fetched with their keys."""
     batch = make_batch(device, dtype, [(10, 1, 1), (75, 2, 2), (300, 2, 1), (460, 2, 2)], heads=2, kv_heads=1,
-                       window=window)  # fmt: skip
+                       window=window)
     config = replace(SMALL, min_split=16, early_values=True)
     wanted = expected(batch, window)
     assert_close(decode(batch, config=config, window=window), wanted)

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.groups import (
-    LayerCache,  # noqa: E402
-    plan_groups,  # noqa: E402
+    LayerCache,
+    plan_groups,
 )
-from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
-from outrider.core import Axis, Limits  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.drafters.base import Step  # noqa: E402
-from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows  # noqa: E402
-from outrider.drafters.draw import draw_drafts  # noqa: E402
-from outrider.kernels import ops, triton  # noqa: E402
-from outrider.kernels.drafting import (  # noqa: E402
+from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.core import Axis, Limits
+from outrider.core.params import SamplingParams
+from outrider.drafters.base import Step
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
+from outrider.drafters.draw import draw_drafts
+from outrider.kernels import ops, triton
+from outrider.kernels.drafting import (
     AdmittedRows,
     CommittedRequests,
     DrafterCacheState,
@@ -38,13 +38,13 @@ from outrider.kernels.drafting import (  # noqa: E402
     DraftPass,
     DraftPasses,
 )
-from outrider.kernels.triton import draft as kernels  # noqa: E402
-from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound  # noqa: E402
-from outrider.mixers.paged.triton_backend import TritonBackend  # noqa: E402
-from tests.drafters.checkpoints import make_drafter  # noqa: E402
-from tests.drafters.rig import DraftRig  # noqa: E402
-from tests.drafters.trained import trained_asks, trained_rig  # noqa: E402
-from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
+from outrider.kernels.triton import draft as kernels
+from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound
+from outrider.mixers.paged.triton_backend import TritonBackend
+from tests.drafters.checkpoints import make_drafter
+from tests.drafters.rig import DraftRig
+from tests.drafters.trained import trained_asks, trained_rig
+from tests.engine.harness import Ask, greedy, prompt_of, tiny_model, tokens_of
 
 MAX_LEN = 80
 LIMITS = Limits(max_requests=8, max_batched_tokens=64, max_len=MAX_LEN, max_drafts=7, vocab_size=50)
@@ -122,13 +122,13 @@ def make_step(members: list[Member], spare: tuple[int, int], most: int, seed: in
         query_starts_int32=ints(starts).int(), lengths_int32=(before + computed).int(), live_int32=computed.int(),
         token_ids=some(50, count), positions=some(max_len, count), request_of=ints(request_of),
         page_tables=tuple(tables), token_slots=tuple(some(99, count) for _ in GROUPS),
-    )  # fmt: skip
+    )
     goes_on = torch.tensor([m.goes_on for m in members] + [False] * spare[0], device=device)
     temperature = some(3, num_rows).float()
     sampling: Any = SimpleNamespace(seed=some(2**62, num_rows), sample_index=some(9, num_rows), temperature=temperature)
     nothing: Any = None
     step = Step(ForwardBatch(view, view), nothing, nothing, before, computed, goes_on, tokens, known, sampling, False,
-                most, nothing)  # fmt: skip
+                most, nothing)
     page_valid = some(2, len(pages) + 1, 5).bool()[:, 3]  # a part of each page, with other bytes between
     own = DrafterCacheState(PAGE_TOKENS, seed % len(GROUPS), seed % 2, max_len, valid_from, filled, page_valid)
     return step, own
@@ -207,7 +207,7 @@ def test_the_steps_reach_every_case(device: torch.device) -> None:
         Member(75, 4, 4, 0, True, 0, 2),  # room for none
         Member(3, 4, 0, 1, False, 2, 2),  # computed nothing
         Member(30, 8, 8, 2, False, 0, 31),  # a chunk of a prompt
-    ]  # fmt: skip
+    ]
     step, own = make_step(members, (2, 3), 5, 7, device)
     made, rows = assert_as_torch(step, own), step.batch.padded.rows
     counts = made.keys.counts.tolist()
@@ -251,7 +251,7 @@ def test_views_of_passes_have_int32_copies_of_their_own(device: torch.device) ->
     second = batches.further(step, passes, 1, passes.keys.last)
     for view in (first, second, read):
         pairs = [(view.lengths, view.lengths_int32), (view.live, view.live_int32),
-                 (view.query_starts, view.query_starts_int32)]  # fmt: skip
+                 (view.query_starts, view.query_starts_int32)]
         if isinstance(view.visible, KeysFrom):
             pairs.append((view.visible.starts, view.visible.starts_int32))
         for wide, narrow in pairs:
@@ -290,7 +290,7 @@ def test_first_slots_equal_the_torch_code(device: torch.device, seed: int, count
 
 
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "overlap": True,
-                            "pad_requests": (4,), "pad_tokens": (6, 24)}  # fmt: skip
+                            "pad_requests": (4,), "pad_tokens": (6, 24)}
 
 
 @pytest.mark.parametrize(("kind", "family"), [("eagle3", "gemma3"), ("eagle", "llama"), ("draft_model", "gemma3")])
@@ -300,7 +300,7 @@ def test_an_engine_proposes_the_same_with_kernels(kind: str, family: str, tmp_pa
         pytest.skip("the engine under test runs on the CPU")
     drafter, shared = make_drafter(kind, family, tmp_path), prompt_of(0, 32)
     asks = [Ask([*shared, *prompt_of(1, 9)], greedy(9)), Ask(prompt_of(2, 55), greedy(None)),
-            Ask([*shared, *prompt_of(3, 2)], SamplingParams(temperature=1.0, seed=3, max_tokens=8))]  # fmt: skip
+            Ask([*shared, *prompt_of(3, 2)], SamplingParams(temperature=1.0, seed=3, max_tokens=8))]
     found = []
     for kernel_kind in KINDS:
         with using(kernel_kind), DraftRig(tiny_model(family), speculative_config=drafter.speculative(3),
@@ -354,7 +354,7 @@ def test_float32_drafts_are_the_same_with_kernels(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("gained", "scale", "hidden_first"), [(False, None, False), (False, 7.5, False),
-                                                               (True, None, True), (True, 7.5, False)])  # fmt: skip
+                                                               (True, None, True), (True, 7.5, False)])
 def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: torch.dtype, gained: bool,
                                                   scale: float | None, hidden_first: bool) -> None:
     """With strided hidden states and a width that is no power of two."""
@@ -396,13 +396,13 @@ def test_wrappers_of_heads_name_what_is_wrong(device: torch.device) -> None:
         ("tokens", (tokens.int(), wide, wide), {}), ("table", (tokens, wide[:, :4], wide), {}),
         ("table", (tokens, wide.to(torch.bfloat16), wide), {}), ("hidden", (tokens, wide, wide.double()), {}),
         ("gains", (tokens, wide, wide), {"gains": (wide[0], wide[0, :4])}),
-    ]  # fmt: skip
+    ]
     for argument, tensors, options in cases:
         with pytest.raises(ValueError, match=f"join_embedding: {argument} "):
             triton.join_embedding(*tensors, **options)
     for argument, first, second, index in (
         ("first", wide.t(), wide, tokens), ("second", wide, wide[:1], tokens), ("index", wide, wide, tokens.int())
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=f"take_rows: {argument} "):
             triton.take_rows(first, second, index)
 
@@ -421,7 +421,7 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
         ("tables", (requests, rows, tuple(table[:, :1] for table in tables), own), 2),
         ("max_len", (requests, rows, tables, replace(own, max_len=MAX_LEN + 1)), 2),
         ("num_wanted", (requests, rows, tables, own), 0),
-    ]  # fmt: skip
+    ]
     for argument, tensors, num_wanted in cases:
         with pytest.raises(ValueError, match=f"plan_draft_passes: {argument} "):
             kernels.plan_draft_passes(*tensors, num_wanted=num_wanted)

@@ -15,22 +15,22 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.cache.kinds import RecurrentKind  # noqa: E402
-from outrider.kernels import recurrent  # noqa: E402
-from outrider.kernels.recurrent import CheckpointTargets, ScanTarget  # noqa: E402
-from outrider.kernels.triton import gated_delta  # noqa: E402
-from outrider.kernels.triton.gated_delta import delta_steps  # noqa: E402
-from outrider.kernels.triton.recurrent_step import (  # noqa: E402
+from outrider.cache.kinds import RecurrentKind
+from outrider.kernels import recurrent
+from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
+from outrider.kernels.triton import gated_delta
+from outrider.kernels.triton.gated_delta import delta_steps
+from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
     StepInputs,
     StepTensors,
 )
-from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
-from outrider.layers.kda import KDAMixer, KDANames, KDAShape  # noqa: E402
-from outrider.mixers.recurrent.base import LayerRows, StepCounts  # noqa: E402
-from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages  # noqa: E402
-from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
+from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape
+from outrider.mixers.recurrent.base import LayerRows, StepCounts
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 NAN = float("nan")
 SHAPE = GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=7, value_dim=11, conv_width=4)

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent  # noqa: E402
-from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
-from outrider.kernels.triton import index_prefill  # noqa: E402
+from outrider.kernels import latent
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
+from outrider.kernels.triton import index_prefill
 
 TOP_K = 7
 
@@ -21,7 +21,7 @@ TOP_K = 7
 def make_contexts(device: torch.device, columns: int) -> TokenContexts:
     """Token rows that see nothing, a few positions, and more than can be chosen, up to all of them."""
     ranges = [(0, 0), (5, 3), (0, 4), (2, 9), (3, 11), (0, 16), (17, 33), (1, 30), (0, 64), (15, 79), (40, 127),
-              (0, 128)]  # fmt: skip
+              (0, 128)]
     first, stop = (torch.tensor(numbers, device=device) for numbers in zip(*ranges, strict=True))
     table = torch.zeros(1, columns, dtype=torch.int32, device=device)
     return TokenContexts(table, torch.zeros_like(first), first, stop)
@@ -73,11 +73,11 @@ def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest
     contexts = contexts._replace(page_table=table)
     generator = torch.Generator().manual_seed(6)
     q, weights, keys = (torch.randn(*shape, generator=generator).to(device)
-                        for shape in ((len(contexts.first), 4, 6), (len(contexts.first), 4), (9, 16, 6)))  # fmt: skip
+                        for shape in ((len(contexts.first), 4, 6), (len(contexts.first), 4), (9, 16, 6)))
     made: list[int] = []
 
     def write_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
-                     scores: torch.Tensor) -> None:  # fmt: skip
+                     scores: torch.Tensor) -> None:
         made.append(scores.numel())
         pages = contexts.page_table[contexts.request_of].long()
         scores[: len(q)] = latent._index_scores(q, weights, keys, pages, None)

@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent, latent_inputs  # noqa: E402
-from outrider.kernels.latent import NOT_CHOSEN, TokenContexts  # noqa: E402
-from outrider.kernels.latent_inputs import IndexInputs, RopeRows  # noqa: E402
-from outrider.kernels.triton import enter_latents, index_choice, latent_attention, latent_values  # noqa: E402
-from outrider.kernels.triton import head_products as products_kernel  # noqa: E402
+from outrider.kernels import latent, latent_inputs
+from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
+from outrider.kernels.latent_inputs import IndexInputs, RopeRows
+from outrider.kernels.triton import enter_latents, index_choice, latent_attention, latent_values
+from outrider.kernels.triton import head_products as products_kernel
 from outrider.kernels.triton import latent_inputs as inputs_kernel
-from outrider.kernels.triton.index_scores import ScoreConfig  # noqa: E402
-from outrider.kernels.triton.latent_attention import LatentConfig  # noqa: E402
-from tests.kernels.conftest import HAS_CARD  # noqa: E402
+from outrider.kernels.triton.index_scores import ScoreConfig
+from outrider.kernels.triton.latent_attention import LatentConfig
+from tests.kernels.conftest import HAS_CARD
 
 PAGE = 4
 FIRST = (True, False)  # how a rope finds the dimensions that rotate: pairs, and the first of an index key
@@ -287,7 +287,7 @@ def test_scores_stay_within_the_budget(device: torch.device, monkeypatch: pytest
 @pytest.mark.parametrize(("q_size", "has_index", "in_pairs", "scaled", "form"), [
     (7, True, False, False, (True, False)), (5, True, True, False, (False, True)), (0, False, False, False, FIRST),
     (6, False, False, False, (False, False)), (7, True, False, True, FIRST), (7, True, False, True, (False, True)),
-])  # fmt: skip
+])
 def test_latents_are_written(device: torch.device, dtype: torch.dtype, q_size: int, has_index: bool, in_pairs: bool,
                              scaled: bool, form: tuple[bool, bool]) -> None:
     tokens, latent_dim, rot, dim, heads = 9, 12, 4, 10, 5
@@ -331,7 +331,7 @@ def test_a_rope_finds_the_dimensions_that_rotate(device: torch.device) -> None:
     rope = RopeRows(torch.zeros(1, dtype=torch.int64, device=device), torch.cat((angles.cos(), angles.sin()), dim=1))
     x = torch.arange(6.0, device=device)[None, None]
     forms = [(True, False, (0, 2), (1, 3), (4, 5)), (False, False, (0, 1), (2, 3), (4, 5)),
-             (True, True, (2, 4), (3, 5), (0, 1)), (False, True, (2, 3), (4, 5), (0, 1))]  # fmt: skip
+             (True, True, (2, 4), (3, 5), (0, 1)), (False, True, (2, 3), (4, 5), (0, 1))]
     for in_pairs, at_end, low, high, rest in forms:
         turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(x[0, :, [*low]], x[0, :, [*high]])
         wanted = torch.cat((turned.real, turned.imag, x[0, :, [*rest]]), dim=1)
@@ -353,7 +353,7 @@ def test_queries_are_rotated(device: torch.device, dtype: torch.dtype, index_hea
         return [q] if index_q is None else [q, index_q]
 
     for ours, theirs in zip(run(inputs_kernel.rotate_queries, pdl=False), run(latent_inputs.rotate_queries),
-                            strict=True):  # fmt: skip
+                            strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
 
 
@@ -386,9 +386,9 @@ def test_products_of_heads(device: torch.device, dtype: torch.dtype, tokens: int
     wide = torch.full((tokens, 3, 24), torch.nan, device=device, dtype=dtype)
     products_kernel.head_products(q, stored[:, :6].transpose(1, 2), wide[..., :20], pdl=False)
     torch.testing.assert_close(wide[..., :20], torch.einsum("thn,hnl->thl", q, stored[:, :6]),
-                               atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])  # fmt: skip
+                               atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert wide[..., 20:].isnan().all()
     out = torch.empty(tokens, 3, 5, device=device, dtype=dtype)
     products_kernel.head_products(wide[..., :20], stored[:, 6:], out, pdl=False)
     torch.testing.assert_close(out, torch.einsum("thl,hvl->thv", wide[..., :20], stored[:, 6:]),
-                               atol=5 * TOLERANCE[dtype], rtol=5 * TOLERANCE[dtype])  # fmt: skip
+                               atol=5 * TOLERANCE[dtype], rtol=5 * TOLERANCE[dtype])

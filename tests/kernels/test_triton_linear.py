@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton.matvec import matvec, matvec_config  # noqa: E402
-from outrider.kernels.triton.split_linear import split_linear  # noqa: E402
-from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton.matvec import matvec, matvec_config
+from outrider.kernels.triton.split_linear import split_linear
+from outrider.kernels.triton.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear
 
 SMALL = ThinConfig(16, 64, 4, 2)
 FEW_COLUMNS = ThinConfig(2, 64, 2, 1)
@@ -104,7 +104,7 @@ def test_matvec_with_its_activation(num_rows: int, activation: str, device: torc
     wanted = {"silu": reference.silu_mul, "gelu_pytorch_tanh": reference.gelu_tanh_mul, "relu2": reference.relu2}
     actual = matvec(x, weight, activation=activation, config=FEW_COLUMNS)
     torch.testing.assert_close(actual, wanted[activation](product), atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
-                               rtol=5e-2 if dtype == torch.bfloat16 else 1e-4)  # fmt: skip
+                               rtol=5e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_configs_cover_the_outputs() -> None:

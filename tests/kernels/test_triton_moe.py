@@ -12,8 +12,8 @@ from outrider.kernels.moe import RouteRule, limited_silu
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import moe, router, shared_expert  # noqa: E402
-from outrider.kernels.triton.launch import collecting  # noqa: E402
+from outrider.kernels.triton import moe, router, shared_expert
+from outrider.kernels.triton.launch import collecting
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2", limited_silu(0.3)]
@@ -79,7 +79,7 @@ def test_what_is_added_comes_last(device: torch.device, dtype: torch.dtype, meth
     case = Case(device, dtype, 7)
     added = draw(device, dtype, 7, 34, seed=9)
     found = moe.experts(case.x, case.ids, case.weights, case.gate_up, case.down, case.activation, added, method=method,
-                        up_config=SMALL, down_config=SMALL)  # fmt: skip
+                        up_config=SMALL, down_config=SMALL)
     assert torch.equal(found, case.run(method) + added)
 
 
@@ -129,7 +129,7 @@ def test_a_shared_expert_beside_the_chosen_ones(device: torch.device, dtype: tor
     case = Case(device, dtype, num_tokens, activation=activation)
     given = (case.x, case.ids, case.weights, case.gate_up, case.down, activation)
     shared = tuple(torch.empty_strided(own.shape, own.stride(), dtype=dtype, device=device).copy_(own * 0.5)
-                   for own in (case.gate_up[1], case.down[2]))  # fmt: skip
+                   for own in (case.gate_up[1], case.down[2]))
     assert shared_expert.takes_shared(*given, *shared)
     assert not shared_expert.takes_shared(*given, shared[0][1:], shared[1])
     found = shared_expert.experts_with_shared(*given, *shared, pdl=False)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, reference  # noqa: E402
-from outrider.kernels.triton import ngram  # noqa: E402
+from outrider.kernels import native, reference
+from outrider.kernels.triton import ngram
 
 FAR = 1 << 40  # in cells that nobody knows
 

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import cache_write, rope_cache_write  # noqa: E402
-from tests.kernels.test_triton_attention import Batch, decode, make_batch, prefill  # noqa: E402
+from outrider.kernels.triton import cache_write, rope_cache_write
+from tests.kernels.test_triton_attention import Batch, decode, make_batch, prefill
 
 NAN, INF = float("nan"), float("inf")
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 3, 20, 16

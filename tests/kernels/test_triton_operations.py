@@ -14,13 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.drafters import draw as draft_draw  # noqa: E402
-from outrider.drafters import synthetic  # noqa: E402
-from outrider.kernels import native, ops, reference, vendor_products  # noqa: E402
-from outrider.kernels.native.products import NATIVE_MAX_ROWS  # noqa: E402
-from outrider.kernels.ops import Kernel  # noqa: E402
-from outrider.sample import draw as sampler_draw  # noqa: E402
-from outrider.sample import sampler  # noqa: E402
+from outrider.drafters import draw as draft_draw
+from outrider.drafters import synthetic
+from outrider.kernels import native, ops, reference, vendor_products
+from outrider.kernels.native.products import NATIVE_MAX_ROWS
+from outrider.kernels.ops import Kernel
+from outrider.sample import draw as sampler_draw
+from outrider.sample import sampler
 
 HERE = Path(__file__).parent
 OURS = (ops, sampler_draw, sampler, draft_draw, synthetic)  # modules that declare rows
@@ -132,10 +132,10 @@ COMPARED = {
     ("read_streams", "triton"): ["test_triton_hyper_streams::test_the_kernels_are_the_twins"],
     ("write_streams", "triton"): ["test_triton_hyper_streams::test_the_kernels_are_the_twins"],
     ("draw_drafts", "triton"): ["test_triton_draft::test_float32_drafts_are_the_same_with_kernels"],
-}  # fmt: skip
+}
 
 ROWS = {name: operation for name, operation in ops.operations().items()
-        if any(value is operation for module in OURS for value in vars(module).values())}  # fmt: skip
+        if any(value is operation for module in OURS for value in vars(module).values())}
 KERNELS = [(name, kernel) for name, operation in ROWS.items() for kernel in operation.kernels]
 
 

@@ -10,17 +10,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent, latent_inputs  # noqa: E402
-from outrider.kernels import pooled_keys as twins  # noqa: E402
-from outrider.kernels.latent import TokenContexts  # noqa: E402
-from outrider.kernels.latent_inputs import RopeRows  # noqa: E402
-from outrider.kernels.pooled_keys import PoolCells, PoolWeights  # noqa: E402
-from outrider.kernels.stretches import Stretches  # noqa: E402
-from outrider.kernels.triton import index_choice, latent_attention  # noqa: E402
-from outrider.kernels.triton import latent_inputs as inputs_kernel  # noqa: E402
-from outrider.kernels.triton import pooled_keys as kernels  # noqa: E402
-from tests.kernels.compiled import compiling, found_without_interpreter  # noqa: E402
-from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread  # noqa: E402
+from outrider.kernels import latent, latent_inputs
+from outrider.kernels import pooled_keys as twins
+from outrider.kernels.latent import TokenContexts
+from outrider.kernels.latent_inputs import RopeRows
+from outrider.kernels.pooled_keys import PoolCells, PoolWeights
+from outrider.kernels.stretches import Stretches
+from outrider.kernels.triton import index_choice, latent_attention
+from outrider.kernels.triton import latent_inputs as inputs_kernel
+from outrider.kernels.triton import pooled_keys as kernels
+from tests.kernels.compiled import compiling, found_without_interpreter
+from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread
 
 # (token rows, first visible position, length) of each request; pages have 4 tokens
 LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2), (1, 1, 3)]
@@ -66,10 +66,10 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
     table = torch.tensor([[5, 2, 7, 1, 3, 6, 4]], dtype=torch.int32, device=device)
     wide = {"device": device, "dtype": torch.float32}
     weights = PoolWeights(spread(dim, seed=1, **wide), spread(dim, seed=2, **wide), spread(4, dim, seed=3, **wide),
-                          1e-6, 0.25)  # fmt: skip
+                          1e-6, 0.25)
     packed = spread(length, 2 * dim + heads + 5, device=device, dtype=dtype)[:, : 2 * dim + heads]
     caches = [[torch.full((8, page, dim + 3), torch.nan, device=device, dtype=dtype)[..., :dim] for _ in range(2)]
-              for _ in range(2)]  # fmt: skip
+              for _ in range(2)]
     near = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
 
     def write(begin: int, rows: torch.Tensor, num_dead: int = 0) -> None:
@@ -108,7 +108,7 @@ def test_latents_without_a_rotating_part(device: torch.device, dtype: torch.dtyp
     """Whole contexts, the write of latents, and queries of heads and indexer, all with a rope of no dimensions."""
     contexts = make_contexts(device, LENS, columns=8)
     count, rope = len(contexts.first), RopeRows(torch.zeros(len(contexts.first), dtype=torch.int64, device=device),
-                                                torch.zeros(1, 0, device=device))  # fmt: skip
+                                                torch.zeros(1, 0, device=device))
     cache, q = make_cache(contexts, 20, dtype), spread(count, 3, 20, device=device, dtype=dtype)
     near = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(latent_attention.dense_latent_attention(q, cache, contexts, 32, 0.3, 20, pdl=False),
@@ -126,7 +126,7 @@ def test_latents_without_a_rotating_part(device: torch.device, dtype: torch.dtyp
     given, made = spread(count, 3 * 8 + 4 * 6, device=device, dtype=dtype), []
     for rotate in (latent_inputs.rotate_queries, inputs_kernel.rotate_queries):
         into, index_q = (torch.full((count, heads, size), 9.0, device=device, dtype=dtype)
-                         for heads, size in ((3, 20), (4, 6)))  # fmt: skip
+                         for heads, size in ((3, 20), (4, 6)))
         rotate(given, rope, into, 8, index_q, True)
         assert (into == 9.0).all(), "nothing of the heads rotates"
         made.append(index_q)
@@ -145,7 +145,7 @@ def test_the_compiler_takes_every_kernel() -> None:
     """At sizes of GLM-5.3-Flash, for an H200 that is not there."""
     found = set(found_without_interpreter(__file__))
     assert found == {"_write_pooled_kernel", "_list_kernel", "_latent_attention_kernel", "_merge_kernel",
-                     "_write_latents_kernel", "_rotate_queries_kernel", "_gated_kernel"}  # fmt: skip
+                     "_write_latents_kernel", "_rotate_queries_kernel", "_gated_kernel"}
 
 
 def compile_kernels() -> list[str]:

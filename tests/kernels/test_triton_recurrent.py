@@ -14,21 +14,21 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.cache.groups import LayerCache, plan_groups  # noqa: E402
-from outrider.cache.kinds import FullSpec  # noqa: E402
-from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch  # noqa: E402
-from outrider.kernels.triton import mamba2, recurrent_inputs  # noqa: E402
-from outrider.kernels.triton.mamba2_scan import LongRuns  # noqa: E402
-from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape  # noqa: E402
-from outrider.layers.kda import KDAMixer, KDANames, KDAShape  # noqa: E402
-from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape  # noqa: E402
-from outrider.layers.short_conv import ShortConvMixer  # noqa: E402
-from outrider.mixers.pool import DevicePool  # noqa: E402
-from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts  # noqa: E402
-from outrider.mixers.recurrent.rows import RecurrentRows  # noqa: E402
-from outrider.mixers.recurrent.torch_backend import TorchRecurrent  # noqa: E402
-from outrider.mixers.recurrent.triton_backend import TritonRecurrent  # noqa: E402
-from tests.unit.made_requests import made_admission  # noqa: E402
+from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.kinds import FullSpec
+from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch
+from outrider.kernels.triton import mamba2, recurrent_inputs
+from outrider.kernels.triton.mamba2_scan import LongRuns
+from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
+from outrider.layers.kda import KDAMixer, KDANames, KDAShape
+from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
+from outrider.layers.short_conv import ShortConvMixer
+from outrider.mixers.pool import DevicePool
+from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts
+from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent
+from outrider.mixers.recurrent.triton_backend import TritonRecurrent
+from tests.unit.made_requests import made_admission
 
 WINDOW, PAGE, MAX_LEN = 3, 16, 512
 Y_NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -187,12 +187,12 @@ class Twins:
             [*rows, *[NULL_ROW] * padded[0]], [*(p.life.computed for p in parts), *extra],
             [*(0 if p.is_dead else p.known for p in parts), *extra],
             [*(0 if p.is_dead else p.drafts for p in parts), *extra],
-        ], device=self.device)  # fmt: skip
+        ], device=self.device)
         counts = StepCounts(
             ints[0], torch.tensor(starts, device=self.device), torch.tensor(request_of, device=self.device), *ints[1:],
             ints[1], tuple(lens), (*known, *extra), max(drafts), self.limits.max_drafts,
             self.both[0].targets(scheduled, len(lens)),
-        )  # fmt: skip
+        )
         return counts, len(request_of)
 
 
@@ -243,7 +243,7 @@ def test_prompts(device: torch.device, dtype: torch.dtype, known: int, exact: bo
     long, short, one = twins.admit(1), twins.admit(3), twins.admit(4, computed=PAGE - 1)
     assert twins.step([Part(long, known, 2, 2), Part(short, 4), Part(one, 1, 2, 2)],
                       [twins.target(one, PAGE), *(twins.target(long, b) for b in (PAGE, 2 * PAGE))]) == [
-        True, known > PAGE, known > 2 * PAGE]  # fmt: skip
+        True, known > PAGE, known > 2 * PAGE]
     twins.step([Part(one, 7), Part(short, 5), Part(long, 5, 1, 1)], padded=(1, 3))
 
 
@@ -283,7 +283,7 @@ def test_a_token_that_is_not_finite_in_a_chunk(device: torch.device, bad_at: int
     (0, slice(0, 12)), (0, slice(12, 22)), (0, slice(22, 32)), (0, slice(32, None)),  # x, B, C, dt
     (1, slice(0, 4)), (1, slice(4, 8)), (1, slice(8, 20)), (1, slice(20, 22)), (1, slice(22, None)),  # q, k, v, g, beta
     (2, slice(0, 10)), (2, slice(10, 20)), (2, slice(20, 30)), (2, slice(30, 40)), (2, slice(40, None)),
-])  # fmt: skip
+])
 def test_each_input_of_a_chunk_that_is_not_finite(device: torch.device, layer: int, columns: slice) -> None:
     twins = Twins(torch.float32, device, layers=(layer,))
     twins.step([Part(twins.admit(1), 7)], bad=(3, columns))

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import reference  # noqa: E402
-from outrider.kernels.triton import (  # noqa: E402
+from outrider.kernels import reference
+from outrider.kernels.triton import (
     add_rms_norm,
     cache_write,
     gelu_tanh_mul,

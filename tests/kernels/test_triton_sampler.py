@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-import triton as compiler  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton as compiler
+import triton.language as tl
 
-from outrider.core import Limits  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.core.structured import StructuredOutputsParams  # noqa: E402
-from outrider.kernels import ops, reference  # noqa: E402
-from outrider.kernels.sampling_keys import CountTable  # noqa: E402
-from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, sampling, token_counts  # noqa: E402
-from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler  # noqa: E402
-from outrider.sample.draw import choose_scaled, draw_tokens  # noqa: E402
-from outrider.sample.filters import keep_likely, probability_mass, scale  # noqa: E402
-from tests.unit.test_sample_reference import Batch, Case, cases, make_batch  # noqa: E402
+from outrider.core import Limits
+from outrider.core.params import SamplingParams
+from outrider.core.structured import StructuredOutputsParams
+from outrider.kernels import ops, reference
+from outrider.kernels.sampling_keys import CountTable
+from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, sampling, token_counts
+from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler
+from outrider.sample.draw import choose_scaled, draw_tokens
+from outrider.sample.filters import keep_likely, probability_mass, scale
+from tests.unit.test_sample_reference import Batch, Case, cases, make_batch
 
 VOCAB = 1500  # two tiles, the second one not full
 LIMITS = Limits(max_requests=10, max_batched_tokens=64, max_len=24, max_drafts=4, vocab_size=VOCAB, max_stop_ids=5)
@@ -36,13 +36,13 @@ LOUD = SamplingParams(
     repetition_penalty=1.3, logit_bias={t: 0.01 * (t % 300) for t in range(3, VOCAB, 7)}, max_tokens=None,
     allowed_token_ids=list(range(0, VOCAB, 2)), stop_token_ids=[2, 1400], logprobs=4,
     bad_words_token_ids=((4,), (1, 6), (3, 1, 8), (1, 3, 10), *((t, t + 2) for t in range(0, 400, 2))),
-)  # fmt: skip
+)
 ALONE: list[dict[str, Any]] = [
     {"top_k": 40}, {"top_k": 1}, {"top_p": 0.9}, {"top_p": 0.01}, {"top_k": 300, "top_p": 0.7}, {"min_p": 0.02},
     {"min_p": 0.1, "top_k": 1200, "top_p": 0.95}, {"frequency_penalty": 0.7}, {"presence_penalty": -1.0},
     {"repetition_penalty": 1.7}, {"logit_bias": {5: 8.0, 1499: 7.5}}, {"allowed_token_ids": [3, 1030, 1499]},
     {"bad_words_token_ids": ((7,), (1, 2, 1400))}, {"min_tokens": 3, "stop_token_ids": [0, 1024]}, {"logprobs": 3},
-]  # fmt: skip
+]
 
 
 def sampled_by(kind: str, batch: Batch, **options: Any) -> Sampled:
@@ -80,7 +80,7 @@ def some_cases(every: list[dict[str, Any]], heat: float = 1.0, spread: float = 3
             eos_ids=(7,),
         )
         for i, fields in enumerate(every)
-    ]  # fmt: skip
+    ]
 
 
 @given(cases(np.float32, max_size=4), st.sampled_from(MODES))
@@ -148,11 +148,11 @@ SHAPES = {
 }
 FILTERS = [{"top_k": 1}, {"top_k": 2, "top_p": 0.9}, {"top_k": 7, "top_p": 0.3}, {"top_k": 900, "top_p": 0.97},
            {"top_k": VOCAB}, {"top_p": 0.5}, {"top_p": 0.999, "min_p": 1e-3}, {"top_p": 1e-9},
-           {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]  # fmt: skip
+           {"top_k": 60, "min_p": 0.5}, {"min_p": 0.01}]
 
 
 CANDIDATES = [{"top_k": 3}, {"top_k": 20}, {"top_k": 7, "top_p": 0.3}, {"top_k": 24, "top_p": 0.97},
-              {"top_k": 10, "min_p": 0.5}, {"top_k": 15, "top_p": 1e-9}]  # fmt: skip
+              {"top_k": 10, "min_p": 0.5}, {"top_k": 15, "top_p": 1e-9}]
 SMALL_ROOMS = [("ties", 16), ("equal", 16)]  # equal logits are candidates together
 
 
@@ -167,7 +167,7 @@ def test_filters_keep_what_a_sort_keeps(
 
 @pytest.mark.parametrize(("shape", "room", "many_rows"), [
     ("flat", 8192, 16), ("ties", 8192, 1), ("very narrow", 8192, 1), ("flat", 16, 16),
-])  # fmt: skip
+])
 def test_candidates_of_many_tiles(device: torch.device, shape: str, room: int, many_rows: int,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles and groups: a k that is at most the number of groups bounds the candidates. Among many rows a kernel
@@ -190,7 +190,7 @@ def assert_sorted_alike(
         Case(SamplingParams(temperature=[1.0, 0.31, 4.0][i % 3], logprobs=0, **fields), (1,), 1, (),
              SHAPES[shape](random).astype(np.float32), seed=i)
         for i, fields in enumerate(filters)
-    ]  # fmt: skip
+    ]
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     rows, row = batch.rows, batch.logit_rows.row
     made: list[filtered_draw.Drawn] = []
@@ -225,7 +225,7 @@ def test_rows_at_the_limit_are_weighed_exactly(device: torch.device, monkeypatch
     mass = probability_mass(torch.from_numpy(logits))[0]
     limit = float(mass[::2].sum() / mass.sum())
     drawn = [Case(SamplingParams(top_p=limit + sign * 1.5e-7), (1,), 1, (), logits, seed=i)
-             for i in range(4) for sign in (-1, 1)]  # fmt: skip
+             for i in range(4) for sign in (-1, 1)]
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     wanted = sampled_by("reference", batch)
     assert {int(token) % 2 for token in wanted.tokens[::2]} == {0}, "the less likely half is left out by one of two"
@@ -244,7 +244,7 @@ def _mass_kernel(scaled, out, SIZE: tl.constexpr):
 def test_masses_are_those_of_the_torch_code(device: torch.device) -> None:
     random = np.random.default_rng(0)
     values = np.concatenate([-random.exponential(6, 8000), -random.exponential(1e-3, 180), [0.0, -0.0, -np.inf, -1e-40,
-                             -27.7, -27.8, -44.0, -1e30, -0.5, -1.0, -2.0, -64.0]]).astype(np.float32)  # fmt: skip
+                             -27.7, -27.8, -44.0, -1e30, -0.5, -1.0, -2.0, -64.0]]).astype(np.float32)
     scaled = torch.from_numpy(values).to(device)
     out = torch.empty(8192, dtype=torch.int64, device=device)
     _mass_kernel[(8,)](scaled, out, SIZE=1024, enable_fp_fusion=False)
@@ -278,7 +278,7 @@ def test_order_rows_and_chunks_do_not_matter(device: torch.device) -> None:
     drawn = some_cases(every)
     together = sampled_by("triton", make_batch(drawn, device=str(device), limits=LIMITS), logprobs="processed")
     back = sampled_by("triton", make_batch(drawn[::-1], 1, str(device), LIMITS), logprobs="processed",
-                      chunk_elements=3 * VOCAB)  # fmt: skip
+                      chunk_elements=3 * VOCAB)
     sizes = [len(case.logits) for case in drawn]
     parts, reverse = together.tokens.split(sizes), back.tokens.split(sizes[::-1])[::-1]
     assert [p.tolist() for p in parts] == [p.tolist() for p in reverse]
@@ -380,7 +380,7 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     rows: SamplingRows = batch.rows
     spans, row = sampling.plan_spans(batch.logits), batch.logit_rows.row
     good = filtered_draw.FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
-                                    rows.sample_index, rows.num_logprobs)  # fmt: skip
+                                    rows.sample_index, rows.num_logprobs)
     position = batch.logit_rows.position
     with pytest.raises(ValueError, match="draw_filtered: rows.top_p "):
         filtered_draw.draw_filtered(batch.logits, batch.logits, row, position, good._replace(top_p=rows.top_k), spans)
@@ -391,6 +391,6 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     with pytest.raises(ValueError, match="count_runs: run "):
         token_counts.count_runs(row, row[:, None].int(), row, rows.counts.table)
     inputs = logprobs.LogprobLogits(batch.logits, batch.logits, row, rows.num_logprobs, rows.flags, rows.temperature,
-                                    batch.logits[:, 0].contiguous(), spans.greatest)  # fmt: skip
+                                    batch.logits[:, 0].contiguous(), spans.greatest)
     with pytest.raises(ValueError, match="token_logprobs: most is 200"):
         logprobs.token_logprobs(inputs, row, spans, 200, processed=False)

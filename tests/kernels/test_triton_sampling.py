@@ -13,29 +13,29 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.core import Limits  # noqa: E402
-from outrider.core.params import SamplingParams  # noqa: E402
-from outrider.drafters import synthetic as acceptance  # noqa: E402
-from outrider.drafters.synthetic import SyntheticAcceptance  # noqa: E402
-from outrider.kernels import ops  # noqa: E402
-from outrider.kernels.drafting import DraftVerdicts  # noqa: E402
-from outrider.kernels.sampling_keys import SamplingKeys  # noqa: E402
-from outrider.kernels.triton import choose_scaled, draw_tokens, sample_logits, sampling  # noqa: E402
-from outrider.kernels.triton.synthetic import accept_at_rates  # noqa: E402
-from outrider.sample import (  # noqa: E402
+from outrider.core import Limits
+from outrider.core.params import SamplingParams
+from outrider.drafters import synthetic as acceptance
+from outrider.drafters.synthetic import SyntheticAcceptance
+from outrider.kernels import ops
+from outrider.kernels.drafting import DraftVerdicts
+from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.kernels.triton import choose_scaled, draw_tokens, sample_logits, sampling
+from outrider.kernels.triton.synthetic import accept_at_rates
+from outrider.sample import (
     History,
     LogitRows,
     Sampled,
     SamplingRows,
     StepExtras,
     StepNeeds,
-    draw,  # noqa: E402
+    draw,
     sample,
     sampler,
 )
-from outrider.sample.filters import scale  # noqa: E402
-from outrider.sample.philox import gumbel  # noqa: E402
-from tests.unit.made_requests import made_admission  # noqa: E402
+from outrider.sample.filters import scale
+from outrider.sample.philox import gumbel
+from tests.unit.made_requests import made_admission
 
 
 def keys(device: torch.device, n: int) -> tuple[torch.Tensor, ...]:
@@ -103,7 +103,7 @@ def test_a_program_may_take_many_tiles(device: torch.device, span: int, monkeypa
         return [sample_logits(logits, temperature, seed, sample_index, position),
                 *draw_tokens(logits, row, position, by, any_sampled=True),
                 *draw_tokens(logits, row, position, by, any_sampled=False),
-                choose_scaled(logits, row, position, by)]  # fmt: skip
+                choose_scaled(logits, row, position, by)]
 
     wanted = tokens()
     monkeypatch.setattr(sampling, "_tiles_per_span", lambda num_tiles, sms: span)
@@ -170,7 +170,7 @@ HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
     rows = SamplingRows(LIMITS, device)
     rows.admit([made_admission(i + 1, [5, 5], 40, one, seed=(1 << 40) * i - 3, sample_index=i)
-                for i, one in enumerate(params)])  # fmt: skip
+                for i, one in enumerate(params)])
     return rows
 
 
@@ -270,7 +270,7 @@ def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
     for argument, row, position, own in (
         ("row", zeros[:1], zeros, good), ("row", zeros.int(), zeros, good), ("position", zeros, zeros[:1], good),
         ("temperature", zeros, zeros, good._replace(temperature=good.temperature[:2])),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=f"draw_tokens: {argument} "):
             draw_tokens(logits, row, position, own, any_sampled=True)
         with pytest.raises(ValueError, match=f"choose_scaled: {argument} "):
@@ -284,6 +284,6 @@ def test_newer_wrappers_name_what_is_wrong(device: torch.device) -> None:
         ("verdicts.row", zeros, batch._replace(row=zeros[:1]), zeros[None]),
         ("verdicts.drafts", zeros, batch._replace(drafts=zeros.new_zeros(2, 2).t()), zeros[None]),
         ("thresholds", zeros, batch, zeros[None, :1]), ("thresholds", zeros, batch, zeros),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=f"accept_at_rates: {argument} "):
             accept_at_rates(sampled, of, zeros, thresholds, vocab=4, row_step=1)

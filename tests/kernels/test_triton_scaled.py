@@ -14,16 +14,16 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import scaled  # noqa: E402
-from outrider.kernels.scaled import Scaled  # noqa: E402
-from outrider.kernels.triton import scaled_linear as module  # noqa: E402
-from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul  # noqa: E402
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from outrider.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
-from outrider.kernels.triton.rounding import round_rows, rounded_rows  # noqa: E402
-from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel  # noqa: E402
-from outrider.kernels.triton.scaled_codes import expand, scaled_rows  # noqa: E402
-from outrider.kernels.triton.scaled_linear import (  # noqa: E402
+from outrider.kernels import scaled
+from outrider.kernels.scaled import Scaled
+from outrider.kernels.triton import scaled_linear as module
+from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.triton.launch import collecting
+from outrider.kernels.triton.norm import add_rms_norm, rms_norm
+from outrider.kernels.triton.rounding import round_rows, rounded_rows
+from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel
+from outrider.kernels.triton.scaled_codes import expand, scaled_rows
+from outrider.kernels.triton.scaled_linear import (
     ScaledTile,
     chain_columns,
     exact_scaled_linear,
@@ -32,8 +32,8 @@ from outrider.kernels.triton.scaled_linear import (  # noqa: E402
     scaled_tile,
     scaled_wide,
 )
-from outrider.kernels.triton.scaled_linear import _scaled_kernel as scaled_kernel  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+from outrider.kernels.triton.scaled_linear import _scaled_kernel as scaled_kernel
+from tests.kernels.compiled import found_without_interpreter
 
 TILES = ScaledTile(16, 16, 4, 1), ScaledTile(32, 32, 4, 1)
 UNKNOWN = "M", "N"  # numbers of rows and outputs, of which a compiled kernel knows nothing here
@@ -74,7 +74,7 @@ def assert_close(actual: torch.Tensor, wanted: torch.Tensor, limit: float | None
     ("int4", 384, 128, ""), ("int4", 384, 128, "zeros"), ("int4", 96, 32, "zeros"), ("int4", 320, 64, ""),
     ("int4", 256, 256, ""), ("int4", 96, 96, ""), ("int4", 192, 192, "zeros"),
     ("fp4", 96, 16, ""), ("fp4", 256, 32, ""),
-])  # fmt: skip
+])
 def test_every_code(device: torch.device, dtype: torch.dtype, code: str, k: int, group: int, shifts: str) -> None:
     n = 50
     weight = make(device, code, n, k, group, shifts == "zeros", shifts == "offsets")
@@ -208,24 +208,24 @@ def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: i
     constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "TILE_GROUP": 8, "SHARED": False,
                  "HAS_ZEROS": False, "HAS_OFFSETS": group < 128, "HAS_FACTORS": False, "HAS_BIAS": False,
-                 "WIDEN": False, "ASM": code == "int4", "PDL": True, "stride_n": 1}  # fmt: skip
+                 "WIDEN": False, "ASM": code == "int4", "PDL": True, "stride_n": 1}
     kinds = {"x": "*fp8e4nv" if rounding else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "shifts": "*bf16",
              "codes": {"fp8": "*fp8e4nv", "int8": "*i8"}.get(code, "*u8"), "factors": "*fp32", "bias": "*bf16",
-             "out": "*bf16", "parts": "*fp32", "counters": "*i32"}  # fmt: skip
+             "out": "*bf16", "parts": "*fp32", "counters": "*i32"}
     made = compile_for_card(scaled_kernel, constants, kinds, num_warps=tile.num_warps, num_stages=tile.num_stages)
     ptx = made.asm["ptx"]
     wanted = "e4m3.e4m3" if rounding else "bf16.bf16"
     return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
             "promotions": len(re.findall(r"(?:add|fma)(?:\.rn)?\.f32", ptx)), "shared": made.metadata.shared,
-            "sums": tile.block_m * tile.block_n // (32 * tile.num_warps) if rounding else 0}  # fmt: skip
+            "sums": tile.block_m * tile.block_n // (32 * tile.num_warps) if rounding else 0}
 
 
 def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
     constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "ROWS": 32, "COLUMNS": 128,
                  "HAS_ZEROS": False, "HAS_OFFSETS": code == "int4" and group < 128, "HAS_FACTORS": False,
-                 "TILED": False, "INDEXED": False, "stride_n": 1}  # fmt: skip
+                 "TILED": False, "INDEXED": False, "stride_n": 1}
     kinds = {"codes": {"fp8": "*fp8e4nv", "int8": "*i8"}.get(code, "*u8"), "scales": "*bf16", "shifts": "*bf16",
-             "factors": "*fp32", "index": "*i64", "out": "*bf16"}  # fmt: skip
+             "factors": "*fp32", "index": "*i64", "out": "*bf16"}
     ptx = compile_for_card(expand_kernel, constants, kinds).asm["ptx"]
     return {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
 

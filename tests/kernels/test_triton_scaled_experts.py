@@ -12,14 +12,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import moe, scaled  # noqa: E402
-from outrider.kernels.scaled import Scaled  # noqa: E402
-from outrider.kernels.triton import scaled_experts as module  # noqa: E402
-from outrider.kernels.triton.launch import collecting  # noqa: E402
-from outrider.kernels.triton.scaled_codes import expand  # noqa: E402
-from outrider.kernels.triton.scaled_experts import scaled_experts  # noqa: E402
-from outrider.kernels.triton.scaled_linear import ScaledTile  # noqa: E402
-from tests.kernels.compiled import found_without_interpreter  # noqa: E402
+from outrider.kernels import moe, scaled
+from outrider.kernels.scaled import Scaled
+from outrider.kernels.triton import scaled_experts as module
+from outrider.kernels.triton.launch import collecting
+from outrider.kernels.triton.scaled_codes import expand
+from outrider.kernels.triton.scaled_experts import scaled_experts
+from outrider.kernels.triton.scaled_linear import ScaledTile
+from tests.kernels.compiled import found_without_interpreter
 
 TILES = ScaledTile(16, 64, 4, 1), ScaledTile(32, 32, 4, 1)
 CARD_TILES = ScaledTile(16, 64, 4, 3), ScaledTile(64, 64, 4, 3), ScaledTile(128, 128, 8, 3)
@@ -84,11 +84,11 @@ class Case:
 
     def run(self, tile: ScaledTile | None = None, as_numbers: bool | None = None) -> torch.Tensor:
         return scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
-                              self.rounds, as_numbers=as_numbers, tile=tile)  # fmt: skip
+                              self.rounds, as_numbers=as_numbers, tile=tile)
 
     def wanted(self) -> torch.Tensor:
         return moe.scaled_experts(self.x, self.ids, self.weights, self.gate_up, self.down, self.activation, self.added,
-                                  self.rounds)  # fmt: skip
+                                  self.rounds)
 
     def of(self, tokens: slice) -> Case:
         added = None if self.added is None else self.added[tokens]
@@ -226,18 +226,18 @@ def compile_product(code: str, group: int, rounds: bool, k: int, activation: int
                  "PAIRS_PER_ROW": 8, "ACTIVATION": activation, "FEW": tile.block_m == 16, "PAIRS": 64, "EXPERTS": 64,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "HAS_ZEROS": False,
                  "HAS_OFFSETS": False, "HAS_FACTORS": False, "WIDEN": False, "ASM": code == "int4", "PDL": True,
-                 "EARLY": activation == 0, "scales_n": 1, "shifts_n": 1}  # fmt: skip
+                 "EARLY": activation == 0, "scales_n": 1, "shifts_n": 1}
     kinds = {"x": "*fp8e4nv" if rounds else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "shifts": "*bf16",
              "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "out": "*bf16", "ids": "*i64",
-             "order": "*i32", "ends": "*i32"}  # fmt: skip
+             "order": "*i32", "ends": "*i32"}
     made = compile_for_card(module._scaled_expert_kernel, constants, kinds, num_warps=tile.num_warps,
-                            num_stages=tile.num_stages)  # fmt: skip
+                            num_stages=tile.num_stages)
     ptx, wanted = made.asm["ptx"], "e4m3.e4m3" if rounds else "bf16.bf16"
     steps = {"asks": "prefetch.global.L2", "waits": "griddepcontrol.wait", "releases": "griddepcontrol.launch"}
     places = sorted((ptx.rindex(text), step) for step, text in steps.items() if text in ptx)
     return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": ptx.count("cp.async.cg"),
             "shared": made.metadata.shared, "is_second": activation == 0,
-            "order": [step for _, step in places]}  # fmt: skip
+            "order": [step for _, step in places]}
 
 
 if __name__ == "__main__":

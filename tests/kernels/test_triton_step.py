@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.groups import (
-    LayerCache,  # noqa: E402
-    plan_groups,  # noqa: E402
+    LayerCache,
+    plan_groups,
 )
-from outrider.cache.kinds import FullSpec, SlidingSpec  # noqa: E402
-from outrider.core import Finish, Limits, ScheduledBatch  # noqa: E402
-from outrider.kernels import native, ops  # noqa: E402
-from outrider.kernels import triton as kernels  # noqa: E402
-from outrider.kernels.packet import StepPacket, unpack  # noqa: E402
-from outrider.kernels.step import CommittedStep, VerifiedStep  # noqa: E402
-from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries  # noqa: E402
-from outrider.runner.batch import (  # noqa: E402
+from outrider.cache.kinds import FullSpec, SlidingSpec
+from outrider.core import Finish, Limits, ScheduledBatch
+from outrider.kernels import native, ops
+from outrider.kernels import triton as kernels
+from outrider.kernels.packet import StepPacket, unpack
+from outrider.kernels.step import CommittedStep, VerifiedStep
+from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
+from outrider.runner.batch import (
     CapturedShape,
     Inputs,
     PaddedSize,
@@ -35,9 +35,9 @@ from outrider.runner.batch import (  # noqa: E402
     pack_captured,
     pack_eager,
 )
-from outrider.runner.rows import RowState  # noqa: E402
-from outrider.runner.step import DeviceStep  # noqa: E402
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of  # noqa: E402
+from outrider.runner.rows import RowState
+from outrider.runner.step import DeviceStep
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 
 VOCAB = 4  # few, so that drafts agree and stop ids are met
 LIMITS = Limits(max_requests=7, max_batched_tokens=64, max_len=80, max_drafts=5, vocab_size=VOCAB, max_stop_ids=3)
@@ -77,7 +77,7 @@ def member(draw: st.DrawFn) -> Member:
         row_drafts=draw(st.integers(0, LIMITS.max_drafts)), samples=samples, alive=draw(st.integers(0, 5)) > 0,
         room=draw(st.one_of(st.integers(0, 6), st.just(30))),
         stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def make_batch(members: list[Member], rows: list[int]) -> ScheduledBatch:
         step=0, request_ids=list(count), epochs=[0 for _ in count], rows=rows, num_known=[m.num_known for m in members],
         num_drafts=[m.num_drafts for m in members], samples=[m.samples for m in members],
         bounds=[m.computed + m.num_known + m.num_drafts for m in members],
-    )  # fmt: skip
+    )
 
 
 def prepared(members: list[Member], spare: Spare, seed: int, device: torch.device,
@@ -138,7 +138,7 @@ def prepared(members: list[Member], spare: Spare, seed: int, device: torch.devic
     shape = CapturedShape(
         batch.num_requests + spare.requests, batch.num_tokens + spare.tokens, logit_rows + spare.logit_rows, drafts,
         MixedQueries(1 + drafts), MixedQueries(1), LengthBound(limits.max_len), limits.max_drafts, False,
-    )  # fmt: skip
+    )
     ints = pack_captured(batch, shape)
     made = []
     for kind in kinds:
@@ -167,7 +167,7 @@ def assert_prepared(made: Inputs, wanted: Inputs) -> None:
     assert_equal(made, wanted, "inputs")
     view = made.batch.padded
     for wide, narrow in ((view.query_starts, view.query_starts_int32), (view.lengths, view.lengths_int32),
-                         (view.live, view.live_int32)):  # fmt: skip
+                         (view.live, view.live_int32)):
         assert narrow.dtype == torch.int32 and torch.equal(narrow, wide.int())
     for request, samples in enumerate(made.samples.tolist()):
         own = (made.logit_rows.request == request) & (made.logit_rows.draft_index == 0)
@@ -250,7 +250,7 @@ def test_the_batches_reach_every_outcome(device: torch.device) -> None:
     for seed in range(12):
         samples, ended = seed % 5 > 0, seed % 7 == 0
         members = [Member(3 + seed, 1 + i % 2, 5 if samples else 0, 5 - i % 2, samples, not ended, 2 + 3 * i,
-                          (seed % 4,) if i % 2 else ()) for i in range(6)]  # fmt: skip
+                          (seed % 4,) if i % 2 else ()) for i in range(6)]
         wanted, made, state = prepared(members, Spare(1, 2, 1, 0), seed, device)
         cut |= bool((made.num_drafts < 4).any() & (made.num_drafts > 0).any())
         done = assert_committed(made, wanted, state, seed).accepted
@@ -313,7 +313,7 @@ def test_an_engine_gives_the_same_tokens_with_kernels() -> None:
         "max_num_batched_tokens": 17, "max_num_seqs": 3, "max_model_len": 64, "pad_requests": (4,),
         "pad_tokens": (6, 24), "overlap": True,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False},
-    }  # fmt: skip
+    }
     asks = [Ask([5, 6, 7, 8] * (3 + i) + prompt_of(i, 3), greedy(8, stop_token_ids=[9 + i])) for i in range(4)]
     found = []
     for kind in KINDS:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, ops  # noqa: E402
-from outrider.kernels.step import FAULT, FAULT_VALUE, NUM_COUNTS, PROPOSED, Proposal, WrongValue  # noqa: E402
+from outrider.kernels import native, ops
+from outrider.kernels.step import FAULT, FAULT_VALUE, NUM_COUNTS, PROPOSED, Proposal, WrongValue
 
 VOCAB, ROWS, MOST = 10, 6, 4
 EXTREMES = [-(2**63), -(2**31) - 1, -47, -1, 2**31, 2**63 - 1]
@@ -45,7 +45,7 @@ def offers(draw: st.DrawFn) -> Offer:
 
     return Offer(lists(TOKENS, drafters, requests, wanted), lists(COUNTS, drafters, requests),
                  lists(st.booleans(), requests), lists(st.sampled_from([1, 1, 1, 0]), drafters),
-                 draw(st.booleans()), draw(st.booleans()))  # fmt: skip
+                 draw(st.booleans()), draw(st.booleans()))
 
 
 @dataclass

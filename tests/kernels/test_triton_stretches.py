@@ -8,14 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import latent  # noqa: E402
-from outrider.kernels import stretches as twins  # noqa: E402
-from outrider.kernels.latent_inputs import RopeRows  # noqa: E402
-from outrider.kernels.stretches import Stretches  # noqa: E402
-from outrider.kernels.triton import index_choice  # noqa: E402
-from outrider.kernels.triton import stretches as kernels  # noqa: E402
-from outrider.kernels.triton.cache_write import cache_write  # noqa: E402
-from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread  # noqa: E402
+from outrider.kernels import latent
+from outrider.kernels import stretches as twins
+from outrider.kernels.latent_inputs import RopeRows
+from outrider.kernels.stretches import Stretches
+from outrider.kernels.triton import index_choice
+from outrider.kernels.triton import stretches as kernels
+from outrider.kernels.triton.cache_write import cache_write
+from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread
 
 # (token rows, first visible position, length) of each request; pages have 4 tokens
 LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2), (1, 1, 3)]

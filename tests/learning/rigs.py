@@ -23,11 +23,11 @@ ASSETS = Path(__file__).parents[1] / "assets"
 NUM_DRAFTS = 3
 SPECULATIVE: dict[str, Any] = {
     "method": "eagle3", "model": str(ASSETS / "eagle3"), "num_speculative_tokens": NUM_DRAFTS, "auto": False,
-}  # fmt: skip
+}
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 96, "num_pages": 160,
     "speculative_config": SPECULATIVE, "adapt_drafter": True, "adapt_share": 1.0, "adapt_memory_bytes": 64 << 20,
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -279,7 +279,7 @@ def test_sleep_pauses_the_trainer_and_new_weights_make_it_forget() -> None:
     ({"speculative_config": None}, "none"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "'ngram'"),
     ({"tensor_parallel_size": 2}, "2 ranks"),
-])  # fmt: skip
+])
 def test_what_cannot_learn_is_refused_by_the_config(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=f"adapt_drafter: .*{word}"):
         EngineConfig("tiny", adapt_drafter=True, **{"speculative_config": SPECULATIVE, **settings})
@@ -294,7 +294,7 @@ def test_too_little_memory_is_refused_with_what_is_needed() -> None:
     ("has_head_norm", True, "norms of q and k"),
     ("input_norm", RMSNorm(288, 1e-5, dtype=torch.float64, device=torch.device("cpu")), "norm_before_fc"),
     ("attention_layers", [], "several layers"),
-])  # fmt: skip
+])
 def test_a_head_of_another_form_is_refused_by_name(name: str, value: object, word: str) -> None:
     with Rig(target(), **SETTINGS | {"adapt_drafter": False}) as rig:
         head = rig.step.drafter.network  # type: ignore[union-attr]

@@ -17,9 +17,9 @@ _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
 _NARROW = _EXPERTS | {"moe_intermediate_size": 24}
 _LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16,
-                           "qk_nope_head_dim": 24, "v_head_dim": 20}  # fmt: skip
+                           "qk_nope_head_dim": 24, "v_head_dim": 20}
 _ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 1,
-                           "topk_group": 1, "n_shared_experts": 1}  # fmt: skip
+                           "topk_group": 1, "n_shared_experts": 1}
 # name -> (transformers class without its suffix, config values beyond the base)
 BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 16}),

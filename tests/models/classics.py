@@ -11,14 +11,14 @@ _WINDOWS: dict[str, Any] = {"sliding_window": 16, "layer_types": KINDS}
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9, 2.2, 2.5], "long_factor": [1.0, 1.5, 2.0, 2.7, 3.1, 4.0, 5.5, 7.0],
-}  # fmt: skip
+}
 _EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
 _LLAMA4: dict[str, Any] = {
     "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size_mlp": 96,
     "attention_chunk_size": 16, "floor_scale": 10, "attn_scale": 0.5, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64},
-}  # fmt: skip
+}
 _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32}),
     "seed_oss_bias": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
@@ -53,7 +53,7 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0}}),
     "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 4, "sliding_window": 16,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}),
-}  # fmt: skip
+}
 _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", _EXPERTS | {"head_dim": 16, "sliding_window": 16, "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -76,7 +76,7 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
                              "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
                              "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}),
-}  # fmt: skip
+}
 CLASSICS = _DENSE | _SPARSE
 # Values of a Phi-3 with divisors of its frequencies.
 LONGROPE: dict[str, Any] = {"head_dim": 16, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}

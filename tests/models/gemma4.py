@@ -21,7 +21,7 @@ _BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
     "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
     "sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-}  # fmt: skip
+}
 TARGETS: dict[str, dict[str, Any]] = {
     "dense": _BASE | {"final_logit_softcapping": 30.0},
     "shared": _BASE | {
@@ -33,7 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "intermediate_size": 64, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
-}  # fmt: skip
+}
 NOT_UNIFIED = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")  # keys that unified configs lack
 
 
@@ -82,7 +82,7 @@ def save_assistant(name: str, path: Path, *, centroids: bool = False, unified: b
     config = getattr(transformers, f"{kind}Config")(
         text_config=text_config(text, unified), backbone_hidden_size=target["hidden_size"],
         use_ordered_embeddings=centroids, num_centroids=16, centroid_intermediate_top_k=3,
-    )  # fmt: skip
+    )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     spread(model, f"assistant {name}")
     if centroids:

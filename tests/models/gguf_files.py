@@ -127,7 +127,7 @@ def common_keys(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_expert_group_count: config.get("n_group"),
         writer.add_expert_group_used_count: config.get("topk_group"),
         writer.add_expert_feed_forward_length: config.get("moe_intermediate_size"),
-    }  # fmt: skip
+    }
     for add, value in held.items():
         if value is not None:
             add(value)
@@ -342,10 +342,10 @@ def tiled(value: np.ndarray, config: Config) -> np.ndarray:
 
 
 _GEMMA3 = {"num_hidden_layers": 7, "layer_types": [SLIDING] * 5 + [FULL, SLIDING], "query_pre_attn_scalar": 32,
-           "head_dim": 32}  # fmt: skip
+           "head_dim": 32}
 _LATENT = {"q_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 32}
 _YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 1.0,
-                             "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}}  # fmt: skip
+                             "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}}
 _SPARSE = {"hybrid_override_pattern": None, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64}
 _DELTA = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _DELTA_MOE = _DELTA | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": []}
@@ -374,4 +374,4 @@ FAMILIES = {
     "qwen3next": Written("qwen3_next", ARCH.QWEN3NEXT, _DELTA_MOE, delta_keys, convert_delta),
     "qwen35": Written("qwen3_5", ARCH.QWEN35, _DELTA, delta_keys, convert_tiled_delta),
     "qwen35moe": Written("qwen3_5_moe", ARCH.QWEN35MOE, _DELTA_MOE, delta_keys, convert_tiled_delta),
-}  # fmt: skip
+}

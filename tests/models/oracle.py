@@ -303,7 +303,7 @@ KDA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
         },
     ),
-}  # fmt: skip
+}
 _STREAMS: dict[str, Any] = _DELTA_MOE | {
     "hc_count": 4,
     "hc_lowrank": 12,
@@ -364,7 +364,7 @@ _POOLED: dict[str, Any] = _KDA | {
     "index_topk": 12,
     "index_kpool": 4,
     "swiglu_limit": 1.0,
-}  # fmt: skip
+}
 # The language models of these are parts of models that see images. Their oracle came with KDA_SINCE too.
 POOLED_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm5_next": ("Glm5Next", _POOLED),
@@ -430,7 +430,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_group": 1, "topk_group": 1, "swiglu_limit": 100.0, "hc_mult": 2, "hc_eps": 0.01, "attention_bias": True,
         "first_k_dense_replace": None, "rope_parameters": _LATENT_YARN, "index_head_dim": 16,
         "mlp_layer_types": ["sparse", "dense", "sparse", "dense"], **_HALVES}),
-}  # fmt: skip
+}
 ALL = (FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | POOLED_FAMILIES
        | CLASSICS)
 _TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
@@ -638,7 +638,7 @@ class DensePooledLayer:
         own = (index.head_dim, index.num_heads, index.head_dim) if isinstance(index, PooledPositions) else (0, 0, 0)
         q, latent, key, heads, gate = compressed.split((len(norms.q), layer.latent_dim, *own), dim=1)
         q, latent = (x / (x.square().mean(-1, keepdim=True) + norms.eps).sqrt() * gain
-                     for x, gain in ((q, norms.q), (latent, norms.latent)))  # fmt: skip
+                     for x, gain in ((q, norms.q), (latent, norms.latent)))
         given = [(dense.latents, latent)]
         if isinstance(index, PooledPositions):
             assert norms.index_key is not None and norms.place_bias is not None

@@ -79,7 +79,7 @@ class PagedModel:
             lengths=lengths, live=live, query_starts_int32=starts.int(), lengths_int32=lengths.int(),
             live_int32=live.int(), token_ids=torch.tensor(token_ids), positions=positions, request_of=request_of,
             page_tables=tuple(tables), token_slots=tuple(slots),
-        )  # fmt: skip
+        )
 
     def forward(self, pieces: Sequence[Piece], **padding: int) -> Hidden:
         view = self.view(pieces, **padding)

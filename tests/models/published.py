@@ -34,12 +34,12 @@ _LLAMA4: dict[str, Any] = {
     "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu", "intermediate_size_mlp": 16384,
     "no_rope_layers": [1, 1, 1, 0] * 12, "num_experts_per_tok": 1, "output_router_logits": False, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "tie_word_embeddings": False,
-}  # fmt: skip
+}
 _QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
-                          "tie_word_embeddings": False, "use_sliding_window": False}  # fmt: skip
+                          "tie_word_embeddings": False, "use_sliding_window": False}
 _QWEN3: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "max_window_layers": 36, "rms_norm_eps": 1e-6,
                           "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-                          "tie_word_embeddings": False, "use_sliding_window": False}  # fmt: skip
+                          "tie_word_embeddings": False, "use_sliding_window": False}
 # name -> (parameters in billions, hidden size, layers, heads, kv heads, inner size, vocabulary, positions, other keys)
 RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
     "openai/gpt-oss-20b": (20.9, (2880, 24, 64, 8, 2880, 201088, 131072), {
@@ -159,7 +159,7 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
         "indexer_types": ["full", *["full", "shared", "shared", "shared"] * 19, "full"], "attention_bias": False,
         "hidden_act": "silu", "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
         "tie_word_embeddings": False}),
-}  # fmt: skip
+}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
          "vocab_size", "max_position_embeddings")
 
@@ -191,7 +191,7 @@ def all_checkpoints() -> Iterator[Checkpoint]:
         if values["architectures"][0].endswith("ForConditionalGeneration"):
             text = {key: value for key, value in config.items() if key not in ("architectures", "tie_word_embeddings")}
             config = {"architectures": values["architectures"], "text_config": text, "vision_config": {}} | {
-                key: values[key] for key in ("tie_word_embeddings",) if key in values}  # fmt: skip
+                key: values[key] for key in ("tie_word_embeddings",) if key in values}
         yield Checkpoint(name, "reconstructed", config, billions)
 
 

@@ -17,9 +17,9 @@ CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128, "tie_word_embeddings": False,
-}  # fmt: skip
+}
 MOE = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-                "moe_intermediate_size": 128, "norm_topk_prob": True}  # fmt: skip
+                "moe_intermediate_size": 128, "norm_topk_prob": True}
 Tensors = dict[str, torch.Tensor]
 Write = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]  # a matrix -> tensors by suffix, the numbers they mean
 GROUP = 32
@@ -95,7 +95,7 @@ def packed(bits: int, is_symmetric: bool = True) -> Write:
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         values, scales, zeros, numbers = grouped(weight, bits, is_symmetric)
         tensors = {".weight_packed": pack(values, bits, 1), ".weight_scale": scales,
-                   ".weight_shape": torch.tensor(weight.shape)}  # fmt: skip
+                   ".weight_shape": torch.tensor(weight.shape)}
         return tensors | ({} if is_symmetric else {".weight_zero_point": pack(zeros, bits, 0)}), numbers
 
     return write
@@ -110,7 +110,7 @@ def gptq(bits: int, is_symmetric: bool, zero_offset: int = 1, is_ordered: bool =
         back = order.argsort()
         tensors = {".qweight": pack(values[:, back].T, bits, 0), ".scales": scales.T.contiguous(),
                    ".qzeros": pack((zeros - zero_offset).T, bits, 1),
-                   ".g_idx": (back // GROUP).to(torch.int32)}  # fmt: skip
+                   ".g_idx": (back // GROUP).to(torch.int32)}
         return tensors, numbers[:, back]
 
     return write
@@ -161,13 +161,13 @@ def compressed(form: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] 
     arguments = {"symmetric": True, "dynamic": False, "observer": "minmax", "group_size": None} | dict(weights)
     group = {"targets": ["Linear"], "weights": arguments, "input_activations": inputs, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None}  # fmt: skip
+            "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None}
 
 
 FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 TOKENS = FLOAT8 | {"strategy": "token", "dynamic": True, "symmetric": True}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
-                        "damp_percent": 0.01}  # fmt: skip
+                        "damp_percent": 0.01}
 
 
 @dataclass(frozen=True)
@@ -215,14 +215,14 @@ FORMS = {
                    fp8_rows, 8.4),
     "ModelOpt NVFP4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
                             "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}, nvfp4(False), 4.9),
-}  # fmt: skip
+}
 
 
 def plain_weights(config: Mapping[str, Any]) -> Tensors:
     generator = torch.Generator().manual_seed(3)
     outline = build_model(dict(config), dtype=torch.float32, device="meta").weights()
     return {name: torch.randn(slot.shape, generator=generator) * (0.2 if len(slot.shape) == 1 else 0.05)
-            + (len(slot.shape) == 1) for name, slot in outline.items()}  # fmt: skip
+            + (len(slot.shape) == 1) for name, slot in outline.items()}
 
 
 def is_stored(name: str) -> bool:

@@ -81,7 +81,7 @@ def test_experts_are_ours_and_routers_stay() -> None:
 
 def test_layers_are_described_by_their_calls() -> None:
     windows = [layer.window for layer in outlined("cwm", layer_types=["sliding_attention", "full_attention"] * 2)
-               .attention_layers]  # fmt: skip
+               .attention_layers]
     assert windows == [16, None, 16, None]
     gemma = outlined("gemma2", query_pre_attn_scalar=25).attention_layers[0]
     assert (gemma.softcap, gemma.scale, gemma.head_dim) == (5.0, 0.2, 16)
@@ -282,7 +282,7 @@ def test_a_family_forced_through_the_bridge_computes_the_same() -> None:
     assert (all_logits(bridged, tokens) - all_logits(plain, tokens)).abs().max() < 1e-4  # ropes are float32 there
     taps = (0, 1, plain.num_layers)
     found, expected = (model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), taps)
-                       for model in (bridged, plain))  # fmt: skip
+                       for model in (bridged, plain))
     for stream, own in zip((*found.taps, found.before_norm), (*expected.taps, expected.before_norm), strict=True):
         assert (stream - own).abs().max() < 1e-4
 
@@ -304,7 +304,7 @@ def expected_tokens() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.long)
-                                              for kind in ("eagle", "draft_model", "suffix"))])  # fmt: skip
+                                              for kind in ("eagle", "draft_model", "suffix"))])
 def test_tokens_do_not_depend_on_the_drafter(kind: str, tmp_path: Path) -> None:
     speculative: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3, "auto": False}
     if kind != "suffix":
@@ -359,7 +359,7 @@ def test_code_that_waits_for_the_device_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_quantised_files_keep_their_bits(name: str, tmp_path: Path) -> None:
     files.save_form(tmp_path / "quantised", files.FORMS[name])
     model, dense = (load_quantized(tmp_path / "quantised", model_impl="transformers", keep_quantized=keeps)
-                    for keeps in (True, False))  # fmt: skip
+                    for keeps in (True, False))
     assert isinstance(model, BridgedModel)
     kept = [isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)]
     assert sum(kept) == 8, "all but the head"

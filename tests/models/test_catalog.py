@@ -73,6 +73,6 @@ def test_a_family_without_a_module_is_refused_as_the_list_says() -> None:
     assert family.own_drafters == []
     config = CONFIGS["llama"] | {
         "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-        "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}  # fmt: skip
+        "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     with pytest.raises(ConfigError, match="no multi-token-prediction module"):
         describe_mtp(build_model(config, dtype=torch.float32, device="meta"))

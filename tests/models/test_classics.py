@@ -39,7 +39,7 @@ PROMPTS = [prompt_of(1, 45) + prompt_of(1, 10), prompt_of(2, 7), prompt_of(3, 30
 LENGTH = 20
 SETTINGS: dict[str, Any] = {
     "max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 16, "num_pages": 256,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", CLASSICS)
@@ -79,7 +79,7 @@ EXACT = ["gpt_oss", "olmo2", "cohere_normed", "hunyuan", "granite"]
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=[] if family in EXACT else pytest.mark.long)
-                                    for family in CLASSICS])  # fmt: skip
+                                    for family in CLASSICS])
 def test_exact_mode_has_the_same_bits_alone_and_among_others(folder_of: Folders, family: str) -> None:
     """Log-probabilities of all tokens: one request at a time, and all in chunks, with drafts, after preemptions."""
     asks = [Ask(prompt, greedy(6, ignore_eos=True, logprobs=oracle.VOCAB)) for prompt in PROMPTS]
@@ -151,7 +151,7 @@ def test_longrope_of_older_files(tmp_path: Path) -> None:
     ("gemma2", "use_bidirectional_attention", True, "use_bidirectional_attention=True is not supported"),
     ("deepseek_v2", "norm_topk_prob", True, "norm_topk_prob=True is not supported"),
     ("deepseek_v2", "topk_group", 5, "n_group=4 is not supported"),
-])  # fmt: skip
+])
 def test_unsupported_values_are_refused(family: str, key: str, value: Any, says: str) -> None:
     name = oracle.ALL[family][0]
     config = hf_config(family).to_dict() | {"architectures": [f"{name}ForCausalLM"], key: value}

@@ -21,7 +21,7 @@ PROMPTS = [list(range(5, 40)), [7, 8, 9], list(range(90, 190))]
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "head_dim": 16,
-}  # fmt: skip
+}
 ENGINE: dict[str, Any] = {"max_model_len": 200, "max_num_seqs": 2, "num_pages": 64, "max_num_batched_tokens": 48,
                           "dtype": "float32", "device": "cpu"}
 
@@ -49,7 +49,7 @@ def reference(model: Any, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "num_labels", "more"), [
     ("Llama", 2, {}), ("Qwen2", 5, {"problem_type": "multi_label_classification"}), ("Qwen3", 1, {}),
     ("Mistral", 3, {"problem_type": "regression", "sliding_window": 16, "tie_word_embeddings": True}),
-])  # fmt: skip
+])
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str, num_labels: int, more: dict[str, Any]) -> None:
     path, model = saved(tmp_path / "tiny", family, num_labels, **more)
     activate = {2: lambda x: x.softmax(-1), 5: torch.sigmoid, 1: torch.sigmoid, 3: lambda x: x}[num_labels]
@@ -129,7 +129,7 @@ def test_a_model_without_a_head_says_so(tmp_path: Path) -> None:
     ({"id2label": {"0": "a"}, "problem_type": None}, "sigmoid", 1),
     ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "softmax", 3),
     ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity", 1),
-])  # fmt: skip
+])
 def test_a_config_tells_the_classes(config: dict[str, Any], activation: str, num_labels: int) -> None:
     classes = read_classes(ConfigReader(config, "config.json"))
     assert (classes.activation, classes.num_labels) == (activation, num_labels)

@@ -14,7 +14,7 @@ from outrider.models.sources.folder import read_config
 from tests.models.oracle import BASE, all_logits, load, mean_of, tokens_of
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-          "image_size": 32, "patch_size": 16, "head_dim": 16}  # fmt: skip
+          "image_size": 32, "patch_size": 16, "head_dim": 16}
 TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
 CASES: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16,
             "llama_4_scaling_beta": 0.5}},
         "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
-}  # fmt: skip
+}
 
 
 def make_checkpoint(name: str, path: Path) -> Any:
@@ -60,7 +60,7 @@ def test_keys_and_formats_of_both_parts_of_a_config_are_read(tmp_path: Path) -> 
     config = read_config(tmp_path)
     nested = {"text_config": config["text_config"] | {"new": 1}}
     for change, says in (({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
-                         ({"new": 1}, "new=1"), (nested, "text_config: new=1")):  # fmt: skip
+                         ({"new": 1}, "new=1"), (nested, "text_config: new=1")):
         with pytest.raises(ConfigError, match=says):
             build_model(config | change, dtype=torch.float32, device="meta")
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

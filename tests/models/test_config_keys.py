@@ -21,10 +21,10 @@ from tests.engine.harness import CONFIGS
 BENCH = Path(__file__).parents[2] / "bench/configs"
 HEADS = {"gemma4-4b-assistant": "gemma4-4b", "llama8b-eagle3": "llama8b"}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "transformers_version": "4.46.0",
-          "use_cache": True, "initializer_range": 0.02}  # fmt: skip
+          "use_cache": True, "initializer_range": 0.02}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-         "hidden_act": "silu", "tie_word_embeddings": False}  # fmt: skip
+         "hidden_act": "silu", "tie_word_embeddings": False}
 NEMOTRON = {"hybrid_override_pattern": "M-*-", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
             "n_groups": 2, "conv_kernel": 4, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "hidden_act": None}
 # The keys of published files of each family, with small sizes.
@@ -57,12 +57,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                 "cache_implementation": "hybrid", "attn_logit_softcapping": None, "final_logit_softcapping": None,
                 "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000, "head_dim": 16,
                 "rope_scaling": None, "sliding_window": 64, "sliding_window_pattern": 6},
-}  # fmt: skip
+}
 
 
 # Values that models of a family have, where transformers' defaults describe none that can run.
 _INDEX = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-          "indexer_compress_ratio": 4}  # fmt: skip
+          "indexer_compress_ratio": 4}
 NEEDED = {"Glm4MoeForCausalLM": {"head_dim": 128}, "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
           "Qwen4ExpForCausalLM": _INDEX, "Qwen4ExpForConditionalGeneration": {"text_config": _INDEX}}
 
@@ -147,7 +147,7 @@ def test_no_key_is_both_harmless_and_refused() -> None:
     ("num_hidden_layers", 1_000_000, "num_hidden_layers must be an integer from 1 to 1024, got 1000000"),
     ("rms_norm_eps", -1e-5, "rms_norm_eps must be a number from 0 to 1, got -1e-05"),
     ("vocab_size", 2**31 - 1, ""),
-])  # fmt: skip
+])
 def test_sizes_that_no_model_has_are_refused_before_modules_are_made(key: str, value: Any, says: str) -> None:
     config = CONFIGS["llama"] | {key: value}
     if says:

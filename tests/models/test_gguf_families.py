@@ -47,6 +47,6 @@ def test_a_file_of_the_family_gives_the_logits_of_transformers(
                    find_modules([ours], Experts))
     pairs = [(ours.format, plain.format.plain_weight) for ours, plain in zip(
         find_modules([kept], Linear), find_modules([expanded], Linear), strict=True)
-        if isinstance(ours.format, GgufLinear)]  # fmt: skip
+        if isinstance(ours.format, GgufLinear)]
     assert len(pairs) > 2
     assert all(torch.equal(ours.dense(), plain) for ours, plain in pairs if plain is not None)

@@ -87,7 +87,7 @@ def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> Non
     ({"mhc": False}, "mhc=False"),
     ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ({"tie_word_embeddings": None, "moe_layer_freq": 2}, "moe_layer_freq=2"),
-])  # fmt: skip
+])
 def test_configs_that_cannot_be_served(folder_of: Folders, changes: dict[str, Any], message: str) -> None:
     config = read_config(folder_of("glm5_next"))
     with pytest.raises(ConfigError, match=message):
@@ -108,11 +108,11 @@ def test_makers_names_of_keys(folder_of: Folders) -> None:
     text = dict(config["text_config"])
     own = {"num_heads": text.pop("linear_num_heads"), "head_dim": text.pop("linear_head_dim"), "kda_layers": [2],
            "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"), "full_attn_layers": [0, 1, 3],
-           "gate_lower_bound": -3.0}  # fmt: skip
+           "gate_lower_bound": -3.0}
     changes = {"linear_attn_config": own, "index_topk_freq": 1, "index_skip_topk_offset": 3, "indexer_types": None,
                "rope_theta": 8e5, "rope_parameters": {"rope_type": "default", "rope_theta": 8e5}, "mhc": True,
                "indexer_rope_interleave": True, "num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True,
-               "first_k_dense_replace": 1, "topk_method": "noaux_tc"}  # fmt: skip
+               "first_k_dense_replace": 1, "topk_method": "noaux_tc"}
     architecture = {"architectures": config["architectures"]}
     model = build_model(text | changes | architecture, dtype=torch.float32, device="meta")
     assert isinstance(model, Glm5Next)
@@ -148,14 +148,14 @@ def make_module(folder: Path, **changes: Any) -> Path:
     tensors = load_file(path)
     layers, like = "model.language_model.layers", "model.language_model.layers.1."
     shapes = {f"{layers}.4.{name.removeprefix(like)}": tensor.shape for name, tensor in tensors.items()
-              if name.startswith(like) and ".hc_" not in name}  # fmt: skip
+              if name.startswith(like) and ".hc_" not in name}
     shapes |= {f"{layers}.4.{name}.weight": torch.Size([H]) for name in ("enorm", "hnorm", "shared_head.norm")}
     shapes |= {f"{layers}.4.eh_proj.weight": torch.Size([H, 2 * H])}
     generator = torch.Generator().manual_seed(3)
     made = {name: torch.empty(shape).normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-            for name, shape in shapes.items()}  # fmt: skip
+            for name, shape in shapes.items()}
     copies = {f"{layers}.4.embed_tokens.weight": "model.language_model.embed_tokens.weight",
-              f"{layers}.4.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
+              f"{layers}.4.shared_head.head.weight": "lm_head.weight"}
     save_file(tensors | made | {name: tensors[of].clone() for name, of in copies.items()}, path)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {"num_nextn_predict_layers": 1} | changes

@@ -32,7 +32,7 @@ def make_checkpoint(folder: Path) -> tuple[Path, Any]:
     generator = torch.Generator().manual_seed(3)
     shapes = {"enorm": (H,), "hnorm": (H,), "shared_head.norm": (H,), "eh_proj": (H, 2 * H)}
     own = {f"{MODULE}.{name}.weight": torch.empty(shape).normal_("norm" in name, 0.2, generator=generator)
-           for name, shape in shapes.items()}  # fmt: skip
+           for name, shape in shapes.items()}
     path = folder / "model.safetensors"
     save_file(load_file(path) | own, path)
     edit_config(folder, num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1)

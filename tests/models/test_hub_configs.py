@@ -10,13 +10,13 @@ from outrider.models.sources.quantization import read_quantization
 
 MATRIX = "model.layers.3.mlp.experts.down_proj"
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128,
-        "block_structure": None, "dynamic": False, "actorder": None, "observer": "minmax"}  # fmt: skip
+        "block_structure": None, "dynamic": False, "actorder": None, "observer": "minmax"}
 FP8 = INT4 | {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
 FP4 = FP8 | {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 TOKEN = FP8 | {"strategy": "token", "dynamic": True, "observer": None}
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "damp_percent": 0.1, "desc_act": False, "sym": True,
-        "true_sequential": True}  # fmt: skip
+        "true_sequential": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.29.0"}}
@@ -26,7 +26,7 @@ def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
             "global_compression_ratio": None, "kv_cache_scheme": None, "ignore": ["lm_head"],
-            "config_groups": {"group_0": group}, **more}  # fmt: skip
+            "config_groups": {"group_0": group}, **more}
 
 
 SERVED: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -79,10 +79,10 @@ SERVED: dict[str, tuple[dict[str, Any], str, int]] = {
                 "modules_to_not_convert": ["model.layers.0"]}, "fp8", 0),
     "gpt-oss": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
                 "fp4", 32),
-}  # fmt: skip
+}
 
 MIXED = {"group_0": {"format": "pack-quantized", "targets": ["re:.*mlp.*"], "weights": INT4},
-         "group_1": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": FP8}}  # fmt: skip
+         "group_1": {"format": "float-quantized", "targets": ["re:.*attn.*"], "weights": FP8}}
 METHOD = "quant_method={!r} is not one of .* use files in one of these forms, a GGUF file, or the unquantised model"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ gemv": (AWQ | {"version": "gemv"}, "version='gemv' .*supported: 'gemm'"),
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no method": ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, METHOD.format(None)),
     "a list of methods": ({"quant_method": ["fp8"]}, "quant_method=.* is not one of"),
 } | {method: ({"quant_method": method, "bits": 4}, METHOD.format(method)) for method in (
-    "bitsandbytes", "quark", "torchao", "hqq", "aqlm", "auto-round", "awq_marlin", "quanto", "eetq")}  # fmt: skip
+    "bitsandbytes", "quark", "torchao", "hqq", "aqlm", "auto-round", "awq_marlin", "quanto", "eetq")}
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -82,7 +82,7 @@ def test_files_may_have_three_kinds_of_names(folder_of: Folders, tmp_path: Path)
                       "model.hc_head.hc_head_base", "model.layers.2.self_attn.linear_gate.weight",
                       "model.layers.2.self_attn.learnable_sink_param", "model.layers.0.mlp.gate_proj.weight",
                       "model.layers.1.mlp.shared_experts.gate_proj.weight", "model.layers.1.mlp.experts.gate_up_proj",
-                      "model.layers.1.mlp.gate.e_score_correction_bias"):  # fmt: skip
+                      "model.layers.1.mlp.gate.e_score_correction_bias"):
         assert published in names
         assert published_name(published) == published_name(own_name(published)) == published
     for number, rename in enumerate((published_name, lambda name: own_name(published_name(name)))):
@@ -130,7 +130,7 @@ def test_published_files_rotate_pairs(folder_of: Folders, tmp_path: Path) -> Non
     ({"index_head_dim": 2}, "index_head_dim=2"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"sliding_window": 4096}, "sliding_window"),
-])  # fmt: skip
+])
 def test_configs_that_cannot_be_served(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(FAMILIES["hy_v4"] | changes, dtype=torch.float32, device="meta")

@@ -50,7 +50,7 @@ def attention_shapes(prefix: str, gates: int) -> Shapes:
 
 def qwen_shapes(family: str) -> Shapes:
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.input_layernorm",
-             "layers.0.post_attention_layernorm")  # fmt: skip
+             "layers.0.post_attention_layernorm")
     shapes: Shapes = {f"mtp.{name}.weight": (H,) for name in norms} | {"mtp.fc.weight": (H, 2 * H)}
     layer = "mtp.layers.0"
     shapes |= attention_shapes(f"{layer}.self_attn", gates=2)
@@ -60,7 +60,7 @@ def qwen_shapes(family: str) -> Shapes:
     shapes |= mlp_shapes(f"{layer}.mlp.shared_expert", SHARED) | {f"{layer}.mlp.shared_expert_gate.weight": (1, H)}
     # All experts in one tensor for each projection, as some published files have them.
     fused = {f"{layer}.mlp.experts.gate_up_proj": (EXPERTS, 2 * WIDTH, H),
-             f"{layer}.mlp.experts.down_proj": (EXPERTS, H, WIDTH)}  # fmt: skip
+             f"{layer}.mlp.experts.down_proj": (EXPERTS, H, WIDTH)}
     return shapes | fused | {f"{layer}.mlp.gate.weight": (EXPERTS, H)}
 
 

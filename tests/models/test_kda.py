@@ -82,7 +82,7 @@ def test_the_makers_form_of_the_config(folder_of: Folders, tmp_path: Path) -> No
      "kda_layers"),
     ({"num_experts": 9, "n_routed_experts": 8}, "num_experts=9"),
     ({"num_key_value_heads": 2}, "num_key_value_heads=2"),
-])  # fmt: skip
+])
 def test_configs_that_cannot_be_served(folder_of: Folders, changes: dict[str, Any], message: str) -> None:
     config = makers_config(folder_of("kimi_linear")) | changes
     with pytest.raises(ConfigError, match=message):
@@ -100,12 +100,12 @@ def make_module(folder: Path) -> Path:
     num_layers, hidden = read_config(folder)["num_hidden_layers"], tensors["model.norm.weight"].shape[0]
     last, module = (f"model.layers.{number}." for number in (num_layers - 1, num_layers))
     shapes = {module + name.removeprefix(last): tensor.shape for name, tensor in tensors.items()
-              if name.startswith(last)}  # fmt: skip
+              if name.startswith(last)}
     shapes |= {f"{module}{name}.weight": torch.Size([hidden]) for name in ("enorm", "hnorm", "final_layernorm")}
     shapes[f"{module}eh_proj.weight"] = torch.Size([hidden, 2 * hidden])
     generator = torch.Generator().manual_seed(3)
     made = {name: torch.empty(shape).normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
-            for name, shape in shapes.items()}  # fmt: skip
+            for name, shape in shapes.items()}
     save_file(tensors | made, path)
     return folder
 

@@ -291,7 +291,7 @@ def test_the_benchmarks_config_has_the_layers_it_should() -> None:
         "self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj",
         "self_attn.o_proj", "self_attn.indexer.wq_b", "self_attn.indexer.wk", "self_attn.indexer.weights_proj",
         "mlp.experts.63.down_proj", "mlp.shared_experts.up_proj",
-    )}  # fmt: skip
+    )}
     assert list(shapes.values()) == [(1024, 2048), (6144, 1024), (576, 2048), (8192, 512), (2048, 4096),
                                      (8192, 1024), (128, 2048), (64, 2048), (2048, 1024), (1024, 2048)]
     assert slots["model.layers.0.mlp.down_proj.weight"].shape == (2048, 8192)
@@ -345,7 +345,7 @@ def test_fp8_index_keys_are_the_models_own_rounded(folder_of: Folders) -> None:
     whole = PagedModel(rounded).logits([Piece(0, tokens)])[0]
     paged = PagedModel(rounded)
     chunks = [paged.logits([Piece(5, [3, 4]), Piece(3, tokens[first:last], num_dead=2)], requests=4, tokens=50)[1]
-              for first, last in ((0, 5), (5, 6), (6, 30), (30, 33), (33, 60))]  # fmt: skip
+              for first, last in ((0, 5), (5, 6), (6, 30), (30, 33), (33, 60))]
     assert (torch.cat(chunks) - whole).abs().max() < 1e-4
     for layer in range(4):
         own = PagedModel(rounded)

@@ -45,7 +45,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 def texts(folder_of: Folders) -> list[list[list[int]]]:
     """Of the requests one by one, their prompts whole, without drafts and without hits."""
     with Rig(load(folder_of("llama4_dense"), torch.float64), **SETTINGS | {"max_num_batched_tokens": 80},
-             enable_prefix_caching=False) as rig:  # fmt: skip
+             enable_prefix_caching=False) as rig:
         return tokens_of(rig.run_one_by_one(ASKS))
 
 
@@ -133,7 +133,7 @@ def test_configs_of_the_first_release_mean_the_same(folder_of: Folders, tmp_path
     ("hidden_act", "gelu", "hidden_act='gelu' is not supported"),
     ("floor_scale", 0, "floor_scale must be an integer from 1"),
     ("sliding_window", 16, "sliding_window=16: no code here reads this"),
-])  # fmt: skip
+])
 def test_unsupported_values_are_refused(key: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=f"config.json: .*{says}"):
         build_model(config_of("llama4", **{key: value}), dtype=torch.float32, device="meta")
@@ -179,7 +179,7 @@ def test_adapters_change_linear_layers_and_not_the_joint_experts(tmp_path: Path)
                            target_parameters=["feed_forward.experts.down_proj"])
     settings: dict[str, Any] = {"dtype": "float64", "device": "cpu", "enable_lora": True, "max_num_seqs": 2,
                                 "num_pages": 64, "max_model_len": 64, "skip_tokenizer_init": True,
-                                "lora_memory_bytes": 16 << 20}  # fmt: skip
+                                "lora_memory_bytes": 16 << 20}
     with LLM(str(folder), **settings) as llm:
         (done,) = llm.generate([prompt], greedy(8, ignore_eos=True), use_tqdm=False,
                                lora_request=LoRARequest("linear", 1, str(linear)))

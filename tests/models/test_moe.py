@@ -164,7 +164,7 @@ def test_deepseek_block() -> None:
     block = spread_block(DeepseekV3MoE(DeepseekV3Config(
         hidden_size=32, moe_intermediate_size=24, n_routed_experts=16, n_shared_experts=2, num_experts_per_tok=4,
         n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
-    )))  # fmt: skip
+    )))
     rule = RouteRule(16, 4, "sigmoid", scale=2.5, num_groups=4, top_groups=2, group_score="top2")
     layer = MoE(
         Router(0, 32, rule, has_bias=True, **F64),
@@ -182,7 +182,7 @@ def test_nemotron_block(latent_size: int | None) -> None:
         hidden_size=32, moe_intermediate_size=24, n_routed_experts=8, moe_shared_expert_intermediate_size=40,
         num_experts_per_tok=3, n_group=1, topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=True,
         moe_latent_size=latent_size, mlp_hidden_act="relu2", mlp_bias=False,
-    )))  # fmt: skip
+    )))
     latent = None
     if latent_size is not None:
         latent = (Linear(32, 16, bias=False, **F64), Linear(16, 32, bias=False, **F64))
@@ -201,7 +201,7 @@ def test_qwen3_next_block() -> None:
     block = spread_block(Qwen3NextSparseMoeBlock(Qwen3NextConfig(
         hidden_size=32, moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=8,
         num_experts_per_tok=3, norm_topk_prob=True,
-    )))  # fmt: skip
+    )))
     layer = MoE(
         Router(0, 32, RouteRule(8, 3), **F64),
         Experts(8, 32, 24, activation="silu", is_fused=True, **F64),
@@ -273,7 +273,7 @@ def draw(num_tokens: int, activation: str = "silu") -> dict[str, Any]:
     return {
         "x": normal(num_tokens, 12), "ids": routed.ids, "weights": routed.weights,
         "gate_up": normal(6, rows, 12), "down": normal(6, 12, 10), "activation": activation,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "relu2"])
@@ -308,7 +308,7 @@ def test_a_wrong_shape_or_activation_is_named() -> None:
     for name, value in (
         ("x", torch.zeros(3, 11)), ("gate_up", torch.zeros(6, 19, 12)), ("weights", torch.zeros(3, 1)),
         ("activation", "tanh"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=f"experts: {name} "):
             ops.experts(**draw(3) | {name: value})
 

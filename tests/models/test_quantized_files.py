@@ -147,7 +147,7 @@ WEIGHTS = "config_groups/group_0/weights/"
     ("AWQ", "zero_point", False, "zero_point=False"),
     ("ModelOpt NVFP4", "group_size", 32, "group_size=32"),
     ("ModelOpt FP8", "quant_algo", "W4A8_AWQ", "quant_algo='W4A8_AWQ'"),
-])  # fmt: skip
+])
 def test_a_config_that_is_contradictory_or_unknown_is_refused_by_key(name: str, path: str, value: Any,
                                                                      words: str) -> None:
     read_quantization(files.FORMS[name].settings)
@@ -166,7 +166,7 @@ def test_a_refusal_names_the_file_and_the_key(tmp_path: Path) -> None:
     (["re:.*down_proj$", "lm_head"], "down_proj"),
     (["model.layers.0", "lm_head"], "model.layers.0."),
     (["self_attn", "lm_head"], "self_attn"),
-])  # fmt: skip
+])
 def test_modules_to_ignore_are_plain_numbers(ignore: list[str], left: str) -> None:
     found = read_quantization(files.FORMS["W4A16"].settings | {"ignore": ignore})
     for name in files.plain_weights(files.CONFIG):
@@ -179,7 +179,7 @@ def test_groups_of_modules_have_schemes_of_their_own() -> None:
         "targets": ["re:.*q_proj"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}})
     found = read_quantization(settings)
     kinds = {name: getattr(found.stored_format(f"model.layers.0.self_attn.{name}"), "kind", None)
-             for name in ("q_proj", "k_proj")}  # fmt: skip
+             for name in ("q_proj", "k_proj")}
     assert kinds == {"q_proj": "int8", "k_proj": "int4"}
 
 
@@ -202,7 +202,7 @@ def test_damaged_tensors_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("config", "kind"), [
     ({"quantization_config": None}, None), ({"quantization_config": {}}, None),
     ({"quantization_config": files.FORMS["W8A8"].settings}, "int8"),
-    ({"text_config": {"quantization_config": files.FORMS["W8A8"].settings}}, "int8")])  # fmt: skip
+    ({"text_config": {"quantization_config": files.FORMS["W8A8"].settings}}, "int8")])
 def test_a_config_alone_says_how_weights_of_a_dummy_model_are_stored(config: dict[str, Any], kind: str | None,
                                                                      tmp_path: Path) -> None:
     """An empty section means plain numbers, and not the blocks of fp8 that files without a section may have."""
@@ -248,7 +248,7 @@ def cut(tensor: torch.Tensor) -> torch.Tensor:
     ("GPTQ desc_act", ".qweight", cut, "do not give each of its 248 inputs to one group"),
     ("AWQ", ".qweight", as_floats, "packed tensor of .*down_proj.qweight has dtype torch.float32"),
     ("AWQ", ".qzeros", none, "down_proj.qzeros is missing"),
-])  # fmt: skip
+])
 def test_a_tensor_that_is_missing_or_does_not_fit_is_refused_by_name(name: str, suffix: str, change: Any, words: str,
                                                                      tmp_path: Path) -> None:
     def write(weight: torch.Tensor) -> Any:
@@ -294,10 +294,10 @@ def save_joint_mxfp4(folder: Path) -> files.Tensors:
         for name, joint in (("gate_up", torch.stack((gate, up), dim=2).flatten(1, 2)), ("down", down)):
             parts, made = files.mxfp4(joint)
             tensors |= {f"{experts}.{name}_proj_blocks": parts[".weight_packed"].unflatten(-1, (-1, 16)),
-                        f"{experts}.{name}_proj_scales": parts[".weight_scale"]}  # fmt: skip
+                        f"{experts}.{name}_proj_scales": parts[".weight_scale"]}
             rows = {"gate": made[:, ::2], "up": made[:, 1::2]} if name == "gate_up" else {"down": made}
             numbers |= {f"{experts}.{at}.{part}_proj.weight": of_all[at]
-                        for part, of_all in rows.items() for at in range(4)}  # fmt: skip
+                        for part, of_all in rows.items() for at in range(4)}
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     files.save_folder(folder, tensors, files.MOE | {"quantization_config": settings})
     return {name: tensor for name, tensor in tensors.items() if "experts" not in name} | numbers
@@ -330,7 +330,7 @@ FEWEST = "outrider.formats.scaled.FEWEST_NUMBERS_IN_INT4"  # int4 codes smaller 
 
 
 @pytest.mark.parametrize(("quantization", "fewest", "bits", "error"), [
-    ("fp8", 0, 8.4, 0.04), ("int4", 0, 5.1, 0.1), ("int4", 1 << 20, 8.6, 0.01)])  # fmt: skip
+    ("fp8", 0, 8.4, 0.04), ("int4", 0, 5.1, 0.1), ("int4", 1 << 20, 8.6, 0.01)])
 def test_an_unquantised_file_is_coded_matrix_by_matrix(quantization: str, fewest: int, bits: float, error: float,
                                                        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FEWEST, fewest)
@@ -380,7 +380,7 @@ def coded(code: str, group: int, has_zeros: bool = False, inputs: int = 256) -> 
 
 
 CODED = [("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("int8", 256, False), ("fp4", 32, False),
-         ("fp4", 16, False), ("fp8", 256, False), ("fp8", 128, False), ("fp8", 32, False)]  # fmt: skip
+         ("fp4", 16, False), ("fp8", 256, False), ("fp8", 128, False), ("fp8", 32, False)]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 9, 65])
@@ -465,7 +465,7 @@ def test_activations_of_8_bits_go_with_codes_too(packing: None, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("fp8 blocks", False), ("W4A16", True), ("NVFP4", False),
-                                              ("MXFP4", True)])  # fmt: skip
+                                              ("MXFP4", True)])
 def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing: None, tmp_path: Path) -> None:
     files.save_form(tmp_path / "quantised", files.FORMS[name], files.MOE)
     model = load(tmp_path / "quantised", dtype="float32")
@@ -489,7 +489,7 @@ def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing:
 @pytest.mark.parametrize(("inputs", "outputs", "kind", "group", "has_offsets"), [
     (4096, 4096, "int4", 128, False), (192, 1 << 17, "int4", 64, False), (96, 1 << 18, "int4", 32, False),
     (4096, 4064, "int4", 32, True), (1024, 1024, "int4", 32, True), (32, 1 << 15, "int4", 32, False),
-    (1024, 1008, "int8", 32, False)])  # fmt: skip
+    (1024, 1008, "int8", 32, False)])
 def test_int4_takes_the_largest_group_that_divides_the_inputs_of_a_large_matrix(
     inputs: int, outputs: int, kind: str, group: int, has_offsets: bool
 ) -> None:
@@ -507,7 +507,7 @@ def test_int4_leaves_matrices_whose_inputs_no_group_divides(outputs: int) -> Non
 
 @pytest.mark.parametrize(("inputs", "outputs", "device", "rounding"), [
     (2048, 2048, "cuda", (2048, 128)), (64, 1 << 16, "cuda", (64, 64)), (2048, 2032, "cuda", (0, 0)),
-    (2048, 2048, "cpu", (0, 0))])  # fmt: skip
+    (2048, 2048, "cpu", (0, 0))])
 def test_token_rows_are_rounded_for_large_matrices_on_a_gpu(inputs: int, outputs: int, device: str,
                                                             rounding: tuple[int, int]) -> None:
     declared = Linear(inputs, outputs, bias=False, dtype=torch.float32, device=torch.device("meta")).declared
@@ -584,7 +584,7 @@ def test_an_empty_section_does_not_keep_numbers_from_being_coded(tmp_path: Path)
     ("W4A16", {}, r"weights: {plain} MiB in float64, {kept} MiB in int4 groups"),
     ("GPTQ desc_act", {}, r"weights: {plain} MiB in float64; expanded to float64: 14 of gptq_ordered"),
     ("FP8_DYNAMIC", {"keep_quantized": False}, r"weights: {plain} MiB in float64; expanded to float64: 14 of fp8"),
-])  # fmt: skip
+])
 def test_start_up_says_in_one_line_what_is_kept_and_what_is_expanded(
         name: str, settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from tests.unit.test_extending import outcome
 LFM2 = {own: theirs for theirs, own in TENSORS.items()}
 GRANITE = {"block_sparse_moe.shared_mlp.": "shared_mlp.", "shared_mlp.gate_up_proj.": "shared_mlp.input_linear.",
            "shared_mlp.down_proj.": "shared_mlp.output_linear.",
-           "block_sparse_moe.gate.": "block_sparse_moe.router.layer."}  # fmt: skip
+           "block_sparse_moe.gate.": "block_sparse_moe.router.layer."}
 JOINT = {"gate_up_proj": "block_sparse_moe.input_linear", "down_proj": "block_sparse_moe.output_linear"}
 KIMI = {".0.mlp.": ".0.block_sparse_moe."}
 
@@ -74,7 +74,7 @@ def write(folder: Path, family: str, form: files.Form, names: Mapping[str, str],
     pytest.param("granite_hybrid", "FP8", GRANITE, True, marks=pytest.mark.long),
     pytest.param("granite_hybrid", "W8A8", GRANITE, True, marks=pytest.mark.long),
     ("kimi_linear", "FP8_DYNAMIC", KIMI, False),
-])  # fmt: skip
+])
 def test_matrices_of_other_names_keep_their_bits(family: str, form: str, names: dict[str, str], joins: bool,
                                                  tmp_path: Path) -> None:
     coded = write(tmp_path / "model", family, files.FORMS[form], names, joins)

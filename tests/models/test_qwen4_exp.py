@@ -101,7 +101,7 @@ def test_hashes_are_those_of_the_files(folder_of: Folders) -> None:
     ({"attention_bias": True}, "attention_bias=True"),
     ({"output_gate_type": "tanh"}, "output_gate_type='tanh'"),
     ({"hc_count": 1}, "hc_count"),
-])  # fmt: skip
+])
 def test_configs_that_cannot_be_served(folder_of: Folders, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(read_config(folder_of("qwen4_exp")) | changes, dtype=torch.float32, device="meta")
@@ -116,9 +116,9 @@ def make_module(folder: Path) -> Path:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     shapes = {"mtp.layers.0." + name.removeprefix("model.layers.3."): tensor.shape for name, tensor in tensors.items()
-              if name.startswith("model.layers.3.")}  # fmt: skip
+              if name.startswith("model.layers.3.")}
     shapes |= {name.replace("model.", "mtp.", 1): tensor.shape for name, tensor in tensors.items()
-               if name.startswith("model.hyper_connection_mixer.")}  # fmt: skip
+               if name.startswith("model.hyper_connection_mixer.")}
     shapes |= {"mtp.pre_fc_norm_embedding.weight": torch.Size([H]),
                "mtp.pre_fc_norm_hidden.weight": torch.Size([STREAMS * H]),
                "mtp.fc_embedding.weight": torch.Size([H, H]), "mtp.fc_hidden.weight": torch.Size([H, H])}
@@ -134,7 +134,7 @@ class NaiveModule:
     def __init__(self, folder: Path, target: Model) -> None:
         self.target = target
         self.t = {name.removeprefix("mtp."): tensor.double() for name, tensor
-                  in load_file(folder / "model.safetensors").items() if tensor.is_floating_point()}  # fmt: skip
+                  in load_file(folder / "model.safetensors").items() if tensor.is_floating_point()}
 
     def drafts(self, known: Sequence[int], k: int) -> tuple[list[int], torch.Tensor]:
         """k drafts after `known`, and the logits of each."""
@@ -166,7 +166,7 @@ class NaiveModule:
     def read(self, x: torch.Tensor, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         gains = 1 + self.t[f"{prefix}.hc_norm.weight"].view(STREAMS, H)
         normed = torch.cat([part / (part.square().mean(-1, keepdim=True) + EPS).sqrt() * gain
-                            for part, gain in zip(x.split(H, dim=1), gains, strict=True)], dim=1)  # fmt: skip
+                            for part, gain in zip(x.split(H, dim=1), gains, strict=True)], dim=1)
         low = normed @ self.t[f"{prefix}.input_mix_weight_down.weight"].T / STREAMS
         gates = (low * low.sigmoid() @ self.t[f"{prefix}.input_mix_weight_up.weight"].T).sigmoid()
         mixed = sum((gates * normed).split(H, dim=1)) / STREAMS

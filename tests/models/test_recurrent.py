@@ -93,10 +93,10 @@ def test_the_language_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, 
     name = "Qwen3_5Moe" if is_moe else "Qwen3_5"
     text = hf_config("qwen3_5_moe" if is_moe else "qwen3_5").to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
-              "num_position_embeddings": 16}  # fmt: skip
+              "num_position_embeddings": 16}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, image_token_id=250,
                                                     video_token_id=251, vision_start_token_id=252,
-                                                    vision_end_token_id=253)  # fmt: skip
+                                                    vision_end_token_id=253)
     torch.manual_seed(5)
     reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     for parameter in reference.parameters():

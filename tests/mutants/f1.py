@@ -21,7 +21,7 @@ def apply() -> None:
         actual = replace(step, batch=replace(step.batch, padded=step.batch.unpadded), **{
             name: getattr(step, name)[: step.batch.unpadded.num_requests]
             for name in ("computed_before", "num_computed", "goes_on")
-        })  # fmt: skip
+        })
         cut = ops.plan_reading_pass(committed_requests(actual), drafting_rows(actual), num_wanted=step.num_wanted,
                                     max_len=self._max_len, behind=1)
         return replace(reading(self, actual, cut), page_tables=step.batch.padded.page_tables)

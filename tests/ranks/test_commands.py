@@ -30,7 +30,7 @@ def test_verify_compares_ranks_with_themselves_and_with_one(model: str, monkeypa
     variants = verify.all_variants
     monkeypatch.setattr(verify, "all_variants", lambda speculative: variants(speculative)[-1:])
     options = ["--exact", "--dtype", "float32"] if exact else ["--speculative-config", json.dumps(
-        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})]  # fmt: skip
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})]
     assert cli.main(["verify", model, *SETTINGS, "--quick", "--json", *options]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["verdict"] for row in rows] == ["equal"] * len(rows) and all(row["is_met"] for row in rows)

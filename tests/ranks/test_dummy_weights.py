@@ -44,7 +44,7 @@ def drawn_checkpoint(family: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.long)
-                                    for family in FAMILIES])  # fmt: skip
+                                    for family in FAMILIES])
 def test_ranks_draw_their_part_of_the_weights_of_one_rank(family: str) -> None:
     tensors = drawn_checkpoint(family)
     for rank in range(COUNT):

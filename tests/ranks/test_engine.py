@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 24,
     "num_pages": 9, "overlap": True,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False},
-}  # fmt: skip
+}
 PROMPTS = [prompt_of(1, 60), prompt_of(2, 6) * 8, [*prompt_of(1, 60)[:48], 7, 8], prompt_of(3, 9)]
 FORM = StructuredOutputsParams(regex=r"[a-f]{3,6}-\d{2}")
 PARAMS = [greedy(20), SamplingParams(seed=3, max_tokens=20, logprobs=2), greedy(20, stop_token_ids=[9]),
@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_in_a_step_ends_requests_by_name(two: LLM) -> None
     ("target", {"method": ["suffix", "draft_model"], "model": str(ASSETS / "target")}, 4),
     ("nemotronh", {"method": "mtp"}, 2),
     ("deepseek_v32", {"method": "mtp"}, 4),
-])  # fmt: skip
+])
 def test_trained_models_with_their_drafters(target: str, speculative: dict[str, Any], num_ranks: int) -> None:
     found = []
     for count in (1, num_ranks):

@@ -63,7 +63,7 @@ def run_engine(group: RankGroup | None, drafter: str, other_folder: Path | None 
 
 @pytest.mark.parametrize(("drafter", "count"), [
     pytest.param(drafter, count, marks=[] if (drafter, count) in QUICK else pytest.mark.long)
-    for drafter in DRAFTERS for count in (2, 4)])  # fmt: skip
+    for drafter in DRAFTERS for count in (2, 4)])
 def test_texts_and_drafts_are_those_of_one_rank(ranks: RankPool, drafter: str, count: int) -> None:
     """A rank's pages may hold more tokens, so chunks, hits and the known texts at which drafts are made may differ."""
     expected = run_engine(None, drafter)
@@ -103,7 +103,7 @@ def _without_short_hit(result: Any) -> Any:
 
 # Random models of the other families with their MTP modules, several of them in one, whose sizes two ranks can share.
 HYBRIDS = {name: config | ({"linear_num_key_heads": 2} if "linear_num_key_heads" in config else {})
-           for name, config in hybrid_rig.FAMILIES.items()}  # fmt: skip
+           for name, config in hybrid_rig.FAMILIES.items()}
 RANDOM = HYBRIDS | latent_rig.FAMILIES
 
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a 
 # Sizes that two ranks can share.
 CHANGES: dict[str, Any] = {"moe_intermediate_size": 14, "moe_shared_expert_intermediate_size": 12,
                            "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
-                           "linear_num_value_heads": 6}  # fmt: skip
+                           "linear_num_value_heads": 6}
 BAMBA = FAMILIES["llama"] | {
     "architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "hidden_size": 42, "mamba_n_heads": 6,
     "mamba_d_head": 14, "mamba_n_groups": 1, "mamba_d_state": 9,
-}  # fmt: skip
+}
 CONFIGS = {name: config | {key: value for key, value in CHANGES.items() if key in config}
-           for name, config in (FAMILIES | {"bamba": BAMBA}).items()}  # fmt: skip
+           for name, config in (FAMILIES | {"bamba": BAMBA}).items()}
 
 
 def run_exact(group: RankGroup, family: str) -> Any:

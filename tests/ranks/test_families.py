@@ -38,11 +38,11 @@ QUICK = {("llama_bias", 2), ("qwen3", 4), ("gemma4_shared", 2), ("gemma4_moe", 2
          ("deepseek_v3_direct", 2), ("glm_moe_dsa", 4), ("nemotron_h_latent", 4), ("nemotron_h", 4), ("bamba_bias", 2),
          ("qwen3_next", 4), ("qwen3_5_bias", 2), ("olmo2", 4), ("phi3_sliding", 2), ("cohere_normed", 4),
          ("minimax_m2", 2), ("ernie_moe", 4), ("kimi_linear", 4), ("bailing_hybrid", 2),
-         ("gpt_oss", 4), ("qwen4_exp", 4), ("glm5_next", 2), ("hy_v4", 2)}  # fmt: skip
+         ("gpt_oss", 4), ("qwen4_exp", 4), ("glm5_next", 2), ("hy_v4", 2)}
 CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else pytest.mark.long)
          for family in (*DENSE, *EXPERTS, *LATENT_FAMILIES, *HYBRID_FAMILIES, *KDA_FAMILIES, *STREAM_FAMILIES,
                         *POOLED_FAMILIES, *CLASSICS)
-         for count in (2, 4)]  # fmt: skip
+         for count in (2, 4)]
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
@@ -65,7 +65,7 @@ def test_ranks_compute_what_one_does(ranks: RankPool, family: str, count: int) -
             assert torch.equal(state, results[0][0][name]), "all ranks must have the same bits"
             assert (state - expected[name]).abs().max() <= 1e-12 * expected[name].abs().max(), name
         assert held == {name: share(family, name, rank, count, num_bytes)
-                        for name, num_bytes in weight_bytes(whole).items()}  # fmt: skip
+                        for name, num_bytes in weight_bytes(whole).items()}
         for claim, own in zip(whole.cache_layers(), caches, strict=True):
             assert own == cache_share(family, claim.spec, count)
 
@@ -186,7 +186,7 @@ def test_a_block_that_is_not_cut_is_whole_on_every_rank(ranks: RankPool) -> None
      "linear_num_key_heads is 2, which 4 ranks cannot share: use 1 or 2 ranks"),
     ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6}, 4,
      "num_attention_heads is 6, which 4 ranks cannot share: use 1 or 2 ranks"),
-])  # fmt: skip
+])
 def test_sizes_that_do_not_divide_are_refused_by_their_key(family: str, changes: dict[str, Any], count: int,
                                                            message: str) -> None:
     outline = build_model(config_of(family) | changes, dtype=torch.float32, device="meta")

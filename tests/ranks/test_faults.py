@@ -44,7 +44,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     ("raise", 1, r"rank 1 failed in step or command \d+, .*: ValueError: a fault of this test"),
     ("raise", 0, r"rank 0 failed in step or command \d+, .*: ValueError: a fault of this test"),
     ("die", 0, r"rank 0 died when it .* .signal SIGKILL."),
-])  # fmt: skip
+])
 def test_a_rank_that_breaks_a_step_is_named(model: str, monkeypatch: pytest.MonkeyPatch, how: str, rank: int,
                                             words: str) -> None:
     with started(model, 2) as llm:

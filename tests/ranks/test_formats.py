@@ -34,7 +34,7 @@ def run_files(group: RankGroup | None, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long)
-                                  for name in (*files.FORMS, "experts")])  # fmt: skip
+                                  for name in (*files.FORMS, "experts")])
 def test_ranks_keep_the_bits_of_files(ranks: RankPool, name: str, tmp_path: Path) -> None:
     form = files.FORMS["W4A16" if name == "experts" else name]
     files.save_form(tmp_path / "model", form, (files.MOE if name == "experts" else files.CONFIG) | WIDE)

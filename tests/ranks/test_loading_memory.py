@@ -26,7 +26,7 @@ MIB = 1 << 20
 NOISE = 6 * MIB  # objects of Python, and memory that the allocator keeps
 # 70 to 80 MiB in float32, in tensors of 4 MiB at most.
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-         "vocab_size": 2048}  # fmt: skip
+         "vocab_size": 2048}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": CONFIGS["llama"] | SIZES | {"intermediate_size": 2048},
     "experts": CONFIGS["llama"] | SIZES | {
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256, "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
         "head_dim": 64,
     },
-}  # fmt: skip
+}
 
 
 def anonymous_bytes() -> int:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 NUM_CASES = int(os.environ.get("OUTRIDER_RANK_CASES", "24"))
 FIRST = int(os.environ.get("OUTRIDER_RANK_FIRST_CASE", "0"))
 MTP_FAMILIES = {"nemotron_h", "nemotron_h_latent", "qwen3_next", "qwen3_5", "qwen3_5_moe", "deepseek_v3", "glm4_moe",
-                "bailing_hybrid"}  # fmt: skip
+                "bailing_hybrid"}
 HIDDEN = 64  # of every family here
 
 
@@ -124,4 +124,4 @@ def test_a_random_engine_has_the_texts_of_one_rank(ranks: RankPool, folder: Path
     for tokens, _ in ranks.run(case.num_ranks, run_case, case, folder):
         assert tokens == expected, (case.family, case.drafter, case.num_ranks)
     assert case.drafter in ("none", "ngram", "suffix", "mtp") or num_drafts > 0 or max(
-        ask.params.max_tokens or 0 for ask in case.asks) < 4  # fmt: skip
+        ask.params.max_tokens or 0 for ask in case.asks) < 4

@@ -70,7 +70,7 @@ def test_the_prefix_cache_is_emptied(served: Served) -> None:
     ("/sleep?level=3", "level"), ("/sleep?level=one", "level"), ("/sleep?mode=abort", "mode"),
     ("/sleep?levels=1", "levels"), ("/wake_up?tags=kv", "tags"), ("/wake_up?tag=weights", "tag"),
     ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
-])  # fmt: skip
+])
 def test_wrong_parameters_are_named(served: Served, path: str, param: str) -> None:
     answer = served.http.post(path)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param and not is_sleeping(served)

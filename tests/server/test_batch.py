@@ -49,7 +49,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
         line("route", "/v1/chat/completion", CHAT), line("method", "/v1/completions", {"prompt": "a"}, method="GET"),
         json.dumps({"custom_id": "no url", "method": "POST", "body": {}}), "[1]", "{", '{"a": "' + 4000 * "b" + '"}',
         line("last", "/v1/chat/completions", CHAT),
-    ]  # fmt: skip
+    ]
     given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("\n".join(lines))
     written.write_text("an earlier answer\n")
@@ -83,7 +83,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     (["-i", "{}/in.jsonl", "-o", "{}/none/out.jsonl"], "out.jsonl"),
     (["-i", "{}/in.jsonl"], "--output-file"),
     (["-i", "{}/in.jsonl", "-o", "{}/out.jsonl", "--lora-modules", "own={}"], "need --enable-lora"),
-])  # fmt: skip
+])
 def test_files_are_checked_before_the_model_is_loaded(folder: Path, tmp_path: Path, flags: list[str], said: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("in.jsonl", "adapter_config.json", "adapter_model.safetensors"):

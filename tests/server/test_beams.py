@@ -58,7 +58,7 @@ def test_several_prompts_are_searched_together(served: Served) -> None:
     ({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"stop": "x"}, "stop"), ({"n": 7}, "n"), ({"n": 65}, "n"),
     ({"temperature": 0.5}, "temperature"), ({"length_penalty": 1e30}, "length_penalty"), ({"logprobs": 2}, "logprobs"),
     ({"response_format": {"type": "json_object"}}, "structured_outputs"), ({"logit_bias": {"5": 1}}, "logit_bias"),
-])  # fmt: skip
+])
 def test_what_beam_search_does_not_have_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
     error = served.error("/v1/completions", prompt="a", use_beam_search=True, **fields)
     assert param in error["message"] and error["param"] == param, error

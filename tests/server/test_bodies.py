@@ -26,7 +26,7 @@ def ids(count: int) -> list[int]:
     {"prompt": ids(40_000)}, {"prompt": [ids(20_000), ids(3), ids(30_000)], "model": "x"}, ids(60_000),
     {"prompt": "x" * 200_000}, {"prompt": str(ids(40_000))}, {"prompt": f"a [{ids(40_000)}", "stop_token_ids": ids(9)},
     {"prompt": ids(40_000), "stop": [str(ids(40_000))]}, {"prompt": [0.5, *ids(40_000)]}, {"n": [-1, *ids(40_000)]},
-], ids=lambda value: str(value)[:16])  # fmt: skip
+], ids=lambda value: str(value)[:16])
 def test_a_large_body_is_read_as_json_is(value: Any, separators: tuple[str, str]) -> None:
     assert parse_large(json.dumps(value, separators=separators).encode()) == value
 
@@ -35,7 +35,7 @@ def test_a_large_body_is_read_as_json_is(value: Any, separators: tuple[str, str]
     b"[" + b"1," * 90_000 + b"]", b"[," + b"1," * 90_000 + b"1]", b'{"p":[' + b"1," * 90_000 + b"1", b"1," * 90_000,
     b"[" + b"1" * 200_000 + b"]", b"[1" + b", " * 90_000 + b"1]", b"[" + b"1 2," * 50_000 + b"1]",
     b"[" + b"01," * 50_000 + b"1]", b"[" + b"1," * 40_000 + b"," + b"1," * 40_000 + b"1]", b"{" + b" " * 200_000,
-], ids=lambda body: body[:8].decode())  # fmt: skip
+], ids=lambda body: body[:8].decode())
 def test_what_is_no_json_is_refused_in_the_same_words(body: bytes) -> None:
     with pytest.raises(ValueError) as expected:
         json.loads(body)

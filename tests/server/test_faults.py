@@ -21,7 +21,7 @@ from tests.server.rig import PATIENCE, Served, serving
 ROUTES: dict[str, Any] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest,
-}  # fmt: skip
+}
 GOOD: dict[str, Any] = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "tokens": [1],
                         "max_tokens": 2, "max_output_tokens": 2}
 SCALARS = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(max_size=8)

@@ -113,7 +113,7 @@ def test_the_client_parses_answers_into_its_own_types(served: Served) -> None:
 @pytest.mark.parametrize(("form", "pattern"), [
     ({"regex": "[0-9]{2}:[0-9]{2}"}, r"\d\d:\d\d"), ({"choice": ["yes", "no"]}, "yes|no"),
     ({"grammar": 'root ::= "a" ("b" | "c")'}, "a[bc]"), ({"json": {"type": "boolean"}}, "true|false"),
-])  # fmt: skip
+])
 def test_structured_outputs(served: Served, form: dict[str, Any], pattern: str) -> None:
     answer = served.client().completions.create(model=MODEL, prompt=["When?", "How?"], n=2, max_tokens=20,
                                                 extra_body={"structured_outputs": form})
@@ -128,7 +128,7 @@ def test_structured_outputs(served: Served, form: dict[str, Any], pattern: str) 
     ({"structured_outputs": {"choice": ["x" * 300_000]}}, "structured_outputs", "at most 262144"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objec"}}}],
       "tool_choice": "required"}, "tools", "tools cannot be compiled"),
-])  # fmt: skip
+])
 def test_a_form_that_cannot_be_compiled(served: Served, fields: dict[str, Any], param: str, words: str) -> None:
     error = served.error("/v1/chat/completions", messages=CHAT, **fields)
     assert words in error["message"] and error["param"] == param
@@ -185,7 +185,7 @@ def test_forced_calls(name: str, choice: Any, request: pytest.FixtureRequest) ->
     (None, '[{"name": "time", "arguments": {"at": "oslo"}}, {"name": "weather", "arguments": {"at": "a"}}]'),
     ("hermes", '<tool_call>\n{"name": "time", "arguments": {"at": "oslo"}}\n</tool_call>\n'
                '<tool_call>\n{"name": "weather", "arguments": {"at": "a"}}\n</tool_call>'),
-])  # fmt: skip
+])
 def test_several_calls_may_be_forced(tool_format: str | None, text: str) -> None:
     for parallel in (True, False):
         asked = body(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel)
@@ -208,7 +208,7 @@ def takes(form: StructuredOutputsParams, text: str) -> bool:
 @pytest.mark.parametrize(("prompt_end", "texts"), [
     ("[assistant]", ["<think>so</think>\n\nyes", "yes", "<think></think>no"]), ("<think>\n", ["so\n</think>\nyes"]),
     ("<think>\n\n</think>\n\n", ["no"]),
-])  # fmt: skip
+])
 def test_a_form_follows_the_reasoning(prompt_end: str, texts: list[str]) -> None:
     """The grammar takes texts of their form, and none that has text behind or before it."""
     asked = body(structured_outputs={"choice": ["yes", "no"]})
@@ -228,7 +228,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type
     ({"json": OBJECT, "disable_additional_properties": True}, '{"a": 1}', '{"a": 1, "c": 2}'),
     ({"grammar": 'start: "a" b\nb: "b" | "c"'}, "ac", "ad"), ({"grammar": 'root ::= "x" "y"'}, "xy", "x"),
     ({"regex": "a/b"}, "a/b", "a\\/b"), ({"regex": r"a\/b"}, "a/b", "a\\/b"), ({"regex": r"a\\/b"}, r"a\/b", "a/b"),
-])  # fmt: skip
+])
 def test_all_of_a_form_holds_behind_reasoning(fields: dict[str, Any], right: str, wrong: str) -> None:
     asked = body(structured_outputs=fields)
     for reasoning, thoughts in ((None, ""), ("qwen3", "<think>so</think>")):
@@ -253,7 +253,7 @@ def test_a_schema_that_fails_is_named_as_the_client_gave_it(served: Served, pars
     ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools"),
-])  # fmt: skip
+])
 def test_choices_that_cannot_be_forced(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):
         forced_calls(body(**fields), "hermes")
@@ -315,7 +315,7 @@ def test_some_tools_may_be_allowed(served: Served) -> None:
 @pytest.mark.parametrize(("choice", "words"), [
     ({"type": "allowed_tools"}, "needs a mode"), (allowed("never", "time"), "needs a mode"),
     (allowed("auto"), "needs a mode"), (allowed("auto", "fly"), "'fly', which is none of the tools"),
-])  # fmt: skip
+])
 def test_tools_that_cannot_be_allowed(choice: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):
         with_allowed_tools(body(tools=TOOLS, tool_choice=choice))

@@ -48,7 +48,7 @@ def test_a_huge_n_makes_no_parsers(served: Served, monkeypatch: pytest.MonkeyPat
     ({"allowed_token_ids": [1] * 257}, "allowed_token_ids", "the vocabulary has 256"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
-])  # fmt: skip
+])
 def test_lists_that_are_too_long_and_fields_without_effect(served: Served, fields: dict[str, Any], param: str,
                                                            words: str) -> None:
     error = served.error("/v1/completions", prompt="a", **fields)
@@ -65,7 +65,7 @@ def test_hints_to_other_servers_are_taken(served: Served) -> None:
     ({"content-type": "application/x-www-form-urlencoded"}, "Content-Type: application/json"),  # what curl -d sends
     ({"content-type": "text/plain"}, "Content-Type: application/json"), ({}, "Content-Type: application/json"),
     ({"content-type": "application/json", "content-encoding": "gzip"}, "compressed"),
-])  # fmt: skip
+])
 def test_a_body_that_is_called_something_else(served: Served, headers: dict[str, str], words: str) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     if "content-encoding" in headers:
@@ -164,7 +164,7 @@ def test_errors_use_the_names_of_their_own_api(served: Served) -> None:
     ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
     ("/v1/messages", "messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
-])  # fmt: skip
+])
 def test_pictures_are_refused_by_name(served: Served, path: str, param: str, body: dict[str, Any]) -> None:
     error = served.error(path, **body)
     assert error["param"] == param and "text is the only medium" in error["message"]
@@ -310,7 +310,7 @@ def test_a_stream_that_the_server_cuts_off_says_so(num_rounds: int) -> None:
     ({"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [97]}, "allowed_token_ids, structured_outputs"),
     ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids, bad_words"),
     ({"allowed_token_ids": [2], "min_tokens": 3}, "allowed_token_ids, min_tokens"),
-])  # fmt: skip
+])
 def test_parameters_that_contradict_each_other(served: Served, fields: dict[str, Any], words: str) -> None:
     """It shows only when there is nothing left to choose; the fault is the client's all the same."""
     assert words in served.error("/v1/completions", prompt="a", max_tokens=9, **fields)["message"]
@@ -323,7 +323,7 @@ def test_parameters_that_contradict_each_other(served: Served, fields: dict[str,
     ({"type": {}}, "tool_choice.type"), ({"type": "tool"}, "name goes with the type tool"), ({}, "tool_choice.type"),
     ({"type": "auto", "name": "f"}, "name goes"), ({"type": "any", "parallel": 1}, "no field 'tool_choice.parallel'"),
     ({"type": "any", "disable_parallel_tool_use": "no"}, "disable_parallel_tool_use"),
-])  # fmt: skip
+])
 def test_a_choice_of_tools_in_messages_that_is_none(served: Served, choice: Any, words: str) -> None:
     for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
         error = served.error(path, messages=CHAT, tools=[{"name": "f", "input_schema": {}}], tool_choice=choice, **more)

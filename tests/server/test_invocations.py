@@ -25,7 +25,7 @@ def served() -> Iterator[Served]:
     ("/v1/chat/completions", {"messages": CHAT, **FIXED}), ("/v1/completions", {"prompt": "Hello", **FIXED}),
     ("/v1/embeddings", {"input": "a text"}), ("/pooling", {"input": "a text", "task": "token_embed", "dimensions": 2}),
     ("/score", {"queries": "a", "documents": ["b", "c"]}), ("/rerank", {"query": "a", "documents": ["b", "c"]}),
-])  # fmt: skip
+])
 def test_a_body_is_served_as_by_its_own_route(served: Served, path: str, body: dict[str, Any]) -> None:
     own, invoked = (served.post(route, **body, request_id="same") for route in (path, "/invocations"))
     assert own.status_code == invoked.status_code == 200
@@ -42,7 +42,7 @@ def test_a_stream_of_an_invocation(served: Served) -> None:
     ({}, None, "messages, prompt, query, text_1, input"), ({"model": "x"}, None, "messages, prompt"),
     ({"prompt": "x", "temperatur": 1}, "temperatur", "did you mean"), ({"prompt": "x", "n": "two"}, "n", "n: "),
     ({"messages": CHAT, "suffix": "x"}, "suffix", "not supported"), ({"input": []}, "input", "empty"),
-])  # fmt: skip
+])
 def test_a_wrong_invocation_is_told_as_by_its_own_route(served: Served, body: dict[str, Any], param: str | None,
                                                         words: str) -> None:
     error = served.error("/invocations", **body)

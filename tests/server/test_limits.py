@@ -58,7 +58,7 @@ def guarded() -> Iterator[Served]:
     ("structured_outputs", {"regex": "a"}, "no end token"),
     ("echo", "yes", "echo"), ("priority", 2**40, "priority must be"), ("seed", 2**70, "seed must be"),
     ("suffix", "end", "suffix is not supported"), ("speculative", -2, "speculative"), ("cache_salt", 5, "cache_salt"),
-])  # fmt: skip
+])
 def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, words: str) -> None:
     error = served.error("/v1/completions", **({"prompt": "hello"} | {field: value}))
     assert words in error["message"], error
@@ -81,7 +81,7 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"chat_template_kwargs": {"colour": "red"}}, "colour is not supported"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
-])  # fmt: skip
+])
 def test_a_bad_chat_is_refused_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
     error = served.error("/v1/chat/completions", **({"messages": CHAT} | fields))
     assert words in error["message"] and error["param"] in fields, error

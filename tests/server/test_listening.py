@@ -106,7 +106,7 @@ def test_clients_need_a_certificate_where_the_server_has_one_to_check_it_with(
     ({"ssl_certfile": "cert.pem", "ssl_keyfile": "other.pem"}, "--ssl-certfile and --ssl-keyfile cannot be used"),
     ({"ssl_certfile": "cert.pem", "ssl_keyfile": "secret.pem"}, "has a passphrase"),
     ({"ssl_certfile": "both.pem", "ssl_ca_certs": "key.pem"}, "--ssl-ca-certs cannot be used"),
-])  # fmt: skip
+])
 def test_files_of_tls_are_checked_before_the_start(certificate: Callable[[str], str], names: dict[str, str],
                                                    said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -154,7 +154,7 @@ def test_routes_have_the_prefix_of_a_proxy_or_not() -> None:
     ({"root_path": "llm"}, "root_path must be as /llm"), ({"root_path": "/llm/"}, "root_path must be as /llm"),
     ({"ssl_keyfile": "key.pem"}, "ssl_keyfile goes with ssl_certfile"),
     ({"ssl_ca_certs": "ca.pem"}, "ssl_ca_certs goes with ssl_certfile"),
-])  # fmt: skip
+])
 def test_settings_that_cannot_work_are_refused(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServerConfig(**settings)  # type: ignore[arg-type]

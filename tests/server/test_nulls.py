@@ -52,7 +52,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"max_tokens": 4, **GREEDY, **MESSAGES}), ("/v1/messages/count_tokens", MESSAGES),
     ("/v1/embeddings", {"input": ["a", "b"]}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]}),
     ("/tokenize", {"messages": ASKED, "tools": TOOLS}),
-]  # fmt: skip
+]
 DATA = ("parameters", "schema", "input_schema", "input")  # objects of the client's own, in which a null is a value
 
 
@@ -203,7 +203,7 @@ INPUT: dict[str, Any] = {"input": "How?", "max_output_tokens": 1}
     ("/v1/messages", ASK | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
      "How? high True True"),
     ("/v1/messages", ASK | {"thinking": {"type": "disabled"}}, "How? none False False"),
-])  # fmt: skip
+])
 def test_reasoning_is_asked_for_by_the_templates_own_switch(served: Served, monkeypatch: pytest.MonkeyPatch, path: str,
                                                             body: dict[str, Any], prompt: str) -> None:
     texts: list[str] = []
@@ -259,6 +259,6 @@ def test_options_of_the_other_apis(served: Served) -> None:
      "messages.0.content.0: the type must be text, thinking"),
     ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
     ("/v1/completions", {"prompt": None}, "give either prompt or prompt_embeds"),
-])  # fmt: skip
+])
 def test_an_error_inside_a_union_names_the_field(served: Served, path: str, body: dict[str, Any], words: str) -> None:
     assert words in served.error(path, **body)["message"]

@@ -168,7 +168,7 @@ CASES: list[tuple[str | None, str | None, str, list[Any]]] = [
     (None, "qwen3", "<think>t</think></think>\n\nso </think>", [("reasoning", "t"), ("content", "so </think>")]),
     (None, "qwen3", "<think>never ends ", [("reasoning", "never ends ")]),
     (None, "qwen3", " plain </thin text\n", [("content", " plain </thin text\n")]),
-]  # fmt: skip
+]
 
 
 def shape(events: list[Event]) -> list[Any]:
@@ -237,7 +237,7 @@ def test_random_mixtures_of_markers_never_fail_and_do_not_depend_on_cuts(tools: 
     ("qwen3_coder", "<function=f>\n<parameter=days>\nNaN\n</parameter>\n</function>", {"days": "NaN"}),
     ("gemma4", "<|tool_call>call:f{days:Infinity}<tool_call|>", {"days": "Infinity"}),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', {"x": "\ud83d"}),
-])  # fmt: skip
+])
 def test_arguments_are_json_that_every_client_reads(tools: str, text: str, expected: dict[str, Any] | None) -> None:
     """No NaN, and no half of a character, which no client could encode again. Else the text stays content."""
     parser = output_parser(tools, None, schemas=SCHEMAS)
@@ -308,7 +308,7 @@ def test_a_model_may_name_its_calls() -> None:
     ({"enum": [1, 2]}, "1", 1), ({"$ref": "#/$defs/a"}, '{"a": 1}', {"a": 1}),
     ({"type": "object"}, "{'a': 'b'}", {"a": "b"}), ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
     ({"type": "number"}, "1e999", "1e999"),
-])  # fmt: skip
+])
 def test_text_takes_the_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
     parser = output_parser("qwen3_coder", None, schemas={"f": {"properties": {"x": schema}}})
     assert parser is not None

@@ -111,7 +111,7 @@ ROW = bytes(4 * WIDTH)
     (written(named(shape=[10**30, WIDTH]), ROW), "at most 64 tokens"),
     (written(named(shape=[-1, WIDTH]), ROW), "at most 64 tokens"),
     ([], "has 0 prompts"), ([file_of(EMBEDS)] * 5, "has 5 prompts"),
-])  # fmt: skip
+])
 def test_what_is_no_such_file_is_refused(capfd: pytest.CaptureFixture[str], served: Served, given: Any,
                                          words: str) -> None:
     error = served.error(ROUTE, prompt_embeds=given, **ASK)
@@ -122,7 +122,7 @@ def test_what_is_no_such_file_is_refused(capfd: pytest.CaptureFixture[str], serv
 @pytest.mark.parametrize(("fields", "param"), [
     ({"prompt": "a"}, "prompt"), ({"echo": True}, "echo"), ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"repetition_penalty": 1.5}, "repetition_penalty"),
-])  # fmt: skip
+])
 def test_fields_that_need_tokens_are_refused(served: Served, fields: dict[str, Any], param: str) -> None:
     assert served.error(ROUTE, prompt_embeds=file_of(EMBEDS), **fields)["param"] == param
     assert served.error(ROUTE)["param"] == "prompt"

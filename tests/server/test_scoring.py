@@ -104,7 +104,7 @@ def test_pooling_gives_one_vector_or_one_for_each_token(served: Served) -> None:
     ("/rerank", {"documents": ["a"]}, "query", ""),
     ("/pooling", {"input": "a", "task": "reward"}, "task", "token_embed"),
     ("/pooling", {"input": "a", "task": "token_embed", "pooling": "mean"}, "pooling", "token_embed"),
-])  # fmt: skip
+])
 def test_what_is_wrong_is_named(served: Served, path: str, body: dict[str, Any], param: str, words: str) -> None:
     error = served.error(path, **body)
     assert error["param"] == param and words in error["message"]

@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
     (["--allowed-origins", "example.org"], r"--allowed-origins must be \* or as https://"),
     (["--otlp-traces-endpoint", "collector:4318"], "--otlp-traces-endpoint must be as http"),
     (["--host", "a..b"], "cannot listen at a..b"),
-])  # fmt: skip
+])
 def test_what_the_files_show_is_said_once_and_before_it_says_that_it_serves(
     folder: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

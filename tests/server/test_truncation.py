@@ -15,7 +15,7 @@ BEGIN, END = 256, 257
     (9, "left", [BEGIN, *b"abcdef", END]), (8, "right", [BEGIN, *b"abcdef", END]),
     (5, "left", [BEGIN, *b"def", END]), (5, "right", [BEGIN, *b"abc", END]), (3, "left", [BEGIN, *b"f", END]),
     (2, "right", [BEGIN, *b"a"]), (2, "left", [*b"f", END]),
-])  # fmt: skip
+])
 def test_tokens_around_the_text_stay(num_tokens: int, side: Side, expected: list[int]) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.post_processor = processors.TemplateProcessing(

@@ -23,7 +23,7 @@ from tests.assets.training import Language
 ASSETS = Path(__file__).parents[1] / "assets"
 LANGUAGES: dict[str, Callable[[], Language]] = {
     "target": train_eagle3.language, "gemma4": train_gemma4.language, "nemotronh": train_nemotronh.language,
-}  # fmt: skip
+}
 ENGINE: dict[str, Any] = {"device": "cpu", "num_pages": 300, "max_num_seqs": 32}
 # Taps of models with four layers: the usual ones would be 2, 2 and 1.
 SMALL: dict[str, Any] = {"max_prompt_tokens": 24, "max_answer_tokens": 32, "draft_vocab_size": 64, "taps": (1, 2, 4),

@@ -20,7 +20,7 @@ NAMES = {
     "midlayer.post_attention_layernorm.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
     "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.gate_proj.weight",
     "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight", "norm.weight", "lm_head.weight", "d2t", "t2d",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = {"out": path / "head", "prompts": prompts, "max-prompt-tokens": 24, "max-answer-tokens": 40,
              "taps": "1,2,4", "draft-vocab-size": 64, "batch-tokens": 384, "micro-tokens": 384, "epochs": 5,
              "learning-rate": 8e-3,
-             "passes": NUM_DRAFTS, "evaluations": 3, "dtype": "float32", "device": "cpu", "num-pages": 300}  # fmt: skip
+             "passes": NUM_DRAFTS, "evaluations": 3, "dtype": "float32", "device": "cpu", "num-pages": 300}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     assert cli.main(["train-drafter", str(ASSETS / "target"), *words]) == 0
     return path / "head"

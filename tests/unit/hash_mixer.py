@@ -238,7 +238,7 @@ class HashMixerRunner:
         self.rows[admission.row] = Row(
             tokens, hashes, admission.computed, admission.max_len, admission.eos_ids, admission.request.seed,
             self._restored(admission),
-        )  # fmt: skip
+        )
 
     def _find_valid(self, admission: Admission) -> None:
         """What of the hit the drafter's groups have: all behind the last page that is missing or was not filled."""

@@ -31,5 +31,5 @@ def made_table(specs: tuple[PagedSpec | RecurrentSpec, ...] = (FULL,), *, num_pa
     settings: dict[str, Any] = {
         "reading": (ReadCost(None, 1e-7),), "attending": (ReadCost(None, 1e-9),), "acceptance": (0.8, 0.5)[:max_drafts],
         "host": HostCosts(2e-4, 1e-5, 1e-3), "prompts": (PromptSteps(0, (16, 512), (5e-3, 20e-3)),),
-    }  # fmt: skip
+    }
     return CostTable(FACTS, info, decoding=decoding, **(settings | fields))

@@ -213,9 +213,9 @@ def test_results_of_a_run_are_collected_beside_the_peer(tmp_path: Path, monkeypa
     for name in ("h200.json", "peer.json"):
         (tmp_path / name).write_text((results / name).read_text())
     cases = [{"case": "8x128x256", "out_tok_s": 5.0, "floor_tok_s": 9.0}, {"case": "nano", "out_tok_s": 3.0,
-                                                                          "floor_tok_s": 4.0}]  # fmt: skip
+                                                                          "floor_tok_s": 4.0}]
     run = {"results": cases, "date": "2031-01-01", "card": "a card", "versions": {"torch": "9"}, "start_s": 1.5,
-           "process_s": 2.5, "speculative_config": None, "routing": "learned"}  # fmt: skip
+           "process_s": 2.5, "speculative_config": None, "routing": "learned"}
     (tmp_path / "out").mkdir()
     (tmp_path / "out/qwen06b.json").write_text(json.dumps(run))
     monkeypatch.setattr(collect_results, "RESULTS", tmp_path)
@@ -246,11 +246,11 @@ def test_the_benchmark_of_sparse_attention_runs_dry(sections: str, tmp_path: Pat
     out = tmp_path / "report.json"
     script = CONFIGURED.parent / "sparse.py"
     ran = subprocess.run([sys.executable, str(script), "--dry-run", "--only", sections, "--out", str(out)],
-                         capture_output=True, text=True, check=False)  # fmt: skip
+                         capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     names = [figure["name"] for figure in json.loads(out.read_text())["figures"]]
     wanted = ("dense kernel over a plain read", "over the dense model's", "MTP over plain",
               "step behind the long context", "plain, spread routing, batch 2, share of the floor",
-              "MTP, learned routing, batch 1, tokens/s")  # fmt: skip
+              "MTP, learned routing, batch 1, tokens/s")
     found = [any(name.startswith(one) for name in names) for one in wanted]
     assert found == [sections == "dense,prompt"] * 2 + [sections == "contexts,tables"] * 4

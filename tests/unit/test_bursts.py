@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-import bursts  # noqa: E402
+import bursts
 
-from outrider.sched.prompt_time import PromptTime  # noqa: E402
+from outrider.sched.prompt_time import PromptTime
 
 BOUNDED = bursts.Engine("bounded", lambda: PromptTime(0.012, bursts.COSTS), 64)
 FULL = bursts.Engine("full", lambda: None, 64)

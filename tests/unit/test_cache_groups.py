@@ -90,7 +90,7 @@ def test_padding_is_unused_bytes_over_pool_bytes_at_equal_context() -> None:
 def test_readers_map_to_the_owners_place_and_have_no_pages() -> None:
     claims = [
         LayerCache(0, SLIDING), LayerCache(1, FULL), LayerCache(2, SLIDING, reads=0), LayerCache(3, FULL, reads=1),
-    ]  # fmt: skip
+    ]
     layout = plan_groups(claims)
     check(layout, claims)
     assert layout.places[2] == layout.places[0] != layout.places[3] == layout.places[1]

@@ -48,7 +48,7 @@ def test_parts_have_the_shapes_and_types_of_their_declaration() -> None:
     parts = pool.layer(1)
     assert {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()} == {
         "latent": (torch.uint8, (3, 16, 24)), "scale": (torch.float32, (3, 16)),
-    }  # fmt: skip
+    }
 
 
 def test_every_part_of_every_layer_has_its_own_bytes() -> None:

@@ -177,7 +177,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["serve", "--lora-modules", "a=/nowhere"], "--lora-modules: /nowhere is no adapter"),
     (["serve", "--lora-root", "/"], "--lora-root lets clients load adapters: set admin, and --api-key to a key"),
     (["generate", "--prompt", "x", "--prompts-file", "y"], "exclude each other"),
-])  # fmt: skip
+])
 def test_mistakes_are_named(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refused(capsys, *argv)
 
@@ -429,7 +429,7 @@ def test_messages_name_flags_where_flags_were_given() -> None:
         ("the model's seed and its max_position_embeddings", None),  # a word, and a key of another file
         ("give LLM(folder, skip_tokenizer_init=True), /a/max_model_len/b or 'api_key'", None),
         ("use speculative_config={'method': ...}", None),
-    ]:  # fmt: skip
+    ]:
         assert with_flags(said, parser) == (shown or said)
 
 

@@ -189,7 +189,7 @@ def test_padded_steps_cost_what_all_requests_at_equal_counts_cost() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), min_size=1, max_size=3), st.lists(
-    st.floats(0.05, 2.0), min_size=4, max_size=4), st.booleans())  # fmt: skip
+    st.floats(0.05, 2.0), min_size=4, max_size=4), st.booleans())
 def test_the_choice_is_the_best_of_all(history: list[tuple[int, int]], steps: list[float], is_padded: bool) -> None:
     seconds = tuple(itertools.accumulate(steps))
     costs = StepCosts((1, 3, 6, 12), seconds, (DraftCost(1, 0.1, 0.02),), is_padded=is_padded)

@@ -121,7 +121,7 @@ def test_which_groups_are_the_targets() -> None:
     apart = plan_groups(target, drafter=[LayerCache(3, other), LayerCache(4, SlidingSpec(2, 16, 2, 8))])
     assert {layer: apart.groups[place].is_target for layer, ((place, _),) in apart.places.items()} == {
         0: True, 1: True, 3: False, 4: False,
-    }  # fmt: skip
+    }
     size = max(group.page_tokens for group in apart.groups if group.is_target)
     assert apart.recurrent.page_tokens == size, "checkpoints lie where the target's pages end"
 
@@ -137,11 +137,11 @@ def scenarios(**fields: st.SearchStrategy[int]) -> st.SearchStrategy[Scenario]:
         has_lookahead=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(2, 20),
         num_requests=st.just(7), spare_pages=st.sampled_from([0, 4, 10, 30]), abort_rate=st.sampled_from([0, 0.05]),
         preempt_rate=st.sampled_from([0, 0.05]), is_lazy=st.booleans(), num_drafter=st.just(1), **fields,
-    )  # fmt: skip
+    )
 
 
 SEEN = ("hits without all of the drafter's pages", "hits within a drafter's page", "hits", "evictions", "preemptions",
-        "overlapped steps", "dropped results")  # fmt: skip
+        "overlapped steps", "dropped results")
 
 
 def test_any_schedule_with_a_drafters_group() -> None:

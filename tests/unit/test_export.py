@@ -20,7 +20,7 @@ from tests.unit.test_sources import write_gguf
 from tests.unit.test_text import gguf_metadata, trained
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.export_folder import export_folder  # noqa: E402
+from bench.export_folder import export_folder
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_pages": 20}
 

@@ -77,7 +77,7 @@ CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128, "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 
 # A weight format
@@ -258,7 +258,7 @@ class Int8Experts(ExpertsFormat):
 def test_experts_have_formats_by_the_same_table() -> None:
     register_format("int8_rows", Int8Experts)
     config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
-                       "moe_intermediate_size": 32, "norm_topk_prob": True}  # fmt: skip
+                       "moe_intermediate_size": 32, "norm_topk_prob": True}
     models = [build_model(config, dtype=torch.float64, device="cpu") for _ in range(2)]
     declare_formats(models[0], lambda name: StoredFormat("int8_rows"))
     for model in models:

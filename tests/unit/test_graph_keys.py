@@ -41,7 +41,7 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
     count = len(num_drafts)
     rows = list(range(1, count + 1))
     return ScheduledBatch(0, list(range(count)), [0] * count, rows, [num_known] * count, num_drafts,
-                          [True] * count, [50] * count)  # fmt: skip
+                          [True] * count, [50] * count)
 
 
 def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingParams | None = None,
@@ -54,7 +54,7 @@ def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingPara
         request = CheckedRequest((1,) * prompt_len, asked, embeds=embeds)
         made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
-        are_placed=lambda rows: is_placed)))  # fmt: skip
+        are_placed=lambda rows: is_placed)))
 
 
 PLAIN = rows_of()
@@ -64,7 +64,7 @@ def graphs(*, is_costly: bool = True, takes_prompts: bool = True, takes_paramete
            takes_checkpoints: bool = False) -> GraphKeys:
     drafting = SimpleNamespace(has_layers=is_costly)
     return GraphKeys(LIMITS, drafting, takes_prompts=takes_prompts,  # type: ignore[arg-type]
-                     takes_parameters=takes_parameters, takes_checkpoints=takes_checkpoints)  # fmt: skip
+                     takes_parameters=takes_parameters, takes_checkpoints=takes_checkpoints)
 
 
 def served(made: GraphKeys, batch: ScheduledBatch, state: Any = PLAIN) -> GraphKey:
@@ -107,7 +107,7 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
 ], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings",
-        "too many requests", "too many tokens"])  # fmt: skip
+        "too many requests", "too many tokens"])
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason
 
@@ -121,7 +121,7 @@ def test_embeddings_behind_the_step_keep_no_graph_away() -> None:
     ({"logprobs": 20}, SamplerForm.FULL), ({"min_tokens": 2}, SamplerForm.FULL), ({"top_p": 0.5}, SamplerForm.DRAW),
     ({"logit_bias": {3: 1.0}}, SamplerForm.FULL), ({"presence_penalty": 1.0}, SamplerForm.FULL),
     ({"prompt_logprobs": 1, "prompt_len": 47}, SamplerForm.FULL),
-])  # fmt: skip
+])
 def test_parameters_choose_the_sampler(params: dict[str, Any], form: SamplerForm) -> None:
     """Greedy requests: a filter does nothing for them. The prompt of the last one is computed."""
     for batch in (batch_of([0, 0]), batch_of([2] * 9)):
@@ -150,7 +150,7 @@ def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_cos
 
 @pytest.mark.parametrize(("num_known", "num_drafts"), [
     (2, [0]), (60, [0] * 5), (7, [3, 0, 1]), (400, [0]), (8, [0] * 64),
-])  # fmt: skip
+])
 def test_a_batch_with_prompts_fits_its_graph(num_known: int, num_drafts: list[int]) -> None:
     made, batch = graphs(), batch_of(num_drafts, num_known)
     key = served(made, batch)
@@ -227,7 +227,7 @@ def test_graphs_that_are_captured_when_idle_stand_in_for_different_numbers_of_dr
 
 
 @pytest.mark.parametrize(("token_seconds", "stands_in"), [(1e-6, GraphKey(64, 192, 1, True)),
-                                                        (1e-4, GraphKey(64, 128, 3, True))])  # fmt: skip
+                                                        (1e-4, GraphKey(64, 128, 3, True))])
 def test_the_graph_that_loses_the_least_time_stands_in(token_seconds: float, stands_in: GraphKey) -> None:
     """More token rows or two more drafts to propose, by what a token row costs."""
     captured = [GraphKey(64, 128, 3, True), GraphKey(64, 192, 1, True)]
@@ -346,7 +346,7 @@ def test_an_empty_packet_is_all_padding() -> None:
     shape = CapturedShape.decoding(4, 8, 3, window=3, max_len=80)
     packet = unpack(shape, empty_packet(shape, torch.device("cpu")))
     expected = {"request_of": [3] * 8, "offset": [8] * 8, "logit_request": [3] * 8, "logit_draft": [4] * 8,
-                "boundaries": [-1] * 4}  # fmt: skip
+                "boundaries": [-1] * 4}
     for name, values in packet._asdict().items():
         assert values.tolist() == expected.get(name, [0] * len(values)), name
     assert [len(values) for values in packet] == shape.field_sizes
@@ -423,5 +423,5 @@ def test_latent_layers_have_no_costs_of_attention_over_keys_and_values() -> None
     """They have neither key/value heads nor windows: a model of nothing else must start all the same."""
     layers = [LatentLayer(index, 4, 16, 8, 1.0, EveryPosition()) for index in range(2)]
     step = SimpleNamespace(model=SimpleNamespace(attention_layers=layers),
-                           drafter=SimpleNamespace(attention_layers=layers[:1]))  # fmt: skip
+                           drafter=SimpleNamespace(attention_layers=layers[:1]))
     assert attend_costs(cast(DeviceStep, step)) == ()

@@ -169,7 +169,7 @@ def test_the_server_does_not_import_the_runner() -> None:
             behind = {name for name in pulled_in(module) if part_of(name) == "runner"}
             # To the engine: interfaces and commands, which are plain data.
             known = {"outrider.runner", "outrider.runner.interface", "outrider.runner.commands",
-                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}  # fmt: skip
+                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}
             assert behind <= known, module
 
 

@@ -29,7 +29,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 
 @pytest.mark.parametrize(("requests", "tokens", "length", "drafts"), [
     (256, 8192, 4096, 3), (4, 64, 96, 3), (8, 4096, 100, 0), (5, 7, 50, 3), (3, 2, 50, 4), (2, 512, 3, 5),
-])  # fmt: skip
+])
 def test_the_largest_step_is_as_large_as_limits_allow(requests: int, tokens: int, length: int, drafts: int) -> None:
     limits = Limits(requests, tokens, length, drafts, vocab_size=100)
     lens, checked = largest_step(limits)

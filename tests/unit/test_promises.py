@@ -218,7 +218,7 @@ def test_any_schedule_of_states_that_are_shared() -> None:
         spare_pages=st.sampled_from([6, 60]), abort_rate=st.sampled_from([0, 0.1]),
         preempt_rate=st.sampled_from([0, 0.1]), is_lazy=st.booleans(), fail_rate=st.sampled_from([0, 0.3]),
         state_pages=st.integers(1, 3), interval=st.sampled_from([8, 16]),
-    )  # fmt: skip
+    )
     totals = run(scenarios, 250)
     totals.needs("starts again", "shared states", "restored states", "checkpoints in known tokens")
     assert totals.counts["shared states"] > 20

@@ -47,7 +47,7 @@ def answer(batch: ScheduledBatch) -> StepResult:
     return StepResult(batch.step, [
         RequestResult(i, e, [5] if s else [], k, 0, 0)
         for i, e, s, k in zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)
-    ])  # fmt: skip
+    ])
 
 
 def decoding(sched: Scheduler, count: int) -> None:
@@ -218,7 +218,7 @@ def test_bounds_hold_and_nobody_starves(seed: int, patience: Patience) -> None:
     (15, 1, 0, 1), (12, 3, 0, 2), (6, 9, 0, 6), (30, 30, 0, 16), (40, 24, 0, 16),  # groups grow
     (40, 25, 0, 5), (500, 3, 0, 2), (100, 200, 0, 5),  # a large burst
     (12, 12, 6, 2), (12, 12, 11, 12 / 11), (200, 300, 20, 5), (64, 32, 16, 4),  # fewer established requests
-])  # fmt: skip
+])
 def test_steps_of_a_burst_are_longer_the_more_requests_decode(
     prompts: int, decoding: int, established: int, bounds: float
 ) -> None:

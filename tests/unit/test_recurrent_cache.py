@@ -438,7 +438,7 @@ def layout_of(*layers: LayerCache) -> CacheLayout:
 def test_recurrent_layers_own_no_group_and_do_not_set_the_page() -> None:
     plain = layout_of(LayerCache(1, FULL), LayerCache(3, SlidingSpec(2, 16, 2, 64)))
     mixed = layout_of(LayerCache(0, MAMBA), LayerCache(1, FULL), LayerCache(2, MAMBA),
-                      LayerCache(3, SlidingSpec(2, 16, 2, 64)))  # fmt: skip
+                      LayerCache(3, SlidingSpec(2, 16, 2, 64)))
     assert mixed.groups == plain.groups and mixed.page_bytes == plain.page_bytes and mixed.padding == plain.padding
     assert mixed.places.keys() == {1, 3} and not plain.recurrent.layers
     assert [layer for layer, _ in mixed.recurrent.layers] == [0, 2]
@@ -473,7 +473,7 @@ ANY = st.builds(
     budget=st.integers(1, 16), num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]),
     abort_rate=st.sampled_from([0, 0.05]), preempt_rate=st.sampled_from([0, 0.05]), num_priorities=st.integers(1, 3),
     host_drafts=st.booleans(), is_lazy=st.booleans(), **STATE,
-)  # fmt: skip
+)
 HAPPENED = ("restored states", "checkpoints while folding", "checkpoints in known tokens", "hits")
 
 
@@ -482,7 +482,7 @@ def test_f4_any_schedule() -> None:
     totals.needs(
         *HAPPENED, "folds of ended rows", "preemptions", "evictions", "dropped results", "dead tokens", "cleared pages",
         "chunked prompts", "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("max_drafts", [1, 2, 3, 4])
@@ -491,7 +491,7 @@ def test_f4_every_number_of_accepted_drafts(max_drafts: int) -> None:
         Scenario, SEEDS, st.tuples(st.tuples(PAGES, st.just(0))), depth=st.integers(0, 2),
         max_drafts=st.just(max_drafts), budget=st.just(24), num_requests=st.just(7), spare_pages=st.just(60),
         preempt_rate=st.just(0.02), is_lazy=st.booleans(), **STATE,
-    )  # fmt: skip
+    )
     totals = run(scenarios, 125)
     totals.needs_acceptance(max_drafts)
     totals.needs(*HAPPENED, "dead tokens", "overlapped steps", "preemptions in flight", "folds of ended rows")
@@ -501,7 +501,7 @@ def test_f4_a_pool_that_is_always_short() -> None:
     scenarios = st.builds(
         Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 4), max_requests=st.just(4),
         budget=st.integers(4, 20), spare_pages=st.integers(0, 4), num_priorities=st.integers(1, 3), **STATE,
-    )  # fmt: skip
+    )
     totals = run(scenarios, 300)
     totals.needs("preemptions", "evictions", "hits", "cleared pages", "restored states")
     assert totals.counts["preemptions"] > 50
@@ -512,7 +512,7 @@ def test_f4_results_that_come_after_their_request_is_gone() -> None:
         Scenario, SEEDS, GROUPS, depth=st.integers(1, 2), max_drafts=st.integers(0, 4), budget=st.integers(3, 16),
         spare_pages=st.integers(0, 40), abort_rate=st.just(0.1), preempt_rate=st.just(0.2), is_lazy=st.booleans(),
         **STATE,
-    )  # fmt: skip
+    )
     totals = run(scenarios, 300)
     totals.needs(*HAPPENED, "preemptions in flight", "aborts in flight", "steps of ended requests")
     assert totals.counts["dropped results"] > 1000

@@ -75,7 +75,7 @@ def test_other_settings_have_costs_of_their_own(machine: Machine) -> None:
 @pytest.mark.parametrize("costs", [
     StepCosts((1, 2), (0.010, 0.021), drafting=COSTS.drafting),
     StepCosts((1, 2), (0.010, 0.011), drafting=(DraftCost(1, 0.05, 0.01),)),
-])  # fmt: skip
+])
 def test_implausible_times_are_not_remembered(machine: Machine, costs: StepCosts) -> None:
     machine.costs = costs
     assert machine.start() == costs and not machine.stored
@@ -85,7 +85,7 @@ def test_an_entry_that_is_damaged_is_measured_again(machine: Machine) -> None:
     machine.start()
     (name,) = machine.stored
     for damaged in (None, 3, {}, {"tokens": [], "seconds": [], "drafting": []},
-                    {"tokens": [1], "seconds": ["x"], "drafting": []}):  # fmt: skip
+                    {"tokens": [1], "seconds": ["x"], "drafting": []}):
         machine.stored[name] = damaged
         assert machine.start() == COSTS
     assert machine.num_measured == 6

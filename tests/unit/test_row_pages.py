@@ -13,7 +13,7 @@ from tests.unit.hash_mixer import make_layout
 LIMITS = Limits(4, 8, 64, 0, 9)
 GROUPS = make_layout((4, 0), (4, 9)).groups
 WRITES = st.builds(PageWrite, st.integers(0, 1), st.integers(1, 4), st.integers(0, 9),
-                   st.lists(st.integers(1, 50), min_size=1, max_size=6))  # fmt: skip
+                   st.lists(st.integers(1, 50), min_size=1, max_size=6))
 
 
 @given(st.lists(WRITES, max_size=8))

@@ -110,7 +110,7 @@ class TestFlags:
         ({"presence_penalty": 1.0}, flags.PENALTIES), ({"temperature": 0.0, "min_tokens": 2}, flags.MIN_TOKENS),
         ({"logit_bias": {1: 1.0}, "allowed_token_ids": [1]}, flags.BIAS | flags.ALLOWED),
         ({"bad_words_token_ids": ((1,),)}, flags.BAD_WORDS),
-    ])  # fmt: skip
+    ])
     def test_a_row_says_which_stages_it_asks_for(self, fields: dict[str, Any], expected: int) -> None:
         rows = SamplingRows(LIMITS, CPU)
         rows.admit([admission(1, **fields)])

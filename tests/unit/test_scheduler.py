@@ -42,7 +42,7 @@ def result_of(batch: ScheduledBatch, finish: dict[int, Finish] | None = None) ->
     return StepResult(batch.step, [
         RequestResult(i, e, [5] if s else [], k, 0, 0, 9, finish=finish.get(i, Finish.NO))
         for i, e, s, k in zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)
-    ])  # fmt: skip
+    ])
 
 
 def scheduled(sched: Scheduler) -> ScheduledBatch:

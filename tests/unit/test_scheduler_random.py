@@ -28,7 +28,7 @@ def any_of(groups: st.SearchStrategy[tuple[tuple[int, int], ...]]) -> st.SearchS
         abort_rate=st.sampled_from([0, 0.05]), preempt_rate=st.sampled_from([0, 0.05]),
         num_priorities=st.integers(1, 3), host_drafts=st.booleans(), is_lazy=st.booleans(),
         prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
-    )  # fmt: skip
+    )
 
 
 ANY = any_of(GROUPS)
@@ -53,7 +53,7 @@ def test_any_schedule() -> None:
     totals.needs(
         "preemptions", "evictions", "hits", "dropped results", "dead tokens", "cleared pages", "chunked prompts",
         "overlapped steps", "aborts in flight", "aborts while waiting", "host drafts used",
-    )  # fmt: skip
+    )
 
 
 def test_any_schedule_with_layers_that_see_chunks() -> None:
@@ -65,7 +65,7 @@ def test_every_number_of_accepted_drafts(max_drafts: int) -> None:
     scenarios = st.builds(
         Scenario, SEEDS, FULL_AND_SLIDING, depth=st.integers(0, 2), max_drafts=st.just(max_drafts),
         has_lookahead=st.booleans(), budget=st.just(24), preempt_rate=st.just(0.02), is_lazy=st.booleans(),
-    )  # fmt: skip
+    )
     totals = run(scenarios, 125)
     totals.needs_acceptance(max_drafts)
     totals.needs("dead tokens", "overlapped steps", "hits", "preemptions in flight")
@@ -76,7 +76,7 @@ def test_a_pool_that_is_always_short() -> None:
         Scenario, SEEDS, GROUPS, depth=st.integers(0, 2), max_drafts=st.integers(0, 2), prefix_caching=st.booleans(),
         max_requests=st.just(4), budget=st.integers(4, 20), spare_pages=st.integers(0, 2),
         num_priorities=st.integers(1, 3),
-    )  # fmt: skip
+    )
     totals = run(scenarios, 400)
     totals.needs("preemptions", "evictions", "hits", "cleared pages")
     assert totals.counts["preemptions"] > 100
@@ -86,7 +86,7 @@ def test_results_that_come_after_their_request_is_gone() -> None:
     scenarios = st.builds(
         Scenario, SEEDS, GROUPS, depth=st.integers(1, 2), max_drafts=st.integers(0, 3), budget=st.integers(3, 16),
         spare_pages=st.integers(0, 20), abort_rate=st.just(0.1), preempt_rate=st.just(0.2), is_lazy=st.booleans(),
-    )  # fmt: skip
+    )
     totals = run(scenarios, 300)
     totals.needs("preemptions in flight", "aborts in flight", "steps of ended requests")
     assert totals.counts["dropped results"] > 1000
@@ -99,7 +99,7 @@ def test_requests_share_what_others_are_computing() -> None:
         spare_pages=st.sampled_from([3, 30]), abort_rate=st.sampled_from([0, 0.1]),
         preempt_rate=st.sampled_from([0, 0.1]), is_lazy=st.booleans(),
         fail_rate=st.sampled_from([0, 0.3]),
-    )  # fmt: skip
+    )
     totals = run(scenarios, 300)
     totals.needs("pages shared after their writer ended", "starts again")
     assert totals.counts["pages shared within a step"] > 60

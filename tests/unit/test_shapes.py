@@ -23,7 +23,7 @@ TYPES = [
     DrafterCacheState, EagerShape, ExactQueries, ForwardBatch, GraphKey, GraphSizes, Inputs, KeysFrom,
     ListedCheckpoints, MixedQueries, PaddedSize, PreparedStep, ReadingPass, StepExtents, StepPacket, StepPlan,
     VerifiedStep, GroupPlan, flex_backend.Plan, native_backend.Plan, torch_backend.PaddedRequests, torch_backend.Plan,
-]  # fmt: skip
+]
 
 
 def has_none(hint: Any) -> bool:

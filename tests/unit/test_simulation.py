@@ -113,7 +113,7 @@ TABLES = {
     "two parts": lambda: made_table(reading=(ReadCost(None, 1e-7), ReadCost(90, 1e-6))),
     "windows read": lambda: made_table((FULL, WINDOW), reading=(ReadCost(None, 1e-7), ReadCost(48, 1e-6))),
     "drafts": lambda: made_table(max_drafts=2), "states": lambda: made_table((FULL, STATE)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -282,7 +282,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (("info", "prompt_steps", "costs", "seconds"), [1], "prompt_steps: tokens must rise"),
     (("info", "layout"), [], "WorkerInfo: layout must be a CacheLayout"),
     (("info", "layout", "places", "items"), [[1]], "list of pairs"),
-])  # fmt: skip
+])
 def test_an_edited_table_is_refused_when_it_is_read(tmp_path: Path, place: tuple[Any, ...], value: Any,
                                                     message: str) -> None:
     path = tmp_path / "costs.json"

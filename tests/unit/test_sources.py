@@ -74,7 +74,7 @@ def write_gguf(
         (writer.add_feed_forward_length, MLP), (writer.add_head_count, HEADS), (writer.add_head_count_kv, KV_HEADS),
         (writer.add_layer_norm_rms_eps, 1e-5), (writer.add_rope_freq_base, 50000.0),
         (writer.add_rope_dimension_count, HEAD_DIM), (writer.add_eos_token_id, 2), (writer.add_eot_token_id, 5),
-    ):  # fmt: skip
+    ):
         add(value)
     extra(writer)
     rng = np.random.default_rng(1)
@@ -128,7 +128,7 @@ def test_config_and_names_of_a_gguf_file(tmp_path: Path) -> None:
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM, "rope_theta": 50000.0, "rope_scaling": None, "max_position_embeddings": 128,
         "tie_word_embeddings": False, "dtype": "float32",
-    }  # fmt: skip
+    }
     assert {key: source.config[key] for key in expected} == expected
     assert source.config["rms_norm_eps"] == pytest.approx(1e-5)
     tensors = dict(source.tensors())
@@ -281,7 +281,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     ("llama.rope.scaling.factor", ("x", float("nan"))),
     ("llama.nextn_predict_layers", (2, 2**40, -1, "x")),
     ("tokenizer.ggml.eos_token_id", (VOCAB, -1, 2**40, "x", [2], 2.0)),
-])  # fmt: skip
+])
 def test_a_damaged_value_is_refused_by_its_key(key: str, values: tuple[Any, ...], tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     types = {bool: "bool", int: "int64", float: "float32", str: "string", list: "array"}

@@ -85,7 +85,7 @@ def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogC
             log.tick()
         log.close()
     assert [message.split("Tokens")[0].split("Accepted/drafted: ")[1].split(",")[0] for message in caplog.messages] == [
-        "3/3", "3/3", "6/6"]  # fmt: skip
+        "3/3", "3/3", "6/6"]
     assert caplog.messages[-1].startswith("in all: Mean acceptance length")
 
 

@@ -40,7 +40,7 @@ def tensor() -> torch.Tensor:
     lambda t: t, lambda t: t[1:], lambda t: [t], lambda t: {"a": (1, t)}, lambda t: MappingProxyType({1: t}),
     lambda t: Pair(t, None), lambda t: Slotted(t), Holder, lambda t: Holder(t).method,
     lambda t: functools.partial(print, t, end=""), lambda t: functools.partial(print, end=t), lambda t: {Slotted(t)},
-])  # fmt: skip
+])
 def test_tensors_are_found_wherever_they_are_held(hold: Any) -> None:
     own = tensor()
     assert list(find_storages([hold(own), "text", None, torch.float32])) == [own.untyped_storage()._cdata]

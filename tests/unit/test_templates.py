@@ -149,7 +149,7 @@ LONG_CHAT = [
     {"role": "assistant", "content": "<think>hm</think>\n\nok", "tool_calls": [
         {"name": "sum", "arguments": {"x": [1]}}, {"name": "f", "arguments": {"a": 1, "b": {}}}]},
     {"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "6"},
-]  # fmt: skip
+]
 
 
 def test_a_rich_template_renders_as_jinja_alone_renders_it() -> None:

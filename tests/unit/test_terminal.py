@@ -206,7 +206,7 @@ def test_a_long_paste_becomes_a_line_with_its_length(chat: Terminal) -> None:
     ("0123456789 next", ["0123456789", "next"]), ("0123456789abcde word", ["0123456789", "abcde word"]),
     ("line\nnext line is", ["line", "next line", "is"]), ("漢字漢字 漢字", ["漢字漢字", "漢字"]),
     ("x" * 10 + "\ny", ["x" * 10, "y"]),
-])  # fmt: skip
+])
 def test_words_are_wrapped_whole(text: str, rows: list[str], pieces: int) -> None:
     wrap, screen = WordWrap(10), Screen(10)
     for start in range(0, len(text), pieces):

@@ -15,7 +15,7 @@ from outrider.engine.text import ChatTemplateError, Tokenizer, TokenizerError
 CORPUS = ["the cat sat on the mat 1234", "def f(x): return x + 1", "naïve 日本 😀 don't won't I'LL", " a\n\n\tb  "]
 TEXTS = ["the cat", "I'LL won't 12345 x", "naïve 日本 😀🎉", "a  b   \n\n c\t", "", "x<|end|>the", "½ Ⅷ ٣٤ _-+",
          "हिन्दी में ไทย", "HTTPServer/x\r\n\r\n/ snake_case", "don’t “q” — …", "𝕳𝖊 \u200d\ufeff ٣\u00a0b", " \n \t  x",
-         "日本語123テキスト", "#include <a.h>//b", '""" ``` !!!x']  # fmt: skip
+         "日本語123テキスト", "#include <a.h>//b", '""" ``` !!!x']
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
@@ -73,7 +73,7 @@ PRE = {
                        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
     "deepseek-v3": split_by(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
                             r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("pre", sorted(PRE))
@@ -146,7 +146,7 @@ def test_sentencepiece_metadata_with_merges_gives_the_tokens_of_transformers() -
     tokens = [*special, *(f"<0x{b:02X}>" for b in range(256)), *letters, *(a + b for a, b in merges)]
     meta = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.add_space_prefix": False,
             "tokenizer.ggml.merges": [" ".join(merge) for merge in merges], "tokenizer.ggml.unknown_token_id": 3,
-            "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}  # fmt: skip
+            "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}
     theirs = GemmaTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
     ours = Tokenizer.load(meta)
     for text in (*TEXTS, "the cat", " the\n\n the  cat\n"):
@@ -161,12 +161,12 @@ def test_wordpiece_metadata_gives_the_tokens_of_transformers(lowercase: bool) ->
     from transformers import BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "naive", "Naïve", "don", "'", "t", "日",
-             "##1", "1", "!", ",", "-", "##-"]  # fmt: skip
+             "##1", "1", "!", ",", "-", "##-"]
     vocab = {word: i for i, word in enumerate(words)}
     tokens = [w if w.startswith("[") else w[2:] if w.startswith("##") else f"▁{w}" for w in words]
     meta = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.unknown_token_id": 1,
             "tokenizer.ggml.token_type": [3] * 5 + [1] * (len(words) - 5), "tokenizer.ggml.cls_token_id": 2,
-            "tokenizer.ggml.seperator_token_id": 3, "tokenizer.ggml.normalizer.lowercase": lowercase}  # fmt: skip
+            "tokenizer.ggml.seperator_token_id": 3, "tokenizer.ggml.normalizer.lowercase": lowercase}
     theirs, ours = BertTokenizer(vocab=vocab, do_lower_case=lowercase), Tokenizer.load(meta)
     for text in (*TEXTS, "The cats, the CAT-s!", "Naïve naïve don't 11", "日日 cat\tthe"):
         assert ours.encode(text) == theirs.encode(text), text
@@ -193,7 +193,7 @@ def test_gguf_tokenizers_that_are_not_known_are_refused_by_name(change: dict[str
     {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": 5},
     {"tokenizer.ggml.unknown_token_id": 10**6}, {"tokenizer.ggml.bos_token_id": 10**6},
     {"tokenizer.ggml.token_type": [1]}, {"tokenizer.ggml.tokens": 7},
-])  # fmt: skip
+])
 def test_damaged_gguf_tokenizers_are_named(change: dict[str, Any]) -> None:
     with pytest.raises(TokenizerError, match="the tokenizer of the GGUF file is damaged|holds no tokenizer.ggml"):
         Tokenizer.load(sentencepiece_metadata(**change))
@@ -201,7 +201,7 @@ def test_damaged_gguf_tokenizers_are_named(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [
     ("padding_token_id", "x"), ("unknown_token_id", [0]), ("bos_token_id", 0.5), ("tokens", "x"), ("tokens", [1, 2]),
-    ("merges", 3), ("scores", "x"), ("token_type", [1.5])])  # fmt: skip
+    ("merges", 3), ("scores", "x"), ("token_type", [1.5])])
 def test_a_value_of_another_type_is_refused_by_its_key(key: str, value: Any) -> None:
     with pytest.raises(TokenizerError, match=rf"damaged: tokenizer.ggml.{key} must be "):
         Tokenizer.load(gguf_metadata(trained(BYTES), "gpt-2", **{f"tokenizer.ggml.{key}": value}))

@@ -13,7 +13,7 @@ from outrider.core.structured import StructuredOutputsParams
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALONE = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else",
-          "propertyNames", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+          "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 
 
 def asked_schema(asked: StructuredOutputsParams) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 ANY_TEXT = "/(?s:.*)/"
 MAX_PAIRS = 10_000
 KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag", "triggered_tags",
-         "tags_with_separator")  # fmt: skip
+         "tags_with_separator")
 
 
 def structural_grammar(tag: str, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: r
         x.data_ptr(), x.stride(0), tables.numbers.data_ptr(), tables.places.data_ptr(), rows.sorted_slots.data_ptr(),
         rows.order.data_ptr(), inner.data_ptr(), len(x), x.shape[1], targets.start, len(targets), len(tables.bounds),
         tables.max_rank, torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return inner
 
 
@@ -39,7 +39,7 @@ def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables:
         tables.bounds.data_ptr(), rows.sorted_slots.data_ptr(), rows.order.data_ptr(), out.data_ptr(), out.stride(0),
         len(out), first, out.shape[1], asked.start, len(asked), len(tables.bounds), tables.max_rank,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
 
 
 def _are_good(rows: RowSlots, tables: AdapterTables) -> bool:

@@ -49,7 +49,7 @@ class RopeWrite(NamedTuple):
             slots=slots.data_ptr(), cos_stride=cos.stride(0), sin_stride=sin.stride(0), max_len=cos.shape[0],
             rotary=rotary, second=cos.shape[1] - rotary // 2, heads=heads, q_norm=_pointer(q_norm),
             k_norm=_pointer(k_norm), eps=eps,
-        )  # fmt: skip
+        )
 
 
 def rope_write(
@@ -95,7 +95,7 @@ class Requests:
             table_width=page_table.shape[1], count=count, wide_table=page_table.dtype is torch.int64,
             wide_starts=query_starts.dtype is torch.int64, wide_lengths=lengths.dtype is torch.int64,
             wide_live=live.dtype is torch.int64,
-        )  # fmt: skip
+        )
 
 
 def make_requests(page_table: Tensor, query_starts: Tensor, lengths: Tensor, live: Tensor,
@@ -121,7 +121,7 @@ class Attention(NamedTuple):
             requests=self.requests.packed, cache=cache, q=q, out=out, q_stride=q_stride, tokens=tokens, heads=heads,
             window=self.window, scale=self.scale, softcap=self.softcap, sinks=_pointer(self.sinks),
             chunked=self.is_chunked,
-        )  # fmt: skip
+        )
 
 
 def pack_cache(k_cache: Tensor, v_cache: Tensor) -> bytes:
@@ -129,7 +129,7 @@ def pack_cache(k_cache: Tensor, v_cache: Tensor) -> bytes:
     return CACHE.pack(
         k=k_cache.data_ptr(), v=v_cache.data_ptr(), k_stride=k_cache.stride(0), v_stride=v_cache.stride(0),
         num_pages=num_pages, page_size=page_size, kv_heads=kv_heads, dim=dim,
-    )  # fmt: skip
+    )
 
 
 def paged_attention(

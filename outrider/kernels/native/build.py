@@ -25,7 +25,7 @@ SOURCES = tuple(
     HERE / name
     for name in ("native.c", "product.c", "packed.c", "attention.c", "adapters.c", "step.c", "sampling.c",
                  "sampling_draw.c", "sampling_edits.c", "sampling_filters.c", "sampling_logprobs.c")
-)  # fmt: skip
+)
 HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")

@@ -81,7 +81,7 @@ def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return (
         is_matrix(x) and weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu and weight.stride(1) == 1
         and weight.shape[1] == x.shape[1] and is_vector(bias, weight.shape[0])
-    )  # fmt: skip
+    )
 
 
 def takes_find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, *_: int) -> bool:
@@ -97,7 +97,7 @@ def takes_rope(positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cac
         is_cache(k_cache) and is_cache(v_cache) and is_index(positions) and is_index(slots)
         and is_vector(q_norm, dim) and is_vector(k_norm, dim)
         and is_angles(cos, rotary) and is_angles(sin, rotary) and cos.shape == sin.shape
-    )  # fmt: skip
+    )
 
 
 def takes_rope_write(qkv: Tensor, *rope: Tensor) -> bool:
@@ -110,7 +110,7 @@ def takes_requests(page_table: Tensor, query_starts: Tensor, lengths: Tensor, li
         page_table.dtype in (torch.int32, torch.int64) and page_table.is_cpu and page_table.stride(1) == 1
         and is_counts(query_starts) and is_counts(lengths) and is_counts(live)
         and (key_starts is None or is_counts(key_starts))
-    )  # fmt: skip
+    )
 
 
 def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
@@ -127,4 +127,4 @@ def takes_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tabl
         q.dtype is torch.float32 and q.is_cpu and q.stride()[1:] == (dim, 1) and not q.requires_grad
         and takes_heads(heads, k_cache.shape[2], dim) and is_cache(k_cache) and is_cache(v_cache)
         and takes_requests(page_table, query_starts, lengths, live, key_starts)
-    )  # fmt: skip
+    )

@@ -24,7 +24,7 @@ class LayerWeights:
     def __init__(
         self, input_norm: Tensor, mlp_norm: Tensor, eps: float, qkv: Matrix, out: Matrix, gate_up: Matrix,
         down: Matrix, *, gelu: bool, max_tokens: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert is_vector(input_norm, qkv.inputs) and is_vector(mlp_norm, qkv.inputs)
         assert qkv.inputs == out.outputs == gate_up.inputs == down.outputs and gate_up.outputs == 2 * down.inputs
         self.max_tokens = max_tokens  # with more token rows another product is faster, and the layer is done in parts
@@ -33,7 +33,7 @@ class LayerWeights:
         self.packed = LAYER.pack(
             qkv=qkv.packed, out=out.packed, gate_up=gate_up.packed, down=down.packed,
             input_norm=input_norm.data_ptr(), mlp_norm=mlp_norm.data_ptr(), eps=eps, gelu=gelu,
-        )  # fmt: skip
+        )
 
 
 class BoundLayer:
@@ -55,13 +55,13 @@ class BoundLayer:
     def bind(
         cls, weights: LayerWeights, k_cache: Tensor, v_cache: Tensor, norms: tuple[Tensor, Tensor] | None = None,
         norm_eps: float = 1e-6, *, scale: float, window: int = 0, is_chunked: bool = False, softcap: float = 0.0,
-    ) -> BoundLayer | None:  # fmt: skip
+    ) -> BoundLayer | None:
         """`norms`: scales of the norms of q and k heads. None if the C code does not take these caches or heads."""
         kv_heads, dim = k_cache.shape[2:]
         heads = weights.out.inputs // dim
         q_norm, k_norm = (None, None) if norms is None else norms
         is_taken = (is_cache(k_cache) and is_cache(v_cache) and is_vector(q_norm, dim) and is_vector(k_norm, dim)
-                    and takes_heads(heads, kv_heads, dim))  # fmt: skip
+                    and takes_heads(heads, kv_heads, dim))
         if not is_taken:
             return None
         assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"
@@ -70,7 +70,7 @@ class BoundLayer:
             weights=weights.packed, cache=pack_cache(k_cache, v_cache),
             q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
             heads=heads, window=window, norm_eps=norm_eps, scale=scale, softcap=softcap, chunked=is_chunked,
-        )  # fmt: skip
+        )
         return cls(weights.max_tokens, weights.qkv.inputs, packed, (weights, norms))
 
 
@@ -91,7 +91,7 @@ class LayerStep:
         """cos and sin: [positions, half of the rotated columns]. None if the C code does not take these tensors."""
         half = cos.shape[1]
         is_taken = (is_index(positions) and is_index(slots) and is_angles(cos, 2 * half) and is_angles(sin, 2 * half)
-                    and cos.shape == sin.shape)  # fmt: skip
+                    and cos.shape == sin.shape)
         if not is_taken:
             return None
         tokens = positions.shape[0]
@@ -100,7 +100,7 @@ class LayerStep:
             requests=requests.packed, positions=positions.data_ptr(), slots=slots.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), cos_stride=cos.stride(0), sin_stride=sin.stride(0), max_len=cos.shape[0],
             rotary=2 * half, tokens=tokens,
-        ))  # fmt: skip
+        ))
 
     def takes(self, delta: Tensor | None, residual: Tensor, hidden: int) -> bool:
         if residual is not self.checked:
@@ -123,7 +123,7 @@ def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, resi
     result = torch.empty_like(residual) if delta is None else delta
     error = step.run_layers(
         layer.packed, layer.count, step.packed, result.data_ptr(), delta is not None, residual.data_ptr(), step.threads
-    )  # fmt: skip
+    )
     if error:
         check_rows(max(0, -error))
         check_attention(max(0, error))

@@ -26,7 +26,7 @@ class Matrix:
             data=data.data_ptr(), bias=0 if bias is None else bias.data_ptr(),
             row_bytes=data.stride(0) * data.element_size(), inputs=inputs, outputs=self.outputs, kind=kind,
             scales=0 if scales is None else scales.data_ptr(), group=group,
-        )  # fmt: skip
+        )
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
@@ -54,7 +54,7 @@ def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
     out = torch.empty(x.shape[0], matrix.outputs)
     library().product(
         matrix.packed, x.data_ptr(), x.stride(0), out.data_ptr(), x.shape[0], threads or torch.get_num_threads()
-    )  # fmt: skip
+    )
     return out
 
 

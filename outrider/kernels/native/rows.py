@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor
     library().rms_norm(
         x.data_ptr(), x.stride(0), None, 0, weight.data_ptr(), out.data_ptr(), tokens, width, eps,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -24,7 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, roundi
     library().rms_norm(
         x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr(), tokens,
         width, eps, torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -41,7 +41,7 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     out = torch.empty(tokens, width)
     library().gated(
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), tokens, width, gelu, torch.get_num_threads()
-    )  # fmt: skip
+    )
     return out
 
 
@@ -66,7 +66,7 @@ def _elements(x: Tensor, y: Tensor, kind: int, cap: float = 1.0, out: Tensor | N
     library().elements(
         x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), y.shape[1], out.data_ptr(), *x.shape, cap, kind,
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -77,5 +77,5 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_want
     library().find_ngram(
         tokens.data_ptr(), tokens.stride(0), known.data_ptr(), rows.data_ptr(), requests, width, num_wanted, min_n,
         max_n, drafts.data_ptr(), counts.data_ptr(),
-    )  # fmt: skip
+    )
     return drafts, counts

@@ -19,7 +19,7 @@ _KEYS = "temperature", "seed", "sample_index", "rows"
 _NO_FLAGS = {name: 0 for name in SAMPLING_ROWS.kinds if name not in _KEYS}  # a draw: nothing but the keys is read
 _NO_REPORT = dict.fromkeys(("ids", "values", "most", "norm"), 0)
 _NO_MORE = dict.fromkeys(("edited", "edited_stride", "draft_index", "tokens", "known", "drafts", "token_stride",
-                          "draft_stride", "max_drafts", "reports", "is_processed", "num_top"), 0)  # fmt: skip
+                          "draft_stride", "max_drafts", "reports", "is_processed", "num_top"), 0)
 
 
 class Text(NamedTuple):
@@ -85,7 +85,7 @@ def sample_rows(logits: Tensor, row: Tensor, position: Tensor, rows: bytes, any_
             "tokens": text.tokens.data_ptr(), "known": text.known.data_ptr(), "drafts": text.drafts.data_ptr(),
             "token_stride": text.tokens.stride(0), "draft_stride": text.drafts.stride(0),
             "max_drafts": text.drafts.shape[1],
-        }  # fmt: skip
+        }
     if draft_index is not None:
         more = more | {"draft_index": draft_index.data_ptr()}
     if edited is not None:

@@ -44,7 +44,7 @@ def takes_prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int,
         all(map(_is_packed, packet)) and _packed_state(state) is not None and max_drafts <= state.drafts.shape[1]
         and max_len <= state.tokens.shape[1] and len(page_tokens) == len(state.page_tables)
         and all(table.is_cpu and table.dtype is torch.int32 and table.stride(1) == 1 for table in state.page_tables)
-    )  # fmt: skip
+    )
 
 
 def takes_commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFields) -> bool:
@@ -53,7 +53,7 @@ def takes_commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: 
         all(map(_is_packed, (sampled, rows, num_known, num_drafts, first_logit))) and _packed_state(state) is not None
         and samples.dtype is bad.dtype is torch.bool and samples.stride(0) == bad.stride(0) == 1
         and bad.shape == sampled.shape and drafts.dtype is torch.int64 and drafts.stride(1) == 1
-    )  # fmt: skip
+    )
 
 
 def takes_store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, is_on: Tensor, *, vocab_size: int,
@@ -66,7 +66,7 @@ def takes_store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Ten
         and goes_on.dtype is torch.bool and goes_on.stride(0) == drafts.stride(1) == counts.stride(1) == 1
         and num_wanted <= drafts.shape[1] and counts.shape == (num_requests, NUM_COUNTS)
         and is_on.shape[0] == len(proposals)
-    )  # fmt: skip
+    )
 
 
 def _is_packed(x: Tensor) -> bool:
@@ -80,7 +80,7 @@ def _takes_state(state: RowFields) -> bool:
     return (
         all(map(_is_packed, single)) and all(x.is_cpu and x.dtype is torch.int64 and x.stride(1) == 1 for x in wide)
         and state.alive.dtype is torch.bool and state.alive.stride(0) == 1
-    )  # fmt: skip
+    )
 
 
 _states: WeakKeyDictionary[RowFields, bytes | None] = WeakKeyDictionary()
@@ -104,7 +104,7 @@ def _pack_state(state: RowFields) -> bytes:
         stop_ids=rules.stop_ids.data_ptr(), rows=tokens.shape[0], length=tokens.shape[1],
         token_stride=tokens.stride(0), draft_stride=drafts.stride(0), stop_stride=rules.stop_ids.stride(0),
         stop_width=rules.stop_ids.shape[1],
-    )  # fmt: skip
+    )
 
 
 def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...],
@@ -123,12 +123,12 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
     inputs = STEP_INPUTS.pack(
         **{name: getattr(packet, name).data_ptr() for name in _PACKET_FIELDS}, requests=requests, tokens=tokens,
         logit_rows=logit_rows, max_drafts=max_drafts, max_len=max_len, groups=groups, null_row=NULL_ROW,
-    )  # fmt: skip
+    )
     tables = b"".join(
         PAGE_TABLE.pack(**{"from": table.data_ptr()}, to=own.data_ptr(), slots=slot.data_ptr(), stride=table.stride(0),
                         width=table.shape[1], page_tokens=size)
         for table, own, slot, size in zip(state.page_tables, own_tables, slots, page_tokens, strict=True)
-    )  # fmt: skip
+    )
     error = library().prepare_step(
         _packed_state(state), inputs, tables,
         PREPARED_REQUESTS.pack(
@@ -139,17 +139,17 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
         ),
         PREPARED_TOKENS.pack(positions=positions.data_ptr(), token_ids=token_ids.data_ptr(),
                              logit_row=logit_row.data_ptr(), logit_position=logit_position.data_ptr()),
-    )  # fmt: skip
+    )
     if error:
         raise IndexError(f"prepare_step: {_PREPARE_ERRORS[error]}")
     return PreparedStep(
         computed, num_known, num_drafts, live, lengths, samples, drafts, lengths_int32, live_int32, starts_int32,
         first_logit, own_tables, positions, token_ids, tuple(slots), logit_row, logit_position,
-    )  # fmt: skip
+    )
 
 
 _PACKET_FIELDS = ("rows", "num_known", "num_drafts", "samples", "query_starts", "request_of", "offset",
-                  "logit_request", "logit_draft")  # fmt: skip
+                  "logit_request", "logit_draft")
 
 
 def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFields) -> CommittedStep:
@@ -163,12 +163,12 @@ def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFie
         num_drafts=batch.num_drafts.data_ptr(), first_logit=batch.first_logit.data_ptr(),
         drafts=batch.drafts.data_ptr(), bad=bad.data_ptr(), samples=batch.samples.data_ptr(), requests=requests,
         logit_rows=sampled.shape[0], max_drafts=max_drafts, draft_stride=batch.drafts.stride(0),
-    )  # fmt: skip
+    )
     outputs = COMMITTED.pack(
         run=run.data_ptr(), run_len=run_len.data_ptr(), finish=finish.data_ptr(),
         num_computed=num_computed.data_ptr(), num_accepted=num_accepted.data_ptr(), counts=counts.data_ptr(),
         goes_on=goes_on.data_ptr(),
-    )  # fmt: skip
+    )
     if library().commit_step(_packed_state(state), inputs, outputs):
         raise IndexError("commit_step: a row is out of range")
     return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)
@@ -180,12 +180,12 @@ def store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, i
         PROPOSAL.pack(tokens=tokens.data_ptr(), counts=own.data_ptr(), request_stride=tokens.stride(0),
                       index_stride=tokens.stride(1))
         for tokens, own in proposals
-    )  # fmt: skip
+    )
     stored = STORED_DRAFTS.pack(
         rows=rows.data_ptr(), is_on=is_on.data_ptr(), goes_on=goes_on.data_ptr(), drafts=drafts.data_ptr(),
         num_drafts=num_drafts.data_ptr(), counts=counts.data_ptr(), requests=rows.shape[0],
         num_proposals=len(proposals), num_wanted=proposals[0].tokens.shape[1], num_rows=drafts.shape[0],
         draft_stride=drafts.stride(0), counts_stride=counts.stride(0), vocab_size=vocab_size, fills=int(fills),
-    )  # fmt: skip
+    )
     if library().store_drafts(stored, offered):
         raise IndexError("store_drafts: a row is out of range")

@@ -53,63 +53,63 @@ class Structure:
 MATRIX = Structure(
     "Matrix", data=POINTER, bias=POINTER, row_bytes=INT64, inputs=INT64, outputs=INT64, kind=INT64,
     scales=POINTER, group=INT64,
-)  # fmt: skip
+)
 
 PACKED_PART = Structure("PackedPart", data=POINTER, table=POINTER, first=INT64, outputs=INT64, form=INT64)
 PACKED_PARTS = Structure("PackedParts", parts=POINTER, count=INT64, digits=INT64)
 UNPACKED_ROWS = Structure(
     "UnpackedRows", codes=POINTER, scale=POINTER, least=POINTER, inner_scale=POINTER, inner_least=POINTER, rows=INT64,
     inputs=INT64,
-)  # fmt: skip
+)
 
 REQUESTS = Structure(
     "Requests", page_table=POINTER, query_starts=POINTER, lengths=POINTER, live=POINTER, key_starts=POINTER,
     table_stride=INT64, table_width=INT64, count=INT64, wide_table=INT32, wide_starts=INT32, wide_lengths=INT32,
     wide_live=INT32,
-)  # fmt: skip
+)
 
 CACHE = Structure(
     "Cache", k=POINTER, v=POINTER, k_stride=INT64, v_stride=INT64, num_pages=INT64, page_size=INT64, kv_heads=INT64,
     dim=INT64,
-)  # fmt: skip
+)
 
 ROPE = Structure(
     "Rope", cache=CACHE, cos=POINTER, sin=POINTER, positions=POINTER, slots=POINTER, cos_stride=INT64,
     sin_stride=INT64, max_len=INT64, rotary=INT64, second=INT64, heads=INT64, q_norm=POINTER, k_norm=POINTER,
     eps=FLOAT,
-)  # fmt: skip
+)
 
 ATTENTION = Structure(
     "Attention", requests=REQUESTS, cache=CACHE, q=POINTER, out=POINTER, q_stride=INT64, tokens=INT64, heads=INT64,
     window=INT64, scale=FLOAT, softcap=FLOAT, sinks=POINTER, chunked=INT32,
-)  # fmt: skip
+)
 
 LAYER = Structure(
     "Layer", qkv=MATRIX, out=MATRIX, gate_up=MATRIX, down=MATRIX, input_norm=POINTER, mlp_norm=POINTER, eps=FLOAT,
     gelu=INT32,
-)  # fmt: skip
+)
 
 BOUND_LAYER = Structure(
     "BoundLayer", weights=LAYER, cache=CACHE, q_norm=POINTER, k_norm=POINTER, heads=INT64, window=INT64,
     norm_eps=FLOAT, scale=FLOAT, softcap=FLOAT, chunked=INT32,
-)  # fmt: skip
+)
 
 LAYER_STEP = Structure(
     "LayerStep", requests=REQUESTS, positions=POINTER, slots=POINTER, cos=POINTER, sin=POINTER, cos_stride=INT64,
     sin_stride=INT64, max_len=INT64, rotary=INT64, tokens=INT64,
-)  # fmt: skip
+)
 
 ROW_STATE = Structure(
     "RowState", tokens=POINTER, known=POINTER, computed=POINTER, drafts=POINTER, num_drafts=POINTER, alive=POINTER,
     end_len=POINTER, num_stop_ids=POINTER, stop_ids=POINTER, rows=INT64, length=INT64, token_stride=INT64,
     draft_stride=INT64, stop_stride=INT64, stop_width=INT64,
-)  # fmt: skip
+)
 
 STEP_INPUTS = Structure(
     "StepInputs", rows=POINTER, num_known=POINTER, num_drafts=POINTER, samples=POINTER, query_starts=POINTER,
     request_of=POINTER, offset=POINTER, logit_request=POINTER, logit_draft=POINTER, requests=INT64, tokens=INT64,
     logit_rows=INT64, max_drafts=INT64, max_len=INT64, groups=INT64, null_row=INT64,
-)  # fmt: skip
+)
 
 PAGE_TABLE = Structure(
     "PageTable", **{"from": POINTER}, to=POINTER, slots=POINTER, stride=INT64, width=INT64, page_tokens=INT64
@@ -118,7 +118,7 @@ PAGE_TABLE = Structure(
 PREPARED_REQUESTS = Structure(
     "PreparedRequests", computed=POINTER, num_known=POINTER, num_drafts=POINTER, live=POINTER, lengths=POINTER,
     first_logit=POINTER, drafts=POINTER, samples=POINTER, lengths32=POINTER, live32=POINTER, starts32=POINTER,
-)  # fmt: skip
+)
 
 PREPARED_TOKENS = Structure(
     "PreparedTokens", positions=POINTER, token_ids=POINTER, logit_row=POINTER, logit_position=POINTER
@@ -128,12 +128,12 @@ SAMPLED_STEP = Structure(
     "SampledStep", sampled=POINTER, rows=POINTER, num_known=POINTER, num_drafts=POINTER, first_logit=POINTER,
     drafts=POINTER, bad=POINTER, samples=POINTER, requests=INT64, logit_rows=INT64, max_drafts=INT64,
     draft_stride=INT64,
-)  # fmt: skip
+)
 
 COMMITTED = Structure(
     "Committed", run=POINTER, run_len=POINTER, finish=POINTER, num_computed=POINTER, num_accepted=POINTER,
     counts=POINTER, goes_on=POINTER,
-)  # fmt: skip
+)
 
 PROPOSAL = Structure("Proposal", tokens=POINTER, counts=POINTER, request_stride=INT64, index_stride=INT64)
 
@@ -141,7 +141,7 @@ STORED_DRAFTS = Structure(
     "StoredDrafts", rows=POINTER, is_on=POINTER, goes_on=POINTER, drafts=POINTER, num_drafts=POINTER, counts=POINTER,
     requests=INT64, num_proposals=INT64, num_wanted=INT64, num_rows=INT64, draft_stride=INT64, counts_stride=INT64,
     vocab_size=INT64, fills=INT64,
-)  # fmt: skip
+)
 
 SAMPLING_ROWS = Structure(
     "SamplingRows", temperature=POINTER, seed=POINTER, sample_index=POINTER, flags=POINTER, top_k=POINTER,
@@ -150,13 +150,13 @@ SAMPLING_ROWS = Structure(
     frequency=POINTER, repetition=POINTER, stop_ids=POINTER, lists=POINTER, allowed=POINTER, counts=POINTER,
     masks=POINTER, rows=INT64, stop_stride=INT64, allowed_stride=INT64, count_stride=INT64, mask_stride=INT64,
     masks_per_row=INT64,
-)  # fmt: skip
+)
 
 LOGIT_ROWS = Structure(
     "LogitRows", logits=POINTER, edited=POINTER, row=POINTER, position=POINTER, draft_index=POINTER, tokens=POINTER,
     known=POINTER, drafts=POINTER, count=INT64, vocab=INT64, stride=INT64, edited_stride=INT64, token_stride=INT64,
     draft_stride=INT64, max_drafts=INT64, any_sampled=INT64, reports=INT64, is_processed=INT64, num_top=INT64,
-)  # fmt: skip
+)
 
 SAMPLED_ROWS = Structure(
     "SampledRows", tokens=POINTER, bad=POINTER, ids=POINTER, values=POINTER, most=POINTER, norm=POINTER
@@ -166,7 +166,7 @@ STRUCTURES = (
     MATRIX, PACKED_PART, PACKED_PARTS, UNPACKED_ROWS, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP,
     ROW_STATE, STEP_INPUTS, PAGE_TABLE, PREPARED_REQUESTS, PREPARED_TOKENS, SAMPLED_STEP, COMMITTED, PROPOSAL,
     STORED_DRAFTS, SAMPLING_ROWS, LOGIT_ROWS, SAMPLED_ROWS,
-)  # fmt: skip
+)
 
 
 def layout_source() -> str:

@@ -505,7 +505,7 @@ prepare_step = Operation(
     native_kernel("outrider.kernels.native.step:prepare_step", takes="outrider.kernels.native.step:takes_prepare_step"),
     triton_kernel("outrider.kernels.triton.step:prepare_step"),
     subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC,
-)  # fmt: skip
+)
 commit_step = Operation(
     step.commit_step,
     native_kernel("outrider.kernels.native.step:commit_step", takes="outrider.kernels.native.step:takes_commit_step"),

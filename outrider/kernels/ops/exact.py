@@ -185,7 +185,7 @@ dense_latent_attention = Operation(
 
 
 def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
-                       stretches: Stretches) -> torch.Tensor:  # fmt: skip
+                       stretches: Stretches) -> torch.Tensor:
     """Token row by token row: a stretch's last token finds in the cache what the rows before it wrote."""
     if not len(packed):
         return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, stretches)

@@ -68,7 +68,7 @@ def _gated_rounded_kernel(
 
 
 def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | None,
-           limit: float = 0.0) -> torch.Tensor:  # fmt: skip
+           limit: float = 0.0) -> torch.Tensor:
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor(kernel, "x", x, (None, None), x.device, FLOATS)
     num_tokens, fused = x.shape

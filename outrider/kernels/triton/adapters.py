@@ -81,7 +81,7 @@ def _shrink_kernel(
     COUNT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
     PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """inner [SPLITS, token rows in their order, COUNT targets, ranks] float32: the sums over SPLIT input features each.
     A slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x. share: pieces of work that
     share the ranks of an adapter."""
@@ -127,7 +127,7 @@ def _expand_kernel(
     first_target, num_targets, inner_width, gain, COUNT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
     STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """first, width: the output features that `out` has. COUNT: targets that `inner` has, of num_blocks pieces each.
     gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and so does `first`."""
     release_dependents(PDL)
@@ -183,7 +183,7 @@ def _expand_gated_kernel(
     num_blocks, width, first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
     GELU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
     has. Every token row is written; STEP divides width."""
     release_dependents(PDL)
@@ -295,7 +295,7 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
         width, num_rows, pieces, blocks, width, targets.first, len(tables.bounds), inner.shape[3],
         SPLITS=inner.shape[0], TILE=TILE, BLOCK_R=_block_of_ranks(inner), BLOCK_N=block, PLACES=NUM_PLACES,
         ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl, num_warps=4, num_stages=1,
-        **_limit(), **pdl_options(pdl))  # fmt: skip
+        **_limit(), **pdl_options(pdl))
     return result
 
 
@@ -349,7 +349,7 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
         share, asked.start, len(tables.bounds), width, COUNT=len(asked), K=num_inputs, SPLIT=split, SPLITS=splits,
         EXPERTS=num_experts, PER_ROW=per_row, TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES,
         ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl, num_warps=4, num_stages=1,
-        **pdl_options(pdl))  # fmt: skip
+        **pdl_options(pdl))
     return inner
 
 
@@ -368,7 +368,7 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
         gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE, BLOCK_R=_block_of_ranks(inner),
         BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, widest),
         STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=4, num_stages=1, **_limit(),
-        **pdl_options(pdl))  # fmt: skip
+        **pdl_options(pdl))
 
 
 def _block_of_ranks(inner: torch.Tensor) -> int:

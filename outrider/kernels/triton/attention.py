@@ -62,7 +62,7 @@ from outrider.kernels.triton.launch import is_collecting, kernel
 from outrider.kernels.triton.windows import first_seen, window_kind
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "items", "count", "k_scales", "v_scales",
-         "sinks"]  # fmt: skip
+         "sinks"]
 _TAIL = tl.constexpr(16)  # keys of a tile with a mask, where pages are in fp8
 _VARYING = ["num_tokens", "num_requests", "max_query", "split_size", "coarse_size", "num_splits", "window", "num_tiles"]
 
@@ -112,18 +112,18 @@ def _decode_kernel(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
         page_table + request.to(tl.int64) * table_stride,
         k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-    )  # fmt: skip
+    )
     acc, peak, total = _attend_split(
         queries, rows.position, first_position(tile, tokens, Q_TILE), begin, lowest, highest, pages, scale, softcap,
         window, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, WINDOW_KIND, HAS_SOFTCAP, HAS_STARTS, EARLY_VALUES, LONG_STAGES,
-    )  # fmt: skip
+    )
 
     is_last = True
     if SPLIT:
         acc, peak, total, is_last = _merge_splits(
             acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
             num_splits, num_tiles, HEADS, BLOCK_M, D_PAD,
-        )  # fmt: skip
+        )
     if is_last:
         total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
         acc = scaled_values(acc, v_scales, kv_head, v_cache)
@@ -205,7 +205,7 @@ def _merge_splits(
         is_last = arrive(tile_counter(counters, request, kv_head, tile, num_tiles), num_active)
         if is_last:
             acc, peak, total = merge_parts(part_out, part_lse, part, rows.is_query, num_active, num_active, BLOCK_M,
-                                           D_PAD)  # fmt: skip
+                                           D_PAD)
     return acc, peak, total, is_last
 
 
@@ -268,11 +268,11 @@ def decode_attention(
     flags = {"WINDOW_KIND": window_kind(window, is_chunked), "HAS_STARTS": key_starts is not None,
              "HAS_SOFTCAP": softcap is not None, "HAS_SINKS": sinks is not None, "LISTED": splits is not None}
     counters = counters_for(q.device, max(MIN_COUNTERS, next_power_of_two(shape.num_requests * shape.num_kv_heads
-                                                                     * plan.num_tiles)))  # fmt: skip
+                                                                     * plan.num_tiles)))
     if splits is not None and splits.packs is not None:
         launch_packed(q, k_cache, v_cache, page_table, query_starts, lengths, live, splits, splits.packs, out, part_out,
                       part_lse, counters, shape, scale=scale, softcap=softcap, scales=scales,
-                      sinks=sinks, max_query=max_query, fill_padding=fill_padding, pdl=pdl)  # fmt: skip
+                      sinks=sinks, max_query=max_query, fill_padding=fill_padding, pdl=pdl)
         return out
     head_scales = scales or (lengths, lengths)
     items, count = (lengths, lengths) if splits is None else (splits.items, splits.count)

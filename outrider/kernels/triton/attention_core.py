@@ -169,7 +169,7 @@ def load_request(query_starts, lengths, live, request, exists):
     first_token = tl.load(query_starts + request)
     scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
     return RequestTokens(first_token, scheduled, tl.load(lengths + request),
-                         tl.where(exists, tl.load(live + request), 0))  # fmt: skip
+                         tl.where(exists, tl.load(live + request), 0))
 
 
 @triton.jit

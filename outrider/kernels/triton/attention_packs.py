@@ -31,9 +31,9 @@ from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "items", "count", "order", "pack_firsts", "first_keys",
-         "num_pack_splits", "k_scales", "v_scales", "sinks"]  # fmt: skip
+         "num_pack_splits", "k_scales", "v_scales", "sinks"]
 _VARYING = ["num_tokens", "num_requests", "max_query", "pack_size", "split_size", "coarse_size", "num_splits",
-            "num_slots"]  # fmt: skip
+            "num_slots"]
 # Registers of a thread, for heads of 128: with more, fewer programs would fit onto a multiprocessor than without packs.
 MAX_REGISTERS = 128
 
@@ -82,32 +82,32 @@ def _packed_kernel(
     dim, head = tl.arange(0, D_PAD), kv_head * GROUP + row % GROUP
     token = (first_token + query).to(tl.int64)
     queries = tl.load(q + token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-                      mask=is_query[:, None] & (dim < D)[None, :], other=0.0)  # fmt: skip
+                      mask=is_query[:, None] & (dim < D)[None, :], other=0.0)
     queries, scale = fit_queries(queries, scale, k_scales, kv_head, k_cache)
     pages = PagedHead(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
         page_table + leader.to(tl.int64) * table_stride, k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-    )  # fmt: skip
+    )
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
     acc, peak, total = attend_keys(
         queries, acc, peak, total, tl.where(is_query, last_key, -1), begin, highest, lowest, highest, pages, scale,
         softcap, 0, D, D_PAD, PAGE, BLOCK_N, True, False, HAS_SOFTCAP, EARLY_VALUES,
-    )  # fmt: skip
+    )
 
     is_last = exists
     if is_pack | (num_active > 1):
         part = (((request * max_query + query) * HEADS + head) * num_slots).to(tl.int64)
         store_part(part_out, part_lse, part + tl.where(is_pack, split, pack_splits + split), acc, peak, total, is_query,
-                   D_PAD)  # fmt: skip
+                   D_PAD)
         _, _, own_splits = split_geometry(length, num_live, 0, packed, split_size, coarse_size,
-                                          own_num_splits(num_splits, packed), BLOCK_N, False)  # fmt: skip
+                                          own_num_splits(num_splits, packed), BLOCK_N, False)
         all_splits = pack_splits + own_splits
         is_last = _arrive_rows(counters + request * tl.num_programs(0) + kv_head, all_splits, member,
-                               exists & (row % (max_query * GROUP) == 0))  # fmt: skip
+                               exists & (row % (max_query * GROUP) == 0))
         most_splits = tl.max(tl.where(is_last, all_splits, 0), axis=0)
         if most_splits > 0:
             acc, peak, total = merge_parts(part_out, part_lse, part, is_query & is_last, all_splits, most_splits,
-                                           BLOCK_M, D_PAD)  # fmt: skip
+                                           BLOCK_M, D_PAD)
     total = add_sinks(sinks, head, is_query, peak, total, HAS_SINKS)
     acc = scaled_values(acc, v_scales, kv_head, v_cache)
     result = tl.where(is_query[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], 0.0)
@@ -130,7 +130,7 @@ def _keys_of_item(
     length, num_live = tl.load(lengths + request), tl.load(live + request)
     packed, pack_splits = tl.load(first_keys + request), tl.load(num_pack_splits + request)
     base, size, num_own = split_geometry(length, num_live, 0, packed, split_size, coarse_size,
-                                         own_num_splits(num_splits, packed), BLOCK_N, False)  # fmt: skip
+                                         own_num_splits(num_splits, packed), BLOCK_N, False)
     begin = tl.maximum(base + split * size, packed // BLOCK_N * BLOCK_N)
     highest = tl.where(split + 1 < num_own, tl.minimum(length, base + (split + 1) * size), length)
     highest = tl.where(num_live > 0, highest, 0)
@@ -176,4 +176,4 @@ def launch_packed(
         BLOCK_N=plan.config.block_n, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         FILL_PADDING=fill_padding, EARLY_VALUES=plan.config.early_values, PDL=pdl, num_warps=plan.config.num_warps,
         num_stages=plan.config.num_stages, **limit, **pdl_options(pdl),
-    )  # fmt: skip
+    )

@@ -53,7 +53,7 @@ def _column_of(level, least, PAGE: tl.constexpr):
 
 
 @kernel(do_not_specialize=["num_requests", "num_levels", "least"],
-        do_not_specialize_on_alignment=["page_table", "lengths", "live", "order", "shared"])  # fmt: skip
+        do_not_specialize_on_alignment=["page_table", "lengths", "live", "order", "shared"])
 def _find_shared_kernel(
     page_table, lengths, live, order, shared, table_stride, num_requests, num_levels, least,
     PAGE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -85,7 +85,7 @@ def _find_shared_kernel(
     num_columns = tl.zeros([ROWS], dtype=tl.int32)
     if has_alike:
         previous = _find_previous(is_before & begins_alike, page_table, table_stride, other, context, num_levels, least,
-                                  PAGE)  # fmt: skip
+                                  PAGE)
         previous_context = _contexts(lengths, live, tl.maximum(previous, 0), num_requests)
         most = tl.where(previous >= 0, tl.minimum(own_context, previous_context) // PAGE, 0)
         num_columns = _equal_columns(page_table, table_stride, own, previous, most, ROWS, COLUMNS)

@@ -150,7 +150,7 @@ def pays_split_list(num_requests: int, window: int | None) -> bool:
 
 @triton.jit
 def split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
-                   WINDOW_KIND: tl.constexpr):  # fmt: skip
+                   WINDOW_KIND: tl.constexpr):
     """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
     from `split_size` to `coarse_size` when there are many of them, which all have to be merged, and are as even as
     tiles allow; with a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
@@ -194,7 +194,7 @@ def can_pack(num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int
     """Whether `list_splits` can make use of shared pages."""
     sms = num_sms(device)
     plan = plan_launch(num_requests, num_heads, num_kv_heads, head_dim, itemsize, sms, max_query=max_query,
-                       max_length=max_length, window=None, is_listed=True)  # fmt: skip
+                       max_length=max_length, window=None, is_listed=True)
     return plan_packs(num_requests, num_kv_heads, num_heads // num_kv_heads, sms, max_query, plan) is not None
 
 
@@ -234,7 +234,7 @@ class SplitList:
 
 @kernel(do_not_specialize=["window", "split_size", "coarse_size", "num_splits", "num_requests", "pack_size",
                            "most_pack_splits", "most_pack_items"],
-        do_not_specialize_on_alignment=_INTS)  # fmt: skip
+        do_not_specialize_on_alignment=_INTS)
 def _list_splits_kernel(
     lengths, live, key_starts, order, shared, items, count, first_keys, num_pack_splits, pack_firsts, window,
     split_size, coarse_size, num_splits, num_requests, pack_size, most_pack_splits, most_pack_items,
@@ -272,9 +272,9 @@ def _list_splits_kernel(
         tl.store(pack_firsts + own, tl.where(is_packed, own_first, -1), mask=exists)
     own_keys, own_splits = _splits_of(lengths, live, key_starts, own_request, own_packed, num_requests, window,
                                       split_size, coarse_size, num_splits, BLOCK_N, WINDOW_KIND,
-                                      HAS_STARTS)  # fmt: skip
+                                      HAS_STARTS)
     keys, splits = _splits_of(lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size,
-                              num_splits, BLOCK_N, WINDOW_KIND, HAS_STARTS)  # fmt: skip
+                              num_splits, BLOCK_N, WINDOW_KIND, HAS_STARTS)
     is_before = (keys[None, :] > own_keys[:, None]) | (
         (keys[None, :] == own_keys[:, None]) & (other[None, :] < own[:, None])
     )
@@ -305,7 +305,7 @@ def _splits_of(
     if HAS_STARTS:
         first_key = tl.load(key_starts + request, mask=exists, other=0)
     _, _, active = split_geometry(length, num_live, window, first_key, split_size, coarse_size,
-                                  own_num_splits(num_splits, packed), BLOCK_N, WINDOW_KIND)  # fmt: skip
+                                  own_num_splits(num_splits, packed), BLOCK_N, WINDOW_KIND)
     return length - packed, tl.where(exists, tl.maximum(active, 1), 0)
 
 

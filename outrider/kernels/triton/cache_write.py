@@ -43,7 +43,7 @@ def _cache_kernel(
     k_page_stride, k_token_stride, k_slot_head_stride, v_page_stride, v_token_stride, v_slot_head_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -82,4 +82,4 @@ def cache_write(
             v.stride(1), *k_cache.stride()[:3], *v_cache.stride()[:3], HEADS=num_heads,
             HEADS_PAD=next_power_of_two(num_heads), D=head_dim, D_PAD=next_power_of_two(head_dim), PAGE=page_size,
             PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
+        )

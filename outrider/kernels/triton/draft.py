@@ -247,7 +247,7 @@ def plan_draft_passes(
     """See `kernels.drafting.plan_draft_passes`."""
     name, device, (count,), (num_tokens,) = (
         "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
-    )  # fmt: skip
+    )
     check_requests(name, requests, rows, own.max_len)
     check_tables(name, requests.rows, tables, own)
     for field, tensor in (("valid_from", own.valid_from), ("filled", own.filled)):
@@ -262,7 +262,7 @@ def plan_draft_passes(
         empty(NUM_KEYS.value + num_wanted, count), empty(count, dtype=torch.float32), empty(3, count),
         empty(3, count, dtype=int32), empty(3 + groups, num_tokens), empty(3 + groups, num_wanted - 1, count),
         empty(2, num_wanted - 1, count, dtype=int32),
-    )  # fmt: skip
+    )
     if count:
         _passes_kernel[(count,)](
             *requests, rows, OwnTensors(own.valid_from, own.filled, own.page_valid), tables, out, count, num_tokens,
@@ -270,7 +270,7 @@ def plan_draft_passes(
             tuple(table.stride(0) for table in tables), own.page_valid.stride(0),
             PAGES=own.page_tokens, TAIL=own.tail_group, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             BLOCK=BLOCK_ROWS, num_warps=1,
-        )  # fmt: skip
+        )
     return _unpacked(out)
 
 
@@ -304,7 +304,7 @@ def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheS
             requests.computed_before, requests.num_computed, own.page_valid, tables,
             tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
             GROUPS=len(tables), BLOCK=BLOCK_ROWS, num_warps=1,
-        )  # fmt: skip
+        )
 
 
 def plan_reading_pass(
@@ -322,7 +322,7 @@ def plan_reading_pass(
         _reading_kernel[(count,)](
             *requests, rows, keys, temperature, out, narrow, count, num_wanted, max_len, behind, rows.tokens.stride(0),
             DRAFTS=next_power_of_two(num_wanted), num_warps=1,
-        )  # fmt: skip
+        )
     tokens, positions, lengths, live, nowhere, rope_positions = out
     only = DraftPass(positions, (nowhere,), lengths, live, *narrow)
     return ReadingPass(unpacked_keys(keys, temperature), tokens, rope_positions, only)

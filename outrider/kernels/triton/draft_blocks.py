@@ -144,7 +144,7 @@ def plan_block_passes(
     """See `kernels.drafting.plan_block_passes`."""
     name, device, (count,), (num_tokens,) = (
         "plan_block_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
-    )  # fmt: skip
+    )
     check_requests(name, requests, rows, own.max_len)
     check_tables(name, requests.rows, tables, own)
     for field, tensor in (("valid_from", own.valid_from), ("filled", own.filled)):
@@ -164,7 +164,7 @@ def plan_block_passes(
             num_wanted, num_rows, own.max_len, rows.tokens.stride(0), tuple(table.stride(0) for table in tables),
             own.page_valid.stride(0), PAGES=own.page_tokens, GROUPS=groups, DRAFTS=next_power_of_two(num_wanted),
             ROWS=next_power_of_two(num_rows), BLOCK=BLOCK_ROWS, num_warps=1,
-        )  # fmt: skip
+        )
     context_lengths, context_live, live, lengths, key_starts, anchors = out.requests
     positions, *slots = out.tokens
     context = DraftPass(positions, tuple(slots), context_lengths, context_live, *out.narrow)

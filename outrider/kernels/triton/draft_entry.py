@@ -101,4 +101,4 @@ def store_drafts(
             tokens.stride(0), tokens.stride(1), drafts.stride(0), FIRST=index == 0,
             FILLS=fills and index == len(proposals) - 1, DRAFTS=next_power_of_two(drafts.shape[1]), COUNTS=NUM_COUNTS,
             num_warps=1,
-        )  # fmt: skip
+        )

@@ -244,14 +244,14 @@ def _edit_kernel(
         greatest, raw = _edit_tiles(
             own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns,
             draft_stride, count_stride, group_greatest, SIZE, GROUP,
-        )  # fmt: skip
+        )
         top = tl.max(greatest, axis=0)
         if (flag & _LISTED) != 0:
             _edit_by_lists(
                 own, new, first * SIZE, tl.minimum(last * SIZE, vocab), tl.load(position + at), flag, of, num_before,
                 rows, text, counts, mask_words, stop_stride, token_stride, num_columns, draft_stride, count_stride,
                 LIST,
-            )  # fmt: skip
+            )
             top = _greatest_of(new, first, last, vocab, group_greatest, flag, SIZE, GROUP)
         # Where the model's own logits are bad the row is bad, whatever the edits made of them.
         is_bad = tl.max(raw, axis=0) == float("inf")
@@ -291,7 +291,7 @@ def edit_logits(
         draft_stride, count_stride, text.drafts.shape[1], vocab, spans.num_tiles, spans.length,
         SIZE=TILE, GROUP=GROUP, LIST=_LIST, PDL=pdl, num_warps=4, maxnreg=_REGISTERS,
         enable_fp_fusion=False, **pdl_options(pdl),
-    )  # fmt: skip
+    )
     return edited
 
 

@@ -59,7 +59,7 @@ def enter_latents(
     num_tokens = queries.shape[0]
     parts, args, options = rotation_launch(name, queries, rope, q, nope, index_q, index_in_pairs)
     require_tensor(name, "to_latent", to_latent, (q.shape[1], options["L"], nope), queries.device, (queries.dtype,),
-                   inner_contiguous=0)  # fmt: skip
+                   inner_contiguous=0)
     config = product_config(num_tokens, latent, nope, queries.element_size())
     _enter_latents_kernel[(num_heads * cdiv(latent, config.block_n) + num_tokens * parts,)](
         *args, to_latent, num_tokens, parts, *to_latent.stride(), **options, BLOCK_T=config.block_t,

@@ -50,7 +50,7 @@ SPLIT_KEYS = 256
 _PROGRAMS_PER_SM = 2  # that share the splits of few requests
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
-         "v_scales", "sinks"]  # fmt: skip
+         "v_scales", "sinks"]
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "max_query", "num_parts", "num_programs"]
 
 
@@ -79,7 +79,7 @@ def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_
     for split in range(0, num_splits):
         at = place + split
         part = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=is_query[:, None], other=0.0,
-                       cache_modifier=".cg")  # fmt: skip
+                       cache_modifier=".cg")
         part_peak = tl.load(part_state + 2 * at, mask=is_query, other=float("-inf"), cache_modifier=".cg")
         part_total = tl.load(part_state + 2 * at + 1, mask=is_query, other=0.0, cache_modifier=".cg")
         acc, peak, total = _merge(acc, peak, total, part, part_peak, part_total)
@@ -88,7 +88,7 @@ def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_
 
 @triton.jit
 def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, WINDOW_KIND: tl.constexpr,
-                  HAS_STARTS: tl.constexpr):  # fmt: skip
+                  HAS_STARTS: tl.constexpr):
     """(lowest, highest): the queries of the tile see keys in [lowest, highest)."""
     first = first_position(tile, tokens, Q_TILE)
     highest = end_of_keys(tile, tokens, Q_TILE)
@@ -112,7 +112,7 @@ def _exact_kernel(
     SHARED: tl.constexpr, LISTED: tl.constexpr, SEARCH: tl.constexpr, WINDOW_KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """LISTED: tiles come from a list, or with SEARCH from the device's counts. SHARED: `num_programs` programs share
     the splits of a tile; otherwise one walks over all of them."""
     release_dependents(PDL)
@@ -142,12 +142,12 @@ def _exact_kernel(
         begin = tl.maximum((first_split + split) * KEYS, lowest // BLOCK_N * BLOCK_N)
         end = tl.minimum((first_split + split + 1) * KEYS, highest)
         pages = PagedHead(k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride, table,
-                          k_page_stride, k_token_stride, v_page_stride, v_token_stride)  # fmt: skip
+                          k_page_stride, k_token_stride, v_page_stride, v_token_stride)
         part, part_peak, part_total = no_sums(BLOCK_M, D_PAD)
         part, part_peak, part_total = attend_keys(
             queries, part, part_peak, part_total, rows.position, begin, end, lowest, highest, pages, scale, softcap,
             window, D, D_PAD, PAGE, BLOCK_N, True, WINDOW_KIND, HAS_SOFTCAP,
-        )  # fmt: skip
+        )
         if SHARED:
             _store_part(part_out, part_state, place + split, part, part_peak, part_total, rows.is_query, D_PAD)
         else:
@@ -158,7 +158,7 @@ def _exact_kernel(
         is_last = arrive(counter, tl.maximum(tl.minimum(num_splits, num_programs), 1))
         if is_last:
             acc, peak, total = _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, rows.is_query,
-                                             D_PAD)  # fmt: skip
+                                             D_PAD)
     if is_last:
         total = add_sinks(sinks, rows.head, rows.is_query, peak, total, HAS_SINKS)
         acc = scaled_values(acc, v_scales, kv_head, v_cache)
@@ -250,7 +250,7 @@ def exact_attention(
         HAS_SOFTCAP=softcap is not None, HAS_STARTS=key_starts is not None, HAS_SINKS=sinks is not None,
         FILL_PADDING=fill_padding, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pdl),
-    )  # fmt: skip
+    )
     return out
 
 

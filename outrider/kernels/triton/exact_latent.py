@@ -47,7 +47,7 @@ def _merge_in_order_kernel(
     part_out, part_lse, sinks, out, num_splits, out_token_stride, out_head_stride,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Merges the splits of one head of one token row, GROUP at a time. Splits without positions add zeros, so that the
     result does not depend on how many of them there are."""
     release_dependents(PDL)
@@ -67,7 +67,7 @@ def _merge_in_order_kernel(
         index = start + tl.arange(0, GROUP)
         weight = tl.exp2(tl.load(part_lse + part + index, mask=index < num_splits, other=float("-inf")) - base)
         value = tl.load(part_out + (part + index)[:, None] * L + dim[None, :],
-                        mask=(weight > 0)[:, None] & (dim < L)[None, :], other=0.0)  # fmt: skip
+                        mask=(weight > 0)[:, None] & (dim < L)[None, :], other=0.0)
         acc += tl.sum(weight[:, None] * value, axis=0)
         total += tl.sum(weight, axis=0)
     total = add_sinks(sinks, head, True, peak, total, HAS_SINKS)

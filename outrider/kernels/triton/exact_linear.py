@@ -48,7 +48,7 @@ def _load_tile(at, exists, is_there, WHOLE: tl.constexpr):
 def _chain(
     x_at, w_at, in_tokens, in_rows, begin, end, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """The sums over columns `begin` to `end`, which the pointers' first tile begins with."""
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -69,7 +69,7 @@ def _tile_kernel(
     x, weight, bias, out, parts, counters, x_stride, weight_stride, out_stride, M, N, K: tl.constexpr,
     CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """WEIGHT_FIRST: the weight is the first operand, which tensor cores take 64 rows of, however few token rows are.
     SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
     release_dependents(PDL)
@@ -237,7 +237,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
         num_rows, n, K=k, CHAIN=chain, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, GROUP=_GROUP, WEIGHT_FIRST=tile.weight_first, SHARED=is_shared,
         HAS_BIAS=bias is not None, PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def exact_linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ _COLUMNS = 1024
 def _clamped_swiglu_kernel(
     x, bias, ids, out, x_stride, bias_stride, out_stride, width, LIMIT: tl.constexpr, GAIN: tl.constexpr,
     HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     pair = tl.program_id(0).to(tl.int64)

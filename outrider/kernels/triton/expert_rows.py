@@ -30,7 +30,7 @@ _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 
 @triton.jit
 def _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_PER_ROW: tl.constexpr,
-                 SHARED: tl.constexpr):  # fmt: skip
+                 SHARED: tl.constexpr):
     """(weight of a pair's expert, token row of the pair). A pair below zero is the token row `shared_token` with the
     shared expert."""
     own, token = shared, shared_token
@@ -58,7 +58,7 @@ def _expert_rows_kernel(
     x, weight, shared, out, ids, x_stride, expert_stride, weight_stride, out_stride, P, num_shared, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Rows of out from P on are
@@ -112,7 +112,7 @@ def _mix_rows_kernel(
     x, weight, shared, added, out, ids, shares, x_stride, expert_stride, weight_stride, added_stride, out_stride, P, N,
     K: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, HAS_ADDED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """out[token] = the sum of its PAIRS rows of x, each times its share and its expert's weight [N, K] transposed; plus
     row P + token of x times the shared expert's weight, plus added[token]."""
     WHOLE: tl.constexpr = K % BLOCK_K == 0

@@ -102,7 +102,7 @@ def _bound_kernel(
     if has_candidates(tl.load(rows.flags + of), top_k, num_groups):
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         bound = bound_of(group_greatest + at * num_groups, num_groups, top_k.to(tl.int32), shift,
-                         tl.load(rows.temperature + of), GROUPS)  # fmt: skip
+                         tl.load(rows.temperature + of), GROUPS)
         tl.store(scratch.bounds + at, bound)
 
 
@@ -134,12 +134,12 @@ def _score_filtered_kernel(
             list_candidates(
                 own, first, last, vocab, bound, shift, heat, floor, groups, scratch.num_candidates + at,
                 scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM, ROOM, GROUP, 4 * QUADS,
-            )  # fmt: skip
+            )
         else:
             top, chosen = scan(
                 own, first, last, vocab, heat, shift, floor, tl.load(rows.seed + of),
                 tl.load(position + at).to(tl.uint32), tl.load(rows.sample_index + of).to(tl.uint32), True, QUADS,
-            )  # fmt: skip
+            )
             tl.store(scratch.scores + place, top)
             tl.store(scratch.tokens + place, chosen)
     else:
@@ -227,7 +227,7 @@ def _weigh_kernel(
             own, first, tl.minimum(first + span, num_tiles), vocab, shift, tl.load(rows.temperature + of),
             tl.load(rows.min_p_floor + of), (flag & _TOP_P) != 0, tl.load(pivots), tl.load(pivots + 1),
             tl.load(pivots + 2), tl.load(pivots + 3), SIZE, ABOUT,
-        )  # fmt: skip
+        )
         sums = scratch.sums + (at * num_spans + tl.program_id(0)) * (PIVOTS + 1)
         tl.store(sums, total)
         tl.store(sums + 1, sum0)
@@ -265,11 +265,11 @@ def _settle_kernel(
                 chosen, limit, furthest, outside = draw_by_rejection(
                     own, tl.load(position + at).to(tl.uint32), of, flag, rows, scratch, at, greatest, heat, floor,
                     vocab, num_tiles, num_groups, num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
-                )  # fmt: skip
+                )
                 if THRESHOLDS:
                     if tl.load(rows.num_logprobs + of) >= 0:
                         furthest = furthest_kept(own, num_tiles, vocab, greatest, heat, floor, (flag & _TOP_P) != 0,
-                                                 limit, furthest, outside, 4 * QUADS)  # fmt: skip
+                                                 limit, furthest, outside, 4 * QUADS)
                     tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
             else:
                 tl.store(scratch.is_pending + at, 1)
@@ -303,7 +303,7 @@ def draw_filtered(
         empty(height, 2, dtype=ints), empty(height, dtype=ints),
         empty(height, num_spans, _SUMS, dtype=torch.int64), spans.num_candidates, empty(height, _ROOM, dtype=floats),
         empty(height, _ROOM, dtype=ints), empty(height, dtype=ints),
-    )  # fmt: skip
+    )
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"SPANS": spans.most, "PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
     common, num_groups = (logits, edited, row, rows), spans.group_greatest.shape[1]
@@ -311,7 +311,7 @@ def draw_filtered(
     groups, is_bounded = next_power_of_two(num_groups), any_searched and num >= _MANY_ROWS
     if is_bounded:  # a row's programs would each look for it; of few rows that takes less than one more launch
         _bound_kernel[(num,)](row, rows, spans.greatest, spans.group_greatest, scratch, num_groups, num_spans,
-                              GROUPS=groups, num_warps=4, **options)  # fmt: skip
+                              GROUPS=groups, num_warps=4, **options)
     _score_filtered_kernel[spans.grid](
         *common, position, spans.greatest, spans.group_greatest, scratch, *sizes, spans.length, BOUNDED=is_bounded,
         ROOM=_ROOM, QUADS=QUADS, GROUPS=groups, GROUP=GROUP, num_warps=4, **options,

@@ -90,7 +90,7 @@ def plan_first_slots(
             int(is_filled), tuple(table.stride(0) for table in tables), own.page_valid.stride(0), PAGES=own.page_tokens,
             TAIL=own.tail_group, GROUPS=groups, NEEDS_TAIL=int(needs_tail), CHAINED=num_chained,
             BLOCK=BLOCK_ROWS, num_warps=1,
-        )  # fmt: skip
+        )
     positions, lengths, live, key_starts, tail_page, *slots = out
     only = DraftPass(positions, tuple(slots), lengths, live, *int32[:2])
     return FirstSlots(only, key_starts, int32[2], tail_page)

@@ -345,7 +345,7 @@ def _delta_kernel(
     CHUNKED: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
     FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     tile, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -375,7 +375,7 @@ def _delta_kernel(
                 head * TILES + tile, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
                 tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS * DECAYS, 2, PARTS, CHANNELS, TAIL,
                 DRAFTS,
-            )  # fmt: skip
+            )
 
 
 def delta_config(requests: int, heads: int, value_dim: int, device: torch.device, chunked: bool) -> StepConfig:
@@ -424,5 +424,5 @@ def delta_steps(
         TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
         DECAYS=decays, PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
         **keep_sizes(sizes, heads * num_tiles), PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
-    )  # fmt: skip
+    )
     return out

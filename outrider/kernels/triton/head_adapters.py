@@ -34,7 +34,7 @@ def _head_kernel(
     target, num_targets, num_columns, head_columns, first_column, K: tl.constexpr, N: tl.constexpr,
     INTO_LATENTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
     ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """num_columns: of the second factor of all heads. The columns from first_column on of each head are meant."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
@@ -104,4 +104,4 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
         out.stride(0), out.stride(1), num_tokens, share, target, len(tables.bounds), num_heads * columns.per_head,
         columns.per_head, columns.first, K=num_inputs, N=num_outputs, INTO_LATENTS=into_latents, TILE=TILE,
         BLOCK_K=block_k, BLOCK_N=block_n, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, PDL=pdl, num_warps=4, num_stages=1,
-        **pdl_options(pdl))  # fmt: skip
+        **pdl_options(pdl))

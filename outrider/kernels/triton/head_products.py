@@ -45,7 +45,7 @@ def product_tile(
         # The weight is read while the kernel before this one still runs.
         k = tl.arange(0, BLOCK_K)
         w = tl.load(own + k[:, None] * weight_in_stride + column[None, :] * weight_out_stride,
-                    mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)  # fmt: skip
+                    mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)
         wait_for_inputs(PDL)
         value = tl.load(x_row + k[None, :], mask=(token < num_tokens)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(value, w, acc, input_precision="ieee")
@@ -55,7 +55,7 @@ def product_tile(
             k = start + tl.arange(0, BLOCK_K)
             value = tl.load(x_row + k[None, :], mask=(token < num_tokens)[:, None] & (k < K)[None, :], other=0.0)
             w = tl.load(own + k[:, None] * weight_in_stride + column[None, :] * weight_out_stride,
-                        mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)  # fmt: skip
+                        mask=(k < K)[:, None] & (column < N)[None, :], other=0.0)
             acc = add_product(acc, value, w)
     to = out + token.to(tl.int64)[:, None] * out_token_stride + head * out_head_stride + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=(token < num_tokens)[:, None] & (column < N)[None, :])

@@ -101,7 +101,7 @@ def read_streams(streams: torch.Tensor, logits: torch.Tensor, scale: torch.Tenso
             WIDTH=width // n, COLUMNS=min(_COLUMNS, next_power_of_two(width // n)), N=n,
             ROUNDS=rule.num_rounds if rule.writes else 0, WRITES=rule.writes,
             SECOND=rule.num_logits if is_double else 0, PDL=pdl, num_warps=8, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return out, post, mixing
 
 
@@ -146,4 +146,4 @@ def write_streams(streams: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mi
         _write_kernel[(num_tokens, cdiv(width // n, columns))](
             streams, x, post, mixing if mixes else post, streams.stride(0), x.stride(0), WIDTH=width // n,
             COLUMNS=columns, N=n, MIXES=mixes, PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
+        )

@@ -161,7 +161,7 @@ def write_best(
 
 def choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                      chosen: torch.Tensor, scales: torch.Tensor | None = None,
-                     counters: torch.Tensor | None = None) -> None:  # fmt: skip
+                     counters: torch.Tensor | None = None) -> None:
     """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))

@@ -124,4 +124,4 @@ def index_scores(
         D_PAD=max(16, next_power_of_two(head_dim)), PAGE=keys.shape[1], ROWS=config.rows, BLOCK_N=config.block_n,
         SCALED=scales is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl_options(pdl),
-    )  # fmt: skip
+    )

@@ -90,7 +90,7 @@ def load_orders(own, start, low, high, SIZE: tl.constexpr):
 @triton.jit
 def _ends_and_sums(top, bottom, total, squares, other_top, other_bottom, other_total, other_squares):
     return (tl.maximum(top, other_top), tl.minimum(bottom, other_bottom), total + other_total,
-            squares + other_squares)  # fmt: skip
+            squares + other_squares)
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def join_embedding(
         0 if hidden_first else width,
         HAS_SCALE=scale is not None, HAS_POSITIONS=positions is not None, NORMS=gains is not None, COLUMNS=columns,
         num_warps=min(16, max(1, columns // 512)),
-    )  # fmt: skip
+    )
     return result
 
 
@@ -112,7 +112,7 @@ def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) ->
     require_tensor(name, "index", index, (None,), device, (torch.int64,))
     count, widths = index.shape[0], (first.shape[1], second.shape[1])
     out = [torch.empty(count, width, dtype=x.dtype, device=device)
-           for x, width in zip((first, second), widths, strict=True)]  # fmt: skip
+           for x, width in zip((first, second), widths, strict=True)]
     columns = min(1024, next_power_of_two(max(widths)))
     if count:
         _take_kernel[(count, cdiv(max(widths), columns))](

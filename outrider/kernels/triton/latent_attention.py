@@ -180,7 +180,7 @@ def _latent_attention_kernel(
         acc, peak, total = _attend_entries(
             q_latent, q_rope, acc, peak, total, is_own, low, high, split * size, end, lowest, chosen, is_long, cache,
             table, page_stride, entry_stride, scale, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, CHOSEN,
-        )  # fmt: skip
+        )
     # The sinks of splits are added where the splits are merged.
     total = add_sinks(sinks, head, exists, peak, total, HAS_SINKS and not SPLIT)
     divisor = tl.where(total > 0, total, 1.0)
@@ -205,7 +205,7 @@ def merged_splits(
     weight = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
     # A split without positions has weight 0, and its result may not have been written.
     value = tl.load(part_out + (part + split)[:, None] * L + column[None, :],
-                    mask=(weight > 0)[:, None] & (column < L)[None, :], other=0.0)  # fmt: skip
+                    mask=(weight > 0)[:, None] & (column < L)[None, :], other=0.0)
     total = add_sinks(sinks, head, True, peak, tl.sum(weight, axis=0), HAS_SINKS)
     return tl.sum(weight[:, None] * value, axis=0) / tl.where(total > 0, total, 1.0)
 
@@ -257,7 +257,7 @@ def _attention(
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads = q.shape[:2]
     made, lse = attend_splits(name, q, cache, contexts, positions, max_count, scale, latent_dim, sinks, config,
-                              num_splits, pdl)  # fmt: skip
+                              num_splits, pdl)
     if lse is None:
         return made
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)

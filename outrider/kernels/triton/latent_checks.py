@@ -10,7 +10,7 @@ from outrider.kernels.triton.common import FLOATS, require, require_tensor
 
 
 def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
-                  latent_dim: int, sinks: torch.Tensor | None = None) -> tuple[int, int, int]:  # fmt: skip
+                  latent_dim: int, sinks: torch.Tensor | None = None) -> tuple[int, int, int]:
     """(token rows, heads, width of an entry)."""
     device, integers = q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)

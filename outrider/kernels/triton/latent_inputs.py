@@ -61,7 +61,7 @@ def _index_normed(source, gain, shift, column, inside, mean, spread, dtype: tl.c
 
 @triton.jit
 def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.constexpr, L_PAD: tl.constexpr,
-                  ROT: tl.constexpr, IN_PAIRS: tl.constexpr):  # fmt: skip
+                  ROT: tl.constexpr, IN_PAIRS: tl.constexpr):
     """The latent, normed, and the rotated key after it."""
     dtype = source.dtype.element_ty
     dim = tl.arange(0, L_PAD)
@@ -88,7 +88,7 @@ def _fp8_scale(greatest):
 @triton.jit
 def _write_index_key(source, norm, bias, cos, sin, half, in_half, to, to_scale, slot, eps, D: tl.constexpr,
                      D_PAD: tl.constexpr, ROT: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr,
-                     SCALED: tl.constexpr):  # fmt: skip
+                     SCALED: tl.constexpr):
     dtype = source.dtype.element_ty
     dim = tl.arange(0, D_PAD)
     value = tl.load(source + dim, mask=dim < D, other=0.0).to(tl.float32)
@@ -203,7 +203,7 @@ def write_latents(
         INDEX_FIRST=index_dim - rot if index_dim and rope.index_at_end else 0,
         INDEX_PAIRS=index is not None and index.in_pairs, SCALED=scales is not None, PDL=pdl, num_warps=4,
         **pdl_options(pdl),
-    )  # fmt: skip
+    )
     return q_out, weights
 
 
@@ -300,13 +300,13 @@ def rotation_launch(
                "HALF_PAD": next_power_of_two(rot // 2), "INDEX_HEADS": index_heads, "D": index_dim,
                "REST_PAD": next_power_of_two(max(1, index_dim - rot)), "IN_PAIRS": rope.in_pairs,
                "INDEX_FIRST": index_dim - rot if rope.index_at_end else 0, "INDEX_PAIRS": index_in_pairs,
-               "BLOCK_H": _HEADS}  # fmt: skip
+               "BLOCK_H": _HEADS}
     return parts, args, options
 
 
 @kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=_INTS)
 def _ranges_kernel(positions, slots, request_of, lengths, starts, first, stop, num_tokens, HAS_STARTS: tl.constexpr,
-                   BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   BLOCK: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -316,7 +316,7 @@ def _ranges_kernel(positions, slots, request_of, lengths, starts, first, stop, n
     if HAS_STARTS:
         begin = tl.load(starts + request, mask=exists, other=0)
     end = tl.minimum(tl.load(positions + token, mask=exists, other=0) + 1,
-                     tl.load(lengths + request, mask=exists, other=0))  # fmt: skip
+                     tl.load(lengths + request, mask=exists, other=0))
     is_live = tl.load(slots + token, mask=exists, other=-1) >= 0
     tl.store(first + token, begin, mask=exists)
     tl.store(stop + token, tl.where(is_live, end, 0), mask=exists)

@@ -39,7 +39,7 @@ def _merge_values_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column, at = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L_PAD)
     w = tl.load(weight + head * weight_head_stride + column[:, None] * weight_out_stride + at[None, :],
-                mask=(column < N)[:, None] & (at < L)[None, :], other=0.0)  # fmt: skip
+                mask=(column < N)[:, None] & (at < L)[None, :], other=0.0)
     wait_for_inputs(PDL)
     latent = merged_splits(part_out, part_lse, sinks, (token * HEADS + head) * num_splits, num_splits, head, at, L,
                            SPLITS, HAS_SINKS)
@@ -77,6 +77,6 @@ def latent_values(
 
 def takes_few(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
               num_positions: int, scale: float, to_values: torch.Tensor,
-              sinks: torch.Tensor | None = None) -> bool:  # fmt: skip
+              sinks: torch.Tensor | None = None) -> bool:
     """Whether token rows are so few that reading weights takes longer than multiplying."""
     return 0 < q.shape[0] <= MAX_TOKENS and to_values.shape[2] <= MAX_WIDTH and to_values.stride(2) == 1

@@ -138,7 +138,7 @@ def _looking_at(types: tuple[type, ...]) -> Callable[..., tuple[Any, tuple[Any, 
     lines = [f"def look_at({', '.join(names)}):",
              *(f"    {address} = {name}.data_ptr()" for name, address in addresses.items()),
              f"    return ({''.join(f'{part}, ' for part in seen)}), "
-             f"({''.join(f'{addresses.get(name, name)}, ' for name in names)})"]  # fmt: skip
+             f"({''.join(f'{addresses.get(name, name)}, ' for name in names)})"]
     scope: dict[str, Any] = {"argument_class": argument_class}
     exec("\n".join(lines), scope)
     look_at: Callable[..., tuple[Any, tuple[Any, ...]]] = scope["look_at"]

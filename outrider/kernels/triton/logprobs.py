@@ -259,7 +259,7 @@ def token_logprobs(
         empty(num, num_tiles, dtype=torch.float32), empty(num, num_tiles, dtype=torch.float32),
         empty(num, num_groups, dtype=torch.float32), empty(num, num_counts, dtype=torch.int32),
         empty(num, dtype=torch.int32), empty(num, _ROOM, dtype=torch.int32),
-    )  # fmt: skip
+    )
     pdl = uses_pdl(device) if pdl is None else pdl
     options = {"PROCESSED": processed, "SPANS": spans.most, "PDL": pdl, **pdl_options(pdl)}
     strides = (inputs.logits.stride(0), inputs.edited.stride(0), spans.grid[0])
@@ -285,6 +285,6 @@ def _check(name: str, inputs: LogprobLogits, tokens: torch.Tensor) -> None:
         ("logits", (num, vocab), floats), ("edited", (num, vocab), floats), ("row", (num,), ints),
         ("num_logprobs", (num_rows,), ints), ("flags", (num_rows,), ints), ("temperature", (num_rows,), floats),
         ("thresholds", (num,), floats), ("greatest", (num, None), floats),
-    ):  # fmt: skip
+    ):
         require_tensor(name, f"inputs.{field}", getattr(inputs, field), shape, device, dtypes)
     require_tensor(name, "tokens", tokens, (num,), device, ints)

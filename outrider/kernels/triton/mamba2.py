@@ -86,7 +86,7 @@ def _part_of(
     head, split, decay, skip,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
     N_TILE: tl.constexpr,
-):  # fmt: skip
+):
     dim = split * TILE + tl.arange(0, TILE)
     n = tl.arange(0, N_TILE)
     has_dim, has_n = dim < DIM, n < N
@@ -95,7 +95,7 @@ def _part_of(
     return _Part(
         head, x, b, b + GROUPS * N, n, has_dim, has_n, x[:, None] * N + n[None, :], has_dim[:, None] & has_n[None, :],
         tl.load(decay + head), tl.load(skip + head),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _walk(
     state, begin, end, request, part, source, out, cells, saves, layer_word, num_pages,
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, PAGE_WORDS: tl.constexpr,
     FOLD_ONLY: tl.constexpr,
-):  # fmt: skip
+):
     """Places begin to end - 1, token by token; a token's inputs are loaded while the one before it is worked on. The
     state is stored where the known tokens end."""
     x, dt, b, c = _inputs_at(begin, end, request, part, source, CONV_DIM, HEADS)
@@ -130,7 +130,7 @@ def _walk(
         if PAGE_WORDS > 0:
             if place < request.stored:
                 save_rows(state, request.begin + place + 1, request.index, part.x, part.n, part.has_dim, part.has_n,
-                          saves, layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
+                          saves, layer_word, num_pages, N, PAGE_WORDS)
         if not FOLD_ONLY:
             if place + 1 == request.stored:
                 tl.store(cells, state, mask=part.has)
@@ -143,7 +143,7 @@ def _chunk(
     state, place, count, must_finish, request, part, source, out,
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     Y_PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """`count` known tokens from a place on, at most TOKENS; where there is none, nothing decays and nothing is added.
     Decays are exponentials of sums over the tokens between, not differences of sums from the start. Returns (the
     new state, True), or (the old one, False) if a token is not finite: then the outputs before it are spoilt too, and
@@ -178,7 +178,7 @@ def _scan(
     state, request, part, source, out, saves, layer_word, num_pages,
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
     token by token; behind that token everything is lost, and chunks are whole again."""
     place, most, is_lost = request.pending, TOKENS, False
@@ -189,14 +189,14 @@ def _scan(
             count = next_boundary(at, at + count, request.index, saves) - at
         must_finish = is_lost | (most == 1)
         state, is_finite = _chunk(state, place, count, must_finish, request, part, source, out, CONV_DIM, HEADS, DIM,
-                                  TOKENS, PRECISION, Y_PRECISION)  # fmt: skip
+                                  TOKENS, PRECISION, Y_PRECISION)
         is_lost = is_lost | ((most == 1) & (not is_finite))
         if is_finite | must_finish:
             place += count
             most = tl.where(is_lost, TOKENS, most)
             if PAGE_WORDS > 0:
                 save_rows(state, request.begin + place, request.index, part.x, part.n, part.has_dim, part.has_n, saves,
-                          layer_word, num_pages, N, PAGE_WORDS)  # fmt: skip
+                          layer_word, num_pages, N, PAGE_WORDS)
         else:
             most = 1
             tl.debug_barrier()  # outputs are stored again, by other threads
@@ -212,7 +212,7 @@ def _mamba2_kernel(
     Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
     DRAFTS: tl.constexpr, MORE_THAN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """MORE_THAN: states of runs of more known tokens than that are not moved here; 0: of none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -235,19 +235,19 @@ def _mamba2_kernel(
             is_long = CHUNKED & (known > _SHORT_RUN)
             end = tl.where(is_long, pending, total)
             state = _walk(state, 0, end, request, part, source, out, cells, saves, layer_word, num_pages, CONV_DIM,
-                          HEADS, DIM, N, PAGE_WORDS, FOLD_ONLY)  # fmt: skip
+                          HEADS, DIM, N, PAGE_WORDS, FOLD_ONLY)
             if CHUNKED:
                 if is_long:
                     state = _scan(state, request, part, source, out, saves, layer_word, num_pages, CONV_DIM, HEADS, DIM,
-                                  N, TOKENS, PRECISION, Y_PRECISION, PAGE_WORDS)  # fmt: skip
+                                  N, TOKENS, PRECISION, Y_PRECISION, PAGE_WORDS)
                     tl.store(cells, state, mask=part.has)
                     _walk(state, pending + known, total, request, part, source, out, cells, saves, layer_word,
-                          num_pages, CONV_DIM, HEADS, DIM, N, 0, FOLD_ONLY)  # fmt: skip
+                          num_pages, CONV_DIM, HEADS, DIM, N, 0, FOLD_ONLY)
         if not FOLD_ONLY:
             keep_inputs(
                 head * SPLITS + split, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
                 tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS, 1, PARTS, CHANNELS, TAIL, DRAFTS,
-            )  # fmt: skip
+            )
 
 
 def mamba2_config(requests: int, dim: int, chunked: bool) -> StepConfig:
@@ -293,7 +293,7 @@ def mamba2_steps(
     if has_long_runs:
         scan_long_runs(step.counts, inputs.convolved, inputs.wide_gates[0], layer.state, decay, skip, out,
                        (saves, layer_word, num_pages, page_words), runs, tokens=sizes.tokens, num_groups=num_groups,
-                       window=sizes.window, y_precision=y_precision, pdl=pdl)  # fmt: skip
+                       window=sizes.window, y_precision=y_precision, pdl=pdl)
     _mamba2_kernel[(splits, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, _Source(inputs.convolved, inputs.wide_gates[0]), inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(g.stride(0) for g in inputs.gates), layer.state, layer.tail,
@@ -302,5 +302,5 @@ def mamba2_steps(
         CHUNKED=chunked, PRECISION=precision, Y_PRECISION=y_precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
         **keep_sizes(sizes, heads * splits), MORE_THAN=runs.more_than if has_long_runs else 0, PDL=pdl,
         num_warps=num_warps, **pdl_options(pdl),
-    )  # fmt: skip
+    )
     return out

@@ -59,12 +59,12 @@ class Columns(NamedTuple):
 
 @triton.jit
 def _columns_of(head, first_dim, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-                D_TILE: tl.constexpr, N_TILE: tl.constexpr):  # fmt: skip
+                D_TILE: tl.constexpr, N_TILE: tl.constexpr):
     dim, n = first_dim + tl.arange(0, D_TILE), tl.arange(0, N_TILE)
     has_dim, has_n = dim < DIM, n < N
     b = HEADS * DIM + head // (HEADS // GROUPS) * N + n
     return Columns(head * DIM + dim, b, b + GROUPS * N, n, has_dim, has_n, dim[:, None] * N + n[None, :],
-                   has_dim[:, None] & has_n[None, :])  # fmt: skip
+                   has_dim[:, None] & has_n[None, :])
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _add_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Computes the sum that a chunk adds to the states of OWN heads, and the factors by which it scales what was there.
     B, which these heads share, is read once."""
     release_dependents(PDL)
@@ -176,7 +176,7 @@ def _pass_kernel(
     counts, requests, states, added, kept,
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr,
     PAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The state before each chunk, in the place of what the chunk adds; the state after the last one to the row. SIZE:
     elements of one head's state."""
     release_dependents(PDL)
@@ -205,7 +205,7 @@ def _output_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Outputs of a chunk's tokens of OWN heads, which share B and C, and the checkpoints that lie in the chunk."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -247,7 +247,7 @@ def _output_kernel(
                     for head in range(first_head, first_head + OWN):
                         _save_checkpoint(head, seen, begin, request, number, t, index, at, dt, decay, before, saves,
                                          layer_word, num_pages, HEADS, DIM, N, GROUPS, D_TILE, N_TILE,
-                                         PAGE_WORDS)  # fmt: skip
+                                         PAGE_WORDS)
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def _save_checkpoint(
     head, seen, begin, request, number, t, index, at, dt, decay, before, saves, layer_word, num_pages,
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, PAGE_WORDS: tl.constexpr,
-):  # fmt: skip
+):
     """Saves one head's state after `seen` tokens of a chunk."""
     columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
     is_seen = (t < seen)[:, None]
@@ -270,7 +270,7 @@ def _save_checkpoint(
     b, b_low, b_scale = _half_terms(b)
     state += _dot_of_halves(tl.trans(x), b, b_low, b_scale)
     save_rows(state, begin + seen, request, columns.x, columns.n, columns.has_dim, columns.has_n, saves, layer_word,
-              num_pages, N, PAGE_WORDS)  # fmt: skip
+              num_pages, N, PAGE_WORDS)
 
 
 def scan_long_runs(
@@ -289,7 +289,7 @@ def scan_long_runs(
     options = {"CHUNK": runs.chunk, "MORE_THAN": runs.more_than, "PAD": padded_requests(requests),
                "PDL": pdl, **pdl_options(pdl)}
     shape = {"HEADS": heads, "DIM": dim, "N": n, "GROUPS": num_groups, "D_TILE": d_tile, "N_TILE": n_tile,
-             "WINDOW": window, "CONV_DIM": convolved.shape[1]}  # fmt: skip
+             "WINDOW": window, "CONV_DIM": convolved.shape[1]}
     add_heads, output_heads = (math.gcd(most, heads // num_groups) for most in (runs.add_heads, runs.output_heads))
     _add_kernel[(heads // add_heads, max_chunks)](
         counts, requests, convolved, dt, decay, added, kept, **shape, OWN=add_heads,

@@ -98,7 +98,7 @@ def narrowed(inside, outside, pivot, weight, limit, slack):
     kept if the tokens nearer than it weigh less than the limit. Within the slack of it nothing is known."""
     weight = weight.to(tl.float64)
     return (tl.where(weight < limit - slack, tl.maximum(inside, pivot), inside),
-            tl.where(weight >= limit + slack, tl.minimum(outside, pivot), outside))  # fmt: skip
+            tl.where(weight >= limit + slack, tl.minimum(outside, pivot), outside))
 
 
 @triton.jit

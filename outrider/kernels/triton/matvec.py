@@ -80,7 +80,7 @@ def _load_added(residual, row, in_rows, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def _finish(acc, up, added, row, in_rows, bias, out, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-            HAS_RESIDUAL: tl.constexpr):  # fmt: skip
+            HAS_RESIDUAL: tl.constexpr):
     """One token row's outputs, from its sums."""
     result = tl.sum(acc, axis=1)
     dtype = out.dtype.element_ty
@@ -103,7 +103,7 @@ def _matvec_kernel(
     x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
     release_dependents(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -113,7 +113,7 @@ def _expert_kernel(
 
 @kernel
 def _spread_kernel(x, place, out, x_stride, out_stride, width, K: tl.constexpr, COLUMNS: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+                   PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -295,7 +295,7 @@ def activation_code(activation: str | None) -> tuple[int, float]:
 
 
 def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, biases: ExpertBiases | None,
-                   pdl: bool) -> torch.Tensor:  # fmt: skip
+                   pdl: bool) -> torch.Tensor:
     """The activation of pairs' first projections [pairs, gate | up] by a kernel of its own: [pairs, width]."""
     if (limit := silu_limit(activation)) is not None:
         return limited_silu_mul(projected, limit, pdl=pdl)

@@ -51,7 +51,7 @@ def _store_what_follows(best, text, length, request, drafts, counts, num_wanted,
 def _find_kernel(
     tokens, known, rows, parts, drafts, counts, stride, width, part_size, num_wanted,
     MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
+):
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + request)
     text = tokens + row * stride
@@ -69,7 +69,7 @@ def _find_kernel(
 def _best_kernel(
     tokens, known, rows, parts, drafts, counts, stride, width, num_wanted, PARTS: tl.constexpr, PADDED: tl.constexpr,
     DRAFTS: tl.constexpr,
-):  # fmt: skip
+):
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     part = tl.arange(0, PADDED)
@@ -98,10 +98,10 @@ def find_ngram(
         _find_kernel[(requests, num_parts)](
             tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, cdiv(width, num_parts),
             num_wanted, MIN_N=min_n, MAX_N=max_n, BLOCK=_BLOCK, PARTS=num_parts, DRAFTS=padded_drafts, num_warps=4,
-        )  # fmt: skip
+        )
     if requests and num_parts > 1:
         _best_kernel[(requests,)](
             tokens, known, rows, parts, drafts, counts, tokens.stride(0), width, num_wanted, PARTS=num_parts,
             PADDED=next_power_of_two(num_parts), DRAFTS=padded_drafts, num_warps=1,
-        )  # fmt: skip
+        )
     return drafts, counts

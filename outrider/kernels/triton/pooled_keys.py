@@ -125,14 +125,14 @@ def write_pooled_keys(
             *keys.stride()[:2], *gates.stride()[:2], SIZE=stretches.size, ANCHOR=stretches.anchor, D=dim,
             D_PAD=next_power_of_two(dim), HEADS=num_heads, HEADS_PAD=next_power_of_two(num_heads), PAGE=keys.shape[1],
             PDL=pdl, num_warps=1 if dim <= 256 else 4, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return head_weights
 
 
 @kernel(do_not_specialize_on_alignment=_LIST_INTS)
 def _list_kernel(first, stop, chosen, listed, chosen_stride, SIZE: tl.constexpr, ANCHOR: tl.constexpr,
                  SHIFT: tl.constexpr, TOP: tl.constexpr, TOP_PAD: tl.constexpr, ENTRIES: tl.constexpr,
-                 BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 BLOCK: tl.constexpr, PDL: tl.constexpr):
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -151,7 +151,7 @@ def _list_kernel(first, stop, chosen, listed, chosen_stride, SIZE: tl.constexpr,
 
 
 def list_stretches(contexts: TokenContexts, chosen: torch.Tensor, stretches: Stretches, *,
-                   pdl: bool | None = None) -> torch.Tensor:  # fmt: skip
+                   pdl: bool | None = None) -> torch.Tensor:
     """See `kernels.pooled_keys.list_stretches`."""
     name, device = "list_stretches", chosen.device
     pdl = uses_pdl(device) if pdl is None else pdl
@@ -166,5 +166,5 @@ def list_stretches(contexts: TokenContexts, chosen: torch.Tensor, stretches: Str
             contexts.first, contexts.stop, chosen, listed, chosen.stride(0), SIZE=stretches.size,
             ANCHOR=stretches.anchor, SHIFT=stretches.shift, TOP=top, TOP_PAD=next_power_of_two(top), ENTRIES=entries,
             BLOCK=_ENTRIES, PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return listed

@@ -115,7 +115,7 @@ class _ZerosForEmpty(TorchDispatchMode):
     alone: a TorchFunctionMode is asked for every shape, too, and wrappers of kernels look at twenty for each tensor."""
 
     _EMPTY = frozenset((_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default,
-                        _ATEN.new_empty.default, _ATEN.new_empty_strided.default))  # fmt: skip
+                        _ATEN.new_empty.default, _ATEN.new_empty_strided.default))
 
     def _run(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -47,7 +47,7 @@ from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.windows import first_seen, window_kind
 
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "k_scales",
-         "v_scales", "sinks"]  # fmt: skip
+         "v_scales", "sinks"]
 _VARYING = ["num_tokens", "num_requests", "num_tiles", "window"]
 
 
@@ -140,7 +140,7 @@ def _prefill_kernel(
         k_cache + kv_head * k_head_stride, v_cache + kv_head * v_head_stride,
         page_table + request.to(tl.int64) * table_stride,
         k_page_stride, k_token_stride, v_page_stride, v_token_stride,
-    )  # fmt: skip
+    )
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
     if WINDOW_KIND or HAS_STARTS:
         acc, peak, total = attend_keys(

@@ -100,7 +100,7 @@ class GatePointers(NamedTuple):
 def _convolve(
     target, j, exists, row, start, pending, conv, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, ARE_NEW: tl.constexpr = False,
-):  # fmt: skip
+):
     """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result. ARE_NEW: all
     inputs that they need are of this step."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -115,7 +115,7 @@ def _convolve(
             value = input_of(
                 conv.conv_in, conv.conv_stride, conv.tail, conv.window, row, start, pending,
                 (j - (WIDTH - 1) + tap)[:, None], channel[None, :], valid, CONV_DIM, WIDTH, WINDOW,
-            )  # fmt: skip
+            )
         total += value.to(tl.float32) * _load_columns(conv.weight + tap * CONV_DIM, channel, in_row, j.shape[0])
     if HAS_BIAS:
         total += _load_columns(conv.bias, channel, in_row, j.shape[0])
@@ -145,7 +145,7 @@ def _open_channels(target, j, exists, row, start, pending, gating, HEADS: tl.con
     is_column = column < size
     valid = exists[:, None] & is_column[None, :]
     step = _raw_gate(gating.gates[0], gating.strides[0], gating.windows[0], j, row, start, pending, column, valid, size,
-                     WINDOW)  # fmt: skip
+                     WINDOW)
     step += _load_columns(gating.dt_bias, column, is_column, j.shape[0])
     decay = _load_columns(gating.decay, column // DECAYS, is_column, j.shape[0])
     if IS_BOUNDED:
@@ -159,7 +159,7 @@ def _open_channels(target, j, exists, row, start, pending, gating, HEADS: tl.con
 def _open_gates(
     target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr,
     DECAYS: tl.constexpr, HEAD_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results. Without those
     that have a number for each channel."""
     head = tl.arange(0, HEAD_TILE)
@@ -168,20 +168,20 @@ def _open_gates(
     at = target.to(tl.int64)[:, None] * HEADS + head[None, :]
     if DECAYS == 1:
         first = _raw_gate(gating.gates[0], gating.strides[0], gating.windows[0], j, row, start, pending, head, valid,
-                          HEADS, WINDOW)  # fmt: skip
+                          HEADS, WINDOW)
         step = _softplus(first + _load_columns(gating.dt_bias, head, is_head, j.shape[0]))
     if IS_DELTA:
         if DECAYS == 1:
             decay = _load_columns(gating.decay, head, is_head, j.shape[0])
             tl.store(gating.wide_gates[0] + at, step * decay, mask=valid)
         second = _raw_gate(gating.gates[1], gating.strides[1], gating.windows[1], j, row, start, pending, head, valid,
-                           HEADS, WINDOW)  # fmt: skip
+                           HEADS, WINDOW)
         tl.store(gating.wide_gates[1] + at, _sigmoid(second), mask=valid)
     else:
         # A card's plain minimum drops NaN.
         step = tl.maximum(step, gating.low, propagate_nan=tl.PropagateNan.ALL)
         tl.store(gating.wide_gates[0] + at, tl.minimum(step, gating.high, propagate_nan=tl.PropagateNan.ALL),
-                 mask=valid)  # fmt: skip
+                 mask=valid)
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _compute_block(
     token, token_end, counts, request_of, requests, conv, gating, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, DECAYS: tl.constexpr,
     IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; those without a
     request count as dead tokens of the last one."""
     index = tl.arange(0, ROWS)
@@ -207,7 +207,7 @@ def _compute_block(
         if DECAYS > 1:
             if tl.program_id(1) * CHANNELS < HEADS * DECAYS:
                 _open_channels(target, j, exists, row, start, pending, gating, HEADS, WINDOW, DECAYS, IS_BOUNDED,
-                               CHANNELS)  # fmt: skip
+                               CHANNELS)
         if tl.program_id(1) == 0:
             _open_gates(target, j, exists, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, DECAYS, HEAD_TILE)
         token += count
@@ -215,7 +215,7 @@ def _compute_block(
 
 @triton.jit
 def _own_tokens(program, num_blocks, counts, request_of, requests, lanes, WINDOW: tl.constexpr,
-                FOLD_ONLY: tl.constexpr):  # fmt: skip
+                FOLD_ONLY: tl.constexpr):
     """(row, first token row, pending drafts) of the request of a program, and its tokens: (first, end, step, row of the
     results for token 0). A program has one token row, or every `lanes`-th of a request's pending drafts."""
     if program < num_blocks:
@@ -245,7 +245,7 @@ def _inputs_kernel(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr,
     IS_DELTA: tl.constexpr, DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr,
     HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Programs of axis 0: ROWS token rows each, then `lanes` programs for the pending drafts of each request."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -257,7 +257,7 @@ def _inputs_kernel(
         _compute_block(
             program * ROWS, tl.minimum(tokens, program * ROWS + ROWS), counts, request_of, requests, conv, gating,
             CONV_DIM, WIDTH, WINDOW, HEADS, HAS_BIAS, IS_DELTA, DECAYS, IS_BOUNDED, CHANNELS, HEAD_TILE, ROWS,
-        )  # fmt: skip
+        )
     else:
         row, start, pending, first, end, step, base = _own_tokens(
             program, num_blocks, counts, request_of, requests, lanes, WINDOW, FOLD_ONLY
@@ -268,10 +268,10 @@ def _inputs_kernel(
             if DECAYS > 1:
                 if tl.program_id(1) * CHANNELS < HEADS * DECAYS:
                     _open_channels(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, DECAYS,
-                                   IS_BOUNDED, CHANNELS)  # fmt: skip
+                                   IS_BOUNDED, CHANNELS)
             if tl.program_id(1) == 0:
                 _open_gates(base + j, j, j == place, row, start, pending, gating, HEADS, WINDOW, IS_DELTA, DECAYS,
-                            HEAD_TILE)  # fmt: skip
+                            HEAD_TILE)
 
 
 def inputs_tile(tokens: int) -> tuple[int, int, int]:
@@ -312,7 +312,7 @@ def recurrent_inputs(
     made = StepInputs(
         conv_in, gates, torch.empty(rows, conv_dim, dtype=torch.float32, device=device),
         tuple(torch.empty(rows, size, dtype=torch.float32, device=device) for size in sizes),
-    )  # fmt: skip
+    )
     lanes = min(window, max(1, _MAX_LANES // max(1, requests)))
     token_rows, channels, num_warps = tile or inputs_tile(tokens)
     channels = min(channels, next_power_of_two(conv_dim))
@@ -327,5 +327,5 @@ def recurrent_inputs(
             HAS_BIAS=conv.bias is not None, IS_DELTA=gate.kind != "mamba2", DECAYS=decays,
             IS_BOUNDED=bounded, CHANNELS=channels, HEAD_TILE=next_power_of_two(heads), FOLD_ONLY=fold_only,
             ROWS=token_rows, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return made

@@ -92,7 +92,7 @@ def load_counts(counts, request, requests):
 def input_of(
     conv_in, conv_stride, tail, window, row, start, pending, j, channel, valid,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+):
     """Raw inputs of the request's token j, wherever they lie; `j` and `channel` in shapes that go together."""
     is_new = valid & (j >= 0)
     value = tl.load(conv_in + (start + j).to(tl.int64) * conv_stride + channel, mask=is_new, other=0.0)
@@ -154,7 +154,7 @@ def keep_inputs(
     part, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, FIRST_GATE: tl.constexpr,
     GATES: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
+):
     """Store the row's tail and window after a step: this program's share of the channels, which no other program reads
     or writes. The tail's new inputs may come from its old ones and from the window, so they are read before anything
     is stored. FIRST_GATE: numbers of the first gate of a token; the other gates have one for each head."""
@@ -167,7 +167,7 @@ def keep_inputs(
     value = input_of(
         conv_in, conv_stride, tail, window, row, start, pending, known - (WIDTH - 1) + index, channel, valid, CONV_DIM,
         WIDTH, WINDOW,
-    )  # fmt: skip
+    )
     tl.debug_barrier()
     tl.store(tail + row * ((WIDTH - 1) * CONV_DIM) + index * CONV_DIM + channel, value, mask=valid)
     if WINDOW > 0:
@@ -258,7 +258,7 @@ def keep_sizes(sizes: StepSizes, parts: int) -> dict[str, int]:
         "CONV_DIM": sizes.conv_dim, "WIDTH": sizes.width, "WINDOW": sizes.window, "PARTS": parts,
         "CHANNELS": next_power_of_two(-(-sizes.conv_dim // parts)), "TAIL": next_power_of_two(sizes.width - 1),
         "DRAFTS": next_power_of_two(sizes.window),
-    }  # fmt: skip
+    }
 
 
 def save_args(targets: CheckpointTargets | None, step: StepTensors,

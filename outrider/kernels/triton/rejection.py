@@ -179,7 +179,7 @@ def draw_by_rejection(
             best, its_token = scan_all(
                 own, rows.seed, stale * span, tl.minimum(stale * span + span, num_tiles), vocab, heat, shift,
                 tl.maximum(floor, scaled_at(outside - 1)), seed, position_word, word2, SHIFT, False, True, QUADS,
-            )  # fmt: skip
+            )
             its_token = tl.where(best > float("-inf"), its_token, NO_ID)
             score = tl.where(index == stale, best, score)
             token = tl.where(index == stale, its_token, token)

@@ -32,7 +32,7 @@ MULTIPLE = 4  # of token rows: distances between groups of scales are multiples 
 def _round_kernel(
     x, codes, scales, x_stride, scale_t, scale_g, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One token row: codes [tokens, K] and scales [tokens, groups]."""
     release_dependents(PDL)
     wait_for_inputs(PDL)

@@ -136,7 +136,7 @@ def _score_kernel(
                 top, chosen = scan_all(
                     own, ids, first, last, vocab, heat, 0.0, float("-inf"), key, word1, word2, SCALE, MAPPED, False,
                     QUADS,
-                )  # fmt: skip
+                )
         else:
             top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)
     tl.store(span_scores + at * num_spans + tl.program_id(0), top)

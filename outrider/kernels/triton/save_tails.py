@@ -22,7 +22,7 @@ def _save_tails_kernel(
     counts, requests, conv_in, conv_stride, tail, window, starts, boundary, pages, pool, num_pages, start_element,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL: tl.constexpr,
-):  # fmt: skip
+):
     request = tl.program_id(1)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
     channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
@@ -34,7 +34,7 @@ def _save_tails_kernel(
             value = input_of(
                 conv_in, conv_stride, tail, window, row, start, pending, at - computed - (WIDTH - 1) + index, channel,
                 valid, CONV_DIM, WIDTH, WINDOW,
-            )  # fmt: skip
+            )
             element = start_element + index * CONV_DIM + channel
             page = tl.load(pages + target * num_pages + element // PAGE, mask=valid, other=0)
             tl.store(pool + page * PAGE + element % PAGE, value, mask=valid)
@@ -62,4 +62,4 @@ def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, ta
         (layer.checkpoint_start + state_bytes) // conv_in.element_size(),
         CONV_DIM=conv_dim, WIDTH=taps + 1, WINDOW=window, PAGE=layer.pool.shape[1], CHANNELS=channels,
         TAIL=next_power_of_two(taps), num_warps=4,
-    )  # fmt: skip
+    )

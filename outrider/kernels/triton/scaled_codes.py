@@ -48,7 +48,7 @@ def unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexp
         return tl.inline_asm_elementwise(
             NIBBLES_TO_BF16,
             "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
+        )
     else:
         low, high = (packed & 15).to(tl.int32) - 8, (packed >> 4).to(tl.int32) - 8
         return low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE)
@@ -99,7 +99,7 @@ def _expand_kernel(
     shift_g, factors_e, N, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
     TILED: tl.constexpr, INDEXED: tl.constexpr,
-):  # fmt: skip
+):
     """out [experts, N, K]: the numbers of a weight's outputs, or of those that `index` names, rounded once. Strides
     from expert to expert end in _e. shifts: zero points or offsets. TILED: bytes lie as `Scaled.tiled` puts them."""
     expert = tl.program_id(2).to(tl.int64)
@@ -154,7 +154,7 @@ def _expand_kernel(
 def _scaled_numbers(
     numbers, scales, shifts, factors, row, in_rows, stride_n, stride_g, shift_n, shift_g, group, NUM: tl.constexpr,
     GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
-):  # fmt: skip
+):
     """The weights of codes [outputs, columns] in NUM neighbouring groups, in float32."""
     WIDTH: tl.constexpr = numbers.shape[1] // NUM
     scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), WIDTH)

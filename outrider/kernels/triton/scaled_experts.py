@@ -65,7 +65,7 @@ def _scaled_expert_kernel(
     FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
     WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
 
     Strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group. With a
@@ -119,7 +119,7 @@ def _scaled_expert_kernel(
 
 
 _FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 128, 8, 4), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
-                             ScaledTile(128, 128, 8, 3))  # fmt: skip
+                             ScaledTile(128, 128, 8, 3))
 
 
 @lru_cache(maxsize=256)
@@ -228,4 +228,4 @@ def _multiply_codes(
         HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None, WIDEN=not is_card,
         ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, EARLY=is_second,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
-    )  # fmt: skip
+    )

@@ -51,7 +51,7 @@ _GROUP_OF_TILES = 8  # tiles of token rows that pass by the same weights while t
 @triton.jit
 def _load_scales(
     scales, x_scales, in_rows, in_tokens, stride_g, group, GROUPS: tl.constexpr, X_GROUP: tl.constexpr
-):  # fmt: skip
+):
     """(scales of the outputs, scales of the token rows) of one group."""
     scale = tl.load(scales + group * stride_g, mask=in_rows & (group < GROUPS), other=0.0).to(tl.float32)
     if X_GROUP > 0:
@@ -74,7 +74,7 @@ def sum_columns(
     begin, end, K: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     WIDEN: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it. shifts:
     zero points, or offsets of short groups."""
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
@@ -88,7 +88,7 @@ def sum_columns(
     NUM: tl.constexpr = 1 if AFTER else BYTES // SPAN
     WHOLE: tl.constexpr = K % COLUMNS == 0
     DTYPE: tl.constexpr = tl.float32 if WIDEN else (codes_row.dtype.element_ty if X_GROUP > 0 else
-                                                    x_row.dtype.element_ty)  # fmt: skip
+                                                    x_row.dtype.element_ty)
     at = tl.arange(0, BYTES)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     if SCALES_SUMS:
@@ -149,7 +149,7 @@ def _scaled_kernel(
     CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
     release_dependents(PDL)
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
@@ -311,7 +311,7 @@ def _launch(
         HAS_BIAS=bias is not None, WIDEN=not is_card,
         ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:

@@ -29,4 +29,4 @@ def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate
     """Whether token rows are few, and the shared expert's weights are laid out like those of another expert."""
     return 0 < ids.numel() <= MAX_PAIRS and activation != CLAMPED and all(
         shared.shape == own.shape[1:] and shared.stride() == own.stride()[1:] and own.stride(2) == 1
-        for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))  # fmt: skip
+        for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))

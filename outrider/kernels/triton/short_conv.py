@@ -30,7 +30,7 @@ _CHANNELS = 1024
 def _conv_kernel(
     counts, request_of, requests, conv_in, conv_stride, tail, window, weight, bias, out,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+):
     """A program computes some channels of one token row; 0 of a dead one."""
     token = tl.program_id(0)
     request = tl.load(request_of + token).to(tl.int32)
@@ -43,7 +43,7 @@ def _conv_kernel(
         value = input_of(
             conv_in, conv_stride, tail, window, row, start, pending, j - (WIDTH - 1) + tap, channel, in_row & is_live,
             CONV_DIM, WIDTH, WINDOW,
-        )  # fmt: skip
+        )
         total += value.to(tl.float32) * tl.load(weight + tap * CONV_DIM + channel, mask=in_row, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=in_row, other=0.0)
@@ -56,14 +56,14 @@ def _keep_kernel(
     counts, requests, conv_in, conv_stride, tail, window,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
+):
     """A program stores some channels of one request's tail and window. Dead requests keep theirs."""
     row, start, stop, computed, known, drafts, pending = load_counts(counts, tl.program_id(1), requests)
     if known > 0:
         keep_inputs(
             tl.program_id(0), row, start, known, drafts, pending, conv_in, conv_stride, (conv_in,), (conv_stride,),
             tail, window, (window,), CONV_DIM, WIDTH, WINDOW, 0, 0, 0, PARTS, CHANNELS, TAIL, DRAFTS,
-        )  # fmt: skip
+        )
 
 
 def conv_steps(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, conv: ConvParams) -> torch.Tensor:
@@ -89,10 +89,10 @@ def conv_steps(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, co
         step.counts, step.request_of, requests, conv_in, conv_in.stride(0), layer.tail, layer.conv_in, conv.weight,
         conv.weight if conv.bias is None else conv.bias, out, CONV_DIM=conv_dim, WIDTH=width, WINDOW=window,
         HAS_BIAS=conv.bias is not None, CHANNELS=channels, num_warps=4,
-    )  # fmt: skip
+    )
     sizes = StepSizes(requests, tokens, heads=0, dim=0, n=0, conv_dim=conv_dim, width=width, window=window)
     _keep_kernel[(parts, requests)](
         step.counts, requests, conv_in, conv_in.stride(0), layer.tail, layer.conv_in, **keep_sizes(sizes, parts),
         num_warps=4,
-    )  # fmt: skip
+    )
     return out

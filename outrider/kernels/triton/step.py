@@ -236,7 +236,7 @@ def _commit_kernel(
     chosen, accepted, first_stop, first_bad = _compare_drafts(
         sampled, bad, first_logit, drafts, state, request, row, num_drafts, samples, max_drafts, stop_width,
         stop_stride, RUN, STOPS,
-    )  # fmt: skip
+    )
     run_len, finish, num_accepted = _end_run(accepted, first_stop, first_bad, room, samples)
     num_computed = num_known + num_accepted
 
@@ -269,7 +269,7 @@ def _state(name: str, rows: RowFields) -> _State:
     state = _State(
         rows.tokens, rows.known, rows.computed, rows.alive, rows.drafts, rows.num_drafts, sampling.end_len,
         sampling.num_stop_ids, sampling.stop_ids,
-    )  # fmt: skip
+    )
     for field, tensor in zip(state._fields, state, strict=True):
         shape = (num_rows, None) if field in ("tokens", "drafts", "stop_ids") else (num_rows,)
         require_tensor(name, f"rows.{field}", tensor, shape, device, (torch.bool if field == "alive" else torch.int64,))
@@ -301,7 +301,7 @@ def prepare_step(
     out = _Out(
         empty(5, requests), empty(3 * requests + 1, dtype=torch.int32), empty(requests, dtype=torch.bool),
         empty(requests, max_drafts), empty(requests), empty(tokens), empty(tokens), empty(logits), empty(logits),
-    )  # fmt: skip
+    )
     tiles = cdiv(max(widths, default=0), _COLUMNS)
     first_token_block = cdiv(requests + 1, _BLOCK)
     first_logit_block = first_token_block + cdiv(tokens, _BLOCK)
@@ -311,14 +311,14 @@ def prepare_step(
         first_logit_block, first_copy, tiles, max_len, state.tokens.stride(0), state.drafts.stride(0), widths,
         tuple(table.stride(0) for table in tables), PAGES=page_tokens, GROUPS=len(tables),
         DRAFTS=next_power_of_two(state.drafts.shape[1]), BLOCK=_BLOCK, COLUMNS=_COLUMNS, num_warps=4,
-    )  # fmt: skip
+    )
     computed, num_known, num_drafts, live, lengths = out.ints
     lengths_int32, live_int32, query_starts_int32 = out.narrow.split((requests, requests, requests + 1))
     return PreparedStep(
         computed, num_known, num_drafts, live, lengths, out.samples, out.drafts, lengths_int32, live_int32,
         query_starts_int32, out.first_logit, own_tables, out.positions, out.token_ids, slots, out.logit_row,
         out.logit_position,
-    )  # fmt: skip
+    )
 
 
 def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, rows: RowFields) -> CommittedStep:
@@ -343,6 +343,6 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, r
             state.stop_ids.shape[1], state.tokens.stride(0), state.stop_ids.stride(0),
             RUN=next_power_of_two(state.drafts.shape[1] + 1), STOPS=next_power_of_two(state.stop_ids.shape[1]),
             COUNTS=NUM_COUNTS, num_warps=1,
-        )  # fmt: skip
+        )
     run_len, finish, num_computed, num_accepted = out
     return CommittedStep(Accepted(run, run_len, num_accepted, finish), num_computed, goes_on, counts)

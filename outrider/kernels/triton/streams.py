@@ -73,7 +73,7 @@ def join_streams(x: torch.Tensor | None, weights: torch.Tensor | None, streams: 
             *given, streams, gain, out, given[0].stride(0), given[1].stride(0), streams.stride(0), out.stride(0), eps,
             WIDTH=size, COLUMNS=columns, HAS_X=x is not None, PDL=pdl, num_warps=min(16, max(1, columns // 512)),
             **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -112,7 +112,7 @@ def stream_gates(projected: torch.Tensor, num_streams: int, has_weights: bool, *
         _gates_kernel[(num_tokens,)](
             projected, low, weights if count else low, projected.stride(0), low.stride(0), count, RANK=width - count,
             STREAMS=num_streams, NUM=count, COLUMNS=next_power_of_two(width), PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return low, weights
 
 
@@ -153,5 +153,5 @@ def mix_streams(gates: torch.Tensor, normed: torch.Tensor, num_streams: int, *,
         _mix_kernel[(num_tokens, cdiv(size, columns))](
             gates, normed, out, gates.stride(0), normed.stride(0), out.stride(0), WIDTH=size, STREAMS=num_streams,
             COLUMNS=columns, PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
+        )
     return out

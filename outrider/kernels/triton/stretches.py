@@ -111,7 +111,7 @@ def write_stretch_keys(
             raw.stride(0), rope.table.stride(0), contexts.page_table.stride(0), *cache.stride()[:2],
             SIZE=stretches.size, ANCHOR=stretches.anchor, D=dim, D_PAD=next_power_of_two(dim), HALF=turning // 2,
             PAGE=cache.shape[1], PDL=pdl, num_warps=1 if dim <= 256 else 4, **pdl_options(pdl),
-        )  # fmt: skip
+        )
 
 
 @kernel(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_INTS)
@@ -132,7 +132,7 @@ def _attention_kernel(
     row, dim = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
     head = kv_head * GROUP + row
     query = tl.load(q + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
-                    mask=(row < GROUP)[:, None] & (dim < D)[None, :], other=0.0)  # fmt: skip
+                    mask=(row < GROUP)[:, None] & (dim < D)[None, :], other=0.0)
     whole = tl.maximum(high - ANCHOR, 0) // SIZE
     num_chosen = tl.minimum(tl.maximum(whole - (tl.maximum(low - ANCHOR, 0) + SIZE - 1) // SIZE, 0), TOP) * SIZE
     tail = ANCHOR + whole * SIZE
@@ -150,12 +150,12 @@ def _attention_kernel(
         page = tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64)
         cell, mask = position % PAGE, inside[:, None] & (dim < D)[None, :]
         key = tl.load(k_cache + (page * k_page_stride + cell * k_token_stride + kv_head * k_head_stride)[:, None]
-                      + dim[None, :], mask=mask, other=0.0)  # fmt: skip
+                      + dim[None, :], mask=mask, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
         score = tl.where(inside[None, :], score, float("-inf"))
         weight, shrink, peak, total = weigh_scores(score, peak, total)
         value = tl.load(v_cache + (page * v_page_stride + cell * v_token_stride + kv_head * v_head_stride)[:, None]
-                        + dim[None, :], mask=mask, other=0.0)  # fmt: skip
+                        + dim[None, :], mask=mask, other=0.0)
         acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     divisor = tl.where(total == 0, 1.0, total)
     to = out + token * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
@@ -204,7 +204,7 @@ def stretch_attention(
         SHIFT=stretches.shift, TOP=top, GROUP=group, GROUP_PAD=max(16, next_power_of_two(group)), D=dim,
         D_PAD=max(16, next_power_of_two(dim)), PAGE=page_tokens, BLOCK_N=block_n, SPLIT=lse is not None, PDL=pdl,
         num_warps=4, num_stages=2, **pdl_options(pdl),
-    )  # fmt: skip
+    )
     if lse is not None:
         merge_splits(made, lse, out, pdl)
     return out
@@ -219,5 +219,5 @@ def exact_stretch_attention(
     check_stretches(q, k_cache, contexts, chosen)
     parts = [slice(begin, begin + EXACT_ROWS) for begin in range(0, max(1, q.shape[0]), EXACT_ROWS)]
     made = [stretch_attention(q[rows], k_cache, v_cache, contexts.cut(rows), chosen[rows], scale, stretches,
-                              num_splits=EXACT_SPLITS, pdl=pdl) for rows in parts]  # fmt: skip
+                              num_splits=EXACT_SPLITS, pdl=pdl) for rows in parts]
     return made[0] if len(made) == 1 else torch.cat(made)

@@ -64,5 +64,5 @@ def accept_at_rates(
         _accept_kernel[(cdiv(num_logit_rows, _BLOCK),)](
             sampled, *verdicts, seed, thresholds, out, num_logit_rows, max_drafts, vocab, row_step,
             thresholds.shape[0], thresholds.stride(0), BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+        )
     return out

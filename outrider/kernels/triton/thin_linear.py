@@ -59,7 +59,7 @@ def _thin_kernel(
     x, weight, bias, residual, out, x_stride, weight_stride, residual_stride, out_stride, M, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(PDL)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < N
@@ -196,4 +196,4 @@ def _launch(
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GATE=gate, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages,
         **pdl_options(pdl),
-    )  # fmt: skip
+    )

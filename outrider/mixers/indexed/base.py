@@ -139,7 +139,7 @@ class IndexedMixer(Mixer):
     def bind(self, view: BatchView) -> Mapping[int, BoundIndexedLayer]:
         plans = {index: self._plan(view, group) for index, group in self._groups.items()}
         return {layer.index: BoundIndexedLayer(layer, self.backend, cache, index_keys, plans[group.index], self._exact)
-                for layer, cache, index_keys, group in self._layers}  # fmt: skip
+                for layer, cache, index_keys, group in self._layers}
 
     def _plan(self, view: BatchView, group: Group) -> IndexedPlan:
         made = plan_group(view, group)

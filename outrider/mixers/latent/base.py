@@ -315,7 +315,7 @@ class LatentMixer(Mixer):
         plans = {index: self._plan(view, group) for index, group in self._groups.items()}
         chosen = ChosenPositions(self._make_counters(view))
         return {layer.index: BoundLatentLayer(layer, cache, plans[group.index], chosen, self._operations)
-                for layer, cache, group in self._layers}  # fmt: skip
+                for layer, cache, group in self._layers}
 
     def _plan(self, view: BatchView, group: Group) -> GroupPlan:
         made, stretches = plan_group(view, group), self._stretches.get(group.index)

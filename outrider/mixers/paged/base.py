@@ -144,13 +144,13 @@ class Backend(ABC):
         call."""
         return None
 
-    def attach(self, num_pages: int, device: torch.device) -> None:  # noqa: B027
+    def attach(self, num_pages: int, device: torch.device) -> None:
         """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
 
-    def check_cache(self, cache: KeyValueCache) -> None:  # noqa: B027
+    def check_cache(self, cache: KeyValueCache) -> None:
         """Refuse a layer's part of the pool that the backend cannot read, while the engine starts."""
 
-    def prepare_capture(self, device: torch.device, limits: Limits) -> None:  # noqa: B027
+    def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Allocate the buffers that captured steps share. Called before any capture: memory that a step allocates
         while it is captured belongs to that capture alone."""
 
@@ -221,7 +221,7 @@ class PagedMixer(Mixer):
         self.backend = backend
         backend.attach(len(pool.data), pool.data.device)
         self._layers = {layer.index: (layer, KeyValueCache.from_pool(pool, layer.index),
-                                      pool.layout.groups_of(layer.index)[0]) for layer in layers}  # fmt: skip
+                                      pool.layout.groups_of(layer.index)[0]) for layer in layers}
         for _, cache, _ in self._layers.values():
             backend.check_cache(cache)
         self._groups = tuple({group.index: group for _, _, group in self._layers.values()}.values())

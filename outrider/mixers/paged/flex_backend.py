@@ -294,7 +294,7 @@ def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num
         plan.num_pages[None, None], indices[None, None], BLOCK_SIZE=(plan.tiles.size, page_tokens),
         mask_mod=sees if marks.positions.is_cuda else sees_its_own, seq_lengths=(len(marks.positions), num_slots),
         compute_q_blocks=False,
-    )  # fmt: skip
+    )
 
 
 def _write(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:

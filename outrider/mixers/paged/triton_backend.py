@@ -104,7 +104,7 @@ class Plan:
                 self.view.lengths_int32, self.decode_live, *heads, itemsize, max_query=self.decode_max_query,
                 max_length=self.view.max_length.tokens, window=layer.window, is_chunked=layer.is_chunked,
                 key_starts=self.key_starts, shared=self._shared_for(layer, itemsize),
-            )  # fmt: skip
+            )
         return self.split_lists[key]
 
     def _shared_for(self, layer: AttentionLayer, itemsize: int) -> SharedPages | None:
@@ -117,7 +117,7 @@ class Plan:
             return None
         bounds = {"max_query": self.decode_max_query, "max_length": self.view.max_length.tokens}
         if not can_pack(self.view.num_requests, layer.num_heads, layer.num_kv_heads, layer.head_dim, itemsize,
-                        self.page_table.device, **bounds):  # fmt: skip
+                        self.page_table.device, **bounds):
             return None
         if self.shared_pages is None:
             self.shared_pages = find_shared(self.page_table, self.view.lengths_int32, self.decode_live,

@@ -62,7 +62,7 @@ class CheckpointPages:
         layer_bytes = torch.cat([
             self._bytes[:, piece.columns][pages[:, piece.pages].reshape(-1)].reshape(count, -1)
             for piece in self._pieces[layer]
-        ], dim=1)  # fmt: skip
+        ], dim=1)
         state, tail = layer_bytes.split((spec.state_bytes, spec.tail_bytes), dim=1)
         return RecurrentState(
             state.contiguous().view(self._state_dtype).view(count, *spec.state_shape),

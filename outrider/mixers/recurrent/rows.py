@@ -111,7 +111,7 @@ class RecurrentRows:
             ScanTarget(i, target, write.boundary - (ends[i] - known[i] - drafts[i]))
             for target, (i, write) in enumerate(zip(requests, scheduled.checkpoints, strict=True))
             if known[i] >= self.backend.scan_from_tokens
-        ))  # fmt: skip
+        ))
 
     def give_pages(self, writes: list[CheckpointWrite]) -> None:
         """Write the pages of checkpoints to their rows, one checkpoint per row; a row with several needs `targets`."""
@@ -143,7 +143,7 @@ class RecurrentRows:
             view.rows, view.query_starts, view.request_of, computed, num_known, num_drafts, self.pending[view.rows],
             self._lens(view.queries, view.num_requests), self._lens(known, view.num_requests), max_drafts, max_pending,
             targets,
-        ))  # fmt: skip
+        ))
 
     def _lens(self, queries: Queries, requests: int) -> tuple[int, ...]:
         """Tokens of each request. If only the device knows them, the most there may be: a few for decoding, and enough

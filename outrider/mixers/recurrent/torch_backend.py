@@ -64,7 +64,7 @@ class Walk:
     def step(self, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
         """Compute one token of the requests that move [requests]. Returns y of all requests."""
         y, state, tail = self._step_each(conv_in, gates) if self.exact else self.mixer.step(
-            self.state, self.tail, conv_in, gates)  # fmt: skip
+            self.state, self.tail, conv_in, gates)
         self.state, self.tail = selected(moves, state, self.state), selected(moves, tail, self.tail)
         self.at = self.at + moves
         if self.targets is not None:
@@ -85,7 +85,7 @@ class Walk:
         count, targets = conv_in.shape[0], self.targets
         mine = [] if targets is None else sorted(
             (offset, i) for owner, i, offset in targets.scans if owner == request and 0 < offset <= count
-        )  # fmt: skip
+        )
         done = self.mixer.scan(self.state[request], self.tail[request], conv_in, gates, [o for o, _ in mine],
                                self.exact)
         for (offset, i), at_boundary in zip(mine, done.states_at, strict=True):
@@ -113,7 +113,7 @@ class TorchStep(RecurrentStep):
         self._most_short = max((n for n in counts.known_lens if n < from_tokens), default=0)
         host_starts = list(accumulate(counts.query_lens, initial=0))
         self._spans = [(i, slice(host_starts[i], host_starts[i] + n))
-                       for i, n in enumerate(counts.known_lens) if n >= from_tokens]  # fmt: skip
+                       for i, n in enumerate(counts.known_lens) if n >= from_tokens]
         # [requests] known tokens that are computed one by one, together with those of the other requests.
         lens = torch.where(self._is_live, counts.num_known, 0)
         self._short_lens = torch.where(lens < from_tokens, lens, 0)

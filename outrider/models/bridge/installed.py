@@ -19,7 +19,7 @@ EXTRA = "pip install outrider[transformers]"
 # Older names of settings, which transformers' configs understand beside those that they declare.
 OLDER_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct",
                "rotary_emb_base", "hidden_activation", "layer_types", "sliding_window_pattern",
-               "_sliding_window_pattern")  # fmt: skip
+               "_sliding_window_pattern")
 LEFT_OUT = (KEY, "auto_map", "dtype", "torch_dtype")  # the engine reads formats and chooses the dtype
 STATES = "it keeps a state of its own beside keys and values, which pages cannot hold"
 SCALED_BY_LENGTH = ("longrope",)  # ropes whose frequencies depend on the longest text of a batch
@@ -47,13 +47,13 @@ def find_class(reader: ConfigReader) -> type[Any]:
     if architecture not in _decoders():
         code = "; the code that auto_map names is never run" if reader.has("auto_map") else ""
         raise reader.refusal("architectures", f"neither a family here nor a decoder of text in {version}{code}: "
-                             "`outrider models` lists what runs")  # fmt: skip
+                             "`outrider models` lists what runs")
     found: type[Any] = getattr(library, architecture)
     if getattr(found, "_is_stateful", False):
         raise reader.refusal("architectures", STATES)
     if not getattr(found, "_supports_attention_backend", False):
         raise reader.refusal("architectures", f"its code in {version} computes attention by itself and cannot be "
-                             "given another (no _supports_attention_backend)")  # fmt: skip
+                             "given another (no _supports_attention_backend)")
     return found
 
 

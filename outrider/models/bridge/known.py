@@ -145,7 +145,7 @@ def is_plain_attention(module: nn.Module, heads: tuple[int, int, int], rotary_di
     num_heads, num_kv_heads, dim = heads
     draw, hidden, tokens = _Draw(), 8, 5
     weights = {name: draw(count * dim, hidden) for name, count in
-               zip(QKV_NAMES, (num_heads, num_kv_heads, num_kv_heads), strict=True)}  # fmt: skip
+               zip(QKV_NAMES, (num_heads, num_kv_heads, num_kv_heads), strict=True)}
     scales = {name: 1 + draw(dim) for name in NORM_NAMES}
     out_weight = draw(hidden, num_heads * dim)
     attended, inputs = _scaled(draw(1, tokens, num_heads, dim)), _scaled(draw(1, tokens, hidden))
@@ -220,7 +220,7 @@ def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = 
     """The module with some parameters and modules replaced in it; the module itself is not changed."""
     made = copy.copy(module)
     made._parameters = {**module._parameters, **{name: nn.Parameter(value, requires_grad=False)
-                                                 for name, value in (parameters or {}).items()}}  # fmt: skip
+                                                 for name, value in (parameters or {}).items()}}
     made._modules = {**module._modules, **(modules or {})}
     return made
 

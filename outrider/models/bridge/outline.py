@@ -25,7 +25,7 @@ MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
 # Options of attention calls that say nothing about the arithmetic, or that `AttentionCall` holds.
 KNOWN_OPTIONS = {"sliding_window", "is_causal", "dropout", "position_ids", "use_cache", "output_attentions",
                  "output_hidden_states", "return_dict", "cache_position", "position_embeddings", "past_key_values",
-                 "output_router_logits"}  # fmt: skip
+                 "output_router_logits"}
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _Recorder:
         self._calls.append(AttentionCall(
             name, q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale,
             self._masks.window(attention_mask), softcap or None, None if s_aux is None else self._parameter(s_aux),
-            self._ropes.get(name, 0)))  # fmt: skip
+            self._ropes.get(name, 0)))
         return q.new_empty(1, num_tokens, q.shape[1], v.shape[3])
 
     def _parameter(self, sinks: torch.Tensor) -> str:

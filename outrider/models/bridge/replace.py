@@ -83,7 +83,7 @@ class Replacements:
         if len({linear.declared.has_bias for linear in qkv}) > 1 or not _fits(qkv, out, layer):
             return False
         kinds = tuple(known.KnownNorm(norm.size, norm.eps, norm.offset, isinstance(norm, CenteredNorm))
-                      for norm in norms)  # fmt: skip
+                      for norm in norms)
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         if any(kind.is_centered for kind in kinds) or not known.is_plain_attention(
                 module, heads, rotary_dim, (kinds[0], kinds[1]) if kinds else None):
@@ -190,7 +190,7 @@ def _once_for_each_kind(find: Callable[[nn.Module], Any]) -> Callable[[nn.Module
 
 def _kind_of(module: nn.Module) -> tuple[Any, ...]:
     settings = tuple((name, value) for name, value in module.__dict__.items()
-                     if isinstance(value, (bool, int, float, str)) and name != "layer_idx")  # fmt: skip
+                     if isinstance(value, (bool, int, float, str)) and name != "layer_idx")
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
     children = tuple((name, type(child)) for name, child in module.named_children())
     return type(module), settings, shapes, children

@@ -44,7 +44,7 @@ def qwen3_moe_config(meta: Metadata) -> dict[str, Any]:
 
 def _experts(meta: Metadata) -> dict[str, Any]:
     return {"num_experts": meta.need("expert_count"), "num_experts_per_tok": meta.need("expert_used_count"),
-            "moe_intermediate_size": meta.need_number("expert_feed_forward_length")}  # fmt: skip
+            "moe_intermediate_size": meta.need_number("expert_feed_forward_length")}
 
 
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def gemma3_config(meta: Metadata) -> dict[str, Any]:
     return plain_config(meta) | {
         "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
         "sliding_window": meta.need("attention.sliding_window"), "sliding_window_pattern": 6,
-        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0)}  # fmt: skip
+        "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0)}
 
 
 def gemma4_config(meta: Metadata) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def gemma4_config(meta: Metadata) -> dict[str, Any]:
             SLIDING: {"rope_type": "default", "rope_theta": meta.get("rope.freq_base_swa", 1e4)}},
         "suppress_tokens": meta.header.metadata.get("tokenizer.ggml.suppress_tokens"),
         **_gemma4_widths(meta, count - num_shared),
-    }  # fmt: skip
+    }
 
 
 def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
         return found
     return found | {"enable_moe_block": True, "num_experts": meta.need("expert_count"),
                     "top_k_experts": meta.need("expert_used_count"),
-                    "moe_intermediate_size": meta.need_number("expert_feed_forward_length")}  # fmt: skip
+                    "moe_intermediate_size": meta.need_number("expert_feed_forward_length")}
 
 
 def deepseek_config(meta: Metadata) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def deepseek_config(meta: Metadata) -> dict[str, Any]:
         "qk_rope_head_dim": rope_dim, "qk_nope_head_dim": key_length - rope_dim, "v_head_dim": value_length,
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0), "num_nextn_predict_layers": 0,
         "scoring_func": "sigmoid", **_sigmoid_experts(meta),
-    }  # fmt: skip
+    }
 
 
 def _sigmoid_experts(meta: Metadata) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _sigmoid_experts(meta: Metadata) -> dict[str, Any]:
             "topk_group": meta.get("expert_group_used_count", 1),
             "moe_intermediate_size": meta.need_number("expert_feed_forward_length"),
             "norm_topk_prob": meta.get("expert_weights_norm", False),
-            "routed_scaling_factor": meta.get("expert_weights_scale", 1.0)}  # fmt: skip
+            "routed_scaling_factor": meta.get("expert_weights_scale", 1.0)}
 
 
 def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
     return deepseek_config(meta) | {
         "index_n_heads": meta.need("attention.indexer.head_count"), "indexer_types": kinds,
         "index_head_dim": meta.need("attention.indexer.key_length"),
-        "index_topk": meta.need("attention.indexer.top_k")}  # fmt: skip
+        "index_topk": meta.need("attention.indexer.top_k")}
 
 
 def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
@@ -171,13 +171,13 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
         "mamba_num_heads": heads, "mamba_head_dim": inner // heads, "n_groups": meta.need("ssm.group_count"),
         "ssm_state_size": meta.need("ssm.state_size"), "conv_kernel": meta.need("ssm.conv_kernel"),
         "use_conv_bias": bool(meta.layers_with("ssm_conv1d.bias")),
-    }  # fmt: skip
+    }
     meta.must_equal("attention.value_length", config["head_dim"], f" where the head size is {config['head_dim']}")
     if not meta.get("expert_count", 0):
         return config
     return config | _sigmoid_experts(meta) | {
         "moe_shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
-        "moe_latent_size": meta.get("moe_latent_size")}  # fmt: skip
+        "moe_latent_size": meta.get("moe_latent_size")}
 
 
 def qwen_hybrid_config(meta: Metadata) -> dict[str, Any]:
@@ -194,10 +194,10 @@ def qwen_hybrid_config(meta: Metadata) -> dict[str, Any]:
         "linear_num_key_heads": delta.keys, "linear_num_value_heads": delta.keys * delta.repeats,
         "linear_key_head_dim": delta.key_size, "linear_value_head_dim": delta.value_size,
         "linear_conv_kernel_dim": meta.need("ssm.conv_kernel"),
-    }  # fmt: skip
+    }
     if not meta.get("expert_count", 0):
         return config
     sparse = meta.layers_with("ffn_gate_inp.weight")
     return config | _experts(meta) | {
         "shared_expert_intermediate_size": meta.need("expert_shared_feed_forward_length"),
-        "mlp_only_layers": [layer for layer in range(count) if layer not in sparse]}  # fmt: skip
+        "mlp_only_layers": [layer for layer in range(count) if layer not in sparse]}

@@ -84,7 +84,7 @@ class Family:
 
 GEMMA4_TOP = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
               "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-              "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}  # fmt: skip
+              "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 _BACKBONE = TopNames("backbone.embeddings", "backbone.norm_f", "backbone.layers")
 _NEMOTRON_H = Family("NemotronHForCausalLM", "nemotron_h", NEMOTRON_H, nemotron_h_config, names=_BACKBONE)
 FAMILIES = {
@@ -104,4 +104,4 @@ FAMILIES = {
     "deepseek2": Family("DeepseekV3ForCausalLM", "deepseek_v3", DEEPSEEK, deepseek_config),
     "deepseek32": Family("DeepseekV32ForCausalLM", "deepseek_v32", DEEPSEEK_INDEXED, deepseek_indexed_config),
     "glm-dsa": Family("GlmMoeDsaForCausalLM", "glm_moe_dsa", DEEPSEEK_INDEXED, deepseek_indexed_config),
-}  # fmt: skip
+}

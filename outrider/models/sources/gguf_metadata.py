@@ -32,7 +32,7 @@ VALUES: dict[str, Any] = {
     "expert_weights_norm": bool | int,
     **dict.fromkeys(("attention.sliding_window_pattern", "attention.recurrent_layers", "attention.indexer.types"),
                     bool | int | list[bool] | list[int]),
-}  # fmt: skip
+}
 # Sizes that tensors show too: their keys, and a tensor of each layer, or of the model, with the axis of the size.
 SHOWN_SIZES = (("embedding_length", "token_embd.weight", 1), ("feed_forward_length", "ffn_down.weight", 1),
                ("expert_count", "ffn_down_exps.weight", 0), ("expert_feed_forward_length", "ffn_down_exps.weight", 2))

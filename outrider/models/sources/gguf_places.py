@@ -50,7 +50,7 @@ def weights(names: Mapping[str, str], change: Change | None = None) -> dict[str,
 
 def attention(prefix: str = "self_attn") -> dict[str, tuple[TensorPlace, ...]]:
     return weights({"attn_q": f"{prefix}.q_proj", "attn_k": f"{prefix}.k_proj", "attn_v": f"{prefix}.v_proj",
-                    "attn_output": f"{prefix}.o_proj"})  # fmt: skip
+                    "attn_output": f"{prefix}.o_proj"})
 
 
 def experts(prefix: str = "mlp.", router: str = "mlp.gate") -> dict[str, tuple[TensorPlace, ...]]:
@@ -184,7 +184,7 @@ REORDERED = {
 }
 _GEMMA_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                 "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-                "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}  # fmt: skip
+                "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GEMMA_NORMS = weights(_GEMMA_NORMS, subtract_one)
 
 GEMMA4 = {
@@ -195,7 +195,7 @@ GEMMA4 = {
     "layer_output_scale.weight": (TensorPlace("layer_scalar"),),
     "ffn_gate_inp.scale": (TensorPlace("router.scale"),),
     "ffn_down_exps.scale": (TensorPlace("router.per_expert_scale"),),
-}  # fmt: skip
+}
 
 DEEPSEEK = {
     **MLP, **TWO_NORMS, **EXPERTS, **shared_expert("mlp.shared_experts"),
@@ -206,13 +206,13 @@ DEEPSEEK = {
     "attn_k_b.weight": (TensorPlace("self_attn.kv_b_proj.weight", change=_join_latents, beside="attn_v_b.weight"),),
     "attn_v_b.weight": (),
     "exp_probs_b.bias": (TensorPlace("mlp.gate.e_score_correction_bias"),),
-}  # fmt: skip
+}
 DEEPSEEK_INDEXED = {
     **DEEPSEEK,
     **weights({"indexer.attn_k": "self_attn.indexer.wk", "indexer.attn_q_b": "self_attn.indexer.wq_b",
                "indexer.proj": "self_attn.indexer.weights_proj", "indexer.k_norm": "self_attn.indexer.k_norm"}),
     "indexer.k_norm.bias": (TensorPlace("self_attn.indexer.k_norm.bias"),),
-}  # fmt: skip
+}
 
 NEMOTRON_H = {
     **attention("mixer"), **experts("mixer.", "mixer.gate"), **shared_expert("mixer.shared_experts"),
@@ -226,7 +226,7 @@ NEMOTRON_H = {
     "ssm_d": (TensorPlace("mixer.D", change=_flattened),),
     "ssm_norm.weight": (TensorPlace("mixer.norm.weight", change=_flattened),),
     "exp_probs_b.bias": (TensorPlace("mixer.gate.e_score_correction_bias"),),
-}  # fmt: skip
+}
 
 
 def _gated_delta(value_rows: RowOrder | None) -> dict[str, tuple[TensorPlace, ...]]:
@@ -250,12 +250,12 @@ _GATED_ATTENTION = {
     **weights({"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}, subtract_one),
     "ffn_gate_inp_shexp.weight": (TensorPlace("mlp.shared_expert_gate.weight", change=_one_row),),
-}  # fmt: skip
+}
 QWEN3_NEXT = {
     **_GATED_ATTENTION, **_gated_delta(None),
     "ssm_ba.weight": (TensorPlace("linear_attn.in_proj_b.weight", _share_of_key_heads(0, 1)),
                       TensorPlace("linear_attn.in_proj_a.weight", _share_of_key_heads(1, 2))),
     "ssm_in.weight": (TensorPlace("linear_attn.in_proj_qkv.weight", _share_of_key_heads(0, 3)),  # of older files
                       TensorPlace("linear_attn.in_proj_z.weight", _share_of_key_heads(3, 4))),
-}  # fmt: skip
+}
 QWEN3_5 = {**_GATED_ATTENTION, **_gated_delta(_tiled_value_rows)}

@@ -17,7 +17,7 @@ from outrider.models.sources.gguf_tensors import dequantised, raw_bytes
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
 STANDING = 1e20  # divisors above it make a pair of dimensions stand still
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor",
-             "attn_factor": "attention_factor"}  # fmt: skip
+             "attn_factor": "attention_factor"}
 
 
 def read_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
             meta.must_equal("rope.scaling.yarn_ext_factor", 1.0, "")
             found = {theirs: meta.get(f"rope.scaling.{key}") for key, theirs in YARN_KEYS.items()}
             return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original,
-                    **{key: float(value) for key, value in found.items() if value is not None}}  # fmt: skip
+                    **{key: float(value) for key, value in found.items() if value is not None}}
         case _:
             raise SourceError(f"{path}: {meta.prefix}rope.scaling.type = {kind!r} is not supported; supported: linear, "
                               "yarn")
@@ -79,4 +79,4 @@ def _llama3_scaling(header: Header, head_dim: int, theta: float) -> dict[str, An
         raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of Llama 3.1 scaling; "
                           "no other kind is supported from GGUF")
     return {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": original}  # fmt: skip
+            "original_max_position_embeddings": original}

@@ -12,7 +12,7 @@ from outrider.models.sources.gguf_header import TensorEntry
 FLOAT_KINDS = ("F32", "F16", "BF16")
 # Kinds that a layer can keep in the file's own bits, and those of which only the gguf library knows what the bits mean.
 KEPT_KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-              "IQ4_XS")  # fmt: skip
+              "IQ4_XS")
 EXPANDED_KINDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4")
 KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 

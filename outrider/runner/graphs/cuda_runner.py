@@ -53,7 +53,7 @@ class PendingStep(Future[StepResult]):
             hidden = replace(hidden, vectors=_to_pinned(hidden.vectors))
         self._host_result = replace(
             result, logprobs=logprobs, hidden=hidden, counts=_to_pinned(result.counts), run=_to_pinned(result.run),
-            written=_to_pinned(result.written), folded=_to_pinned(result.folded))  # fmt: skip
+            written=_to_pinned(result.written), folded=_to_pinned(result.folded))
         self._queued = time.perf_counter()
         self._done = torch.cuda.Event()
         self._done.record()

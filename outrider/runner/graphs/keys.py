@@ -151,7 +151,7 @@ class GraphKeys:
             next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.num_wanted else 0,
             any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
             adapters=adapters,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def wider(key: GraphKey, captured: Iterable[GraphKey],
@@ -160,7 +160,7 @@ class GraphKeys:
         on a wider graph, as far as they are known."""
         covering = [wide for wide in captured if wide.covers(key)]
         return min(covering, key=lambda wide: (loss(wide), wide.tokens, wide.num_wanted, wide.requests,
-                                               wide.takes_checkpoints, wide.longest), default=None)  # fmt: skip
+                                               wide.takes_checkpoints, wide.longest), default=None)
 
     def plan(self, key: GraphKey) -> StepPlan:
         """The plan of a captured step, beside its shape."""
@@ -259,7 +259,7 @@ class GraphKeys:
             return None
         max_drafts, sizes = self.limits.max_drafts, self.sizes
         return GraphKey(sizes.prompt_requests[-1], sizes.prompt_tokens[-1], max_drafts, max_drafts > 0,
-                        has_prompts=True)  # fmt: skip
+                        has_prompts=True)
 
     def usual(self) -> Iterator[GraphKey]:
         """Decode steps to capture while the engine is idle, the least important first: sizes that requests with

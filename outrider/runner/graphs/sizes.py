@@ -37,7 +37,7 @@ class GraphSizes:
     def from_limits(cls, limits: Limits) -> GraphSizes:
         most, most_tokens = limits.max_requests, limits.max_batched_tokens
         tokens = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
-                  *range(5120, most_tokens + 1, 1024))  # fmt: skip
+                  *range(5120, most_tokens + 1, 1024))
         first = min(most, MOST_AT_START)
         powers = _up_to(first, (1 << i for i in range(first.bit_length())))
         at_start = powers

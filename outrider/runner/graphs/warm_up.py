@@ -42,7 +42,7 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
         num_known=[max(1, n - drafts) for n in lens], num_drafts=[min(drafts, n - 1) for n in lens],
         samples=[True] * count, bounds=[bound] * count, num_pending=[num_pending] * count,
-    )  # fmt: skip
+    )
 
 
 @torch.inference_mode()

@@ -60,7 +60,7 @@ TOOL_FORMATS: dict[str, Sequence[Region]] = {
     "poolside_v1": GLM, "pythonic": PYTHONIC, "qwen3_coder": QWEN3_CODER,
     "qwen3_xml": QWEN3_CODER, "seed_oss": SEED_OSS, "step3": STEP3,
     "step3p5": QWEN3_CODER, "xlam": XLAM,
-}  # fmt: skip
+}
 
 _THINK = (ReasoningRegion("<think>", "</think>", stray_end=StrayEnd.DROPPED_AT_START),)
 _COHERE = (ReasoningRegion("<|START_THINKING|>", "<|END_THINKING|>"), Skipped("<|START_RESPONSE|>"),
@@ -82,7 +82,7 @@ REASONING_FORMATS: dict[str, Sequence[Region]] = {
     stray_end=StrayEnd.DROPPED),), "nemotron_v3": _THINK, "olmo3": _THINK,
     "openai_gptoss": _HARMONY, "poolside_v1": _THINK, "qwen3": _THINK,
     "seed_oss": (ReasoningRegion("<seed:think>", "</seed:think>"),), "step3": _THINK, "step3p5": _THINK,
-}  # fmt: skip
+}
 
 
 def output_parser(tool_format: str | None, reasoning_format: str | None, *, schemas: Schemas | None = None,

@@ -56,7 +56,7 @@ def _outputs_of(tile, WARP_GROUP: gl.constexpr, num_tiles, WARP_GROUPS: gl.const
 @gluon.jit
 def _fetch_weights(tiles, ring, slot, tile, step, num_tiles, num_steps, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
                    SCALES: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, GATE: gl.constexpr,
-                   BYTES: gl.constexpr):  # fmt: skip
+                   BYTES: gl.constexpr):
     """Starts the copies of one step's codes and scales. BYTES: all that the step has."""
     x_tiles, xs_tiles, w_tiles, s_tiles, z_tiles = tiles
     rows, x_scales, weights, scales, shifts, ready, free = ring
@@ -98,7 +98,7 @@ def _fetch(
     tiles, ring, tile, first, steps, num_tiles, num_steps, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
     SCALES: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, GATE: gl.constexpr, BYTES: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     rows, x_scales, weights, scales, shifts, ready, free = ring
     ahead = gl.minimum(steps, STAGES)
     for turn in range(0, ahead):
@@ -126,7 +126,7 @@ def int4_halves(packed, LAYOUT: gl.constexpr):
     return gl.inline_asm_elementwise(
         NIBBLES_TO_BF16,
         "=r,=r,=r,=r,r", [packed], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -146,7 +146,7 @@ def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.const
     K5: gl.constexpr = [0, 0, 32] if GROUP > 32 else [1 if GROUP == 32 else 2, 0, 0]
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 8, 0], [0, 0, 8], K4, K5], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 16, 0], [0, 32, 0]], [], [GROUPS, 64, GROUP])  # fmt: skip
+        [[0, 16, 0], [0, 32, 0]], [], [GROUPS, 64, GROUP])
     # Not transposed in shared memory: the compiler reads other places then.
     part = tile.slice(HALF * GROUPS, GROUPS, 0).load(gl.SliceLayout(2, LAYOUT))
     spread = gl.expand_dims(part, 2).broadcast_to([GROUPS, 64, GROUP]).permute((1, 0, 2)).reshape([64, 64])
@@ -155,7 +155,7 @@ def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.const
 
 @gluon.jit
 def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr,
-            OPERAND: gl.constexpr):  # fmt: skip
+            OPERAND: gl.constexpr):
     """numbers [64, 64], the operand of a product, times the scales of their groups, plus the offsets."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
     scale = load_groups(scales.index(at), HALF, GROUP, OPERAND)
@@ -171,7 +171,7 @@ def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIF
 @gluon.jit
 def _product(slot, ring, acc, WARP_GROUP: gl.constexpr, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
              SCALES: gl.constexpr, GROUP: gl.constexpr,
-             HAS_SHIFTS: gl.constexpr, IS_OLD: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+             HAS_SHIFTS: gl.constexpr, IS_OLD: gl.constexpr, LAYOUT: gl.constexpr):
     """The sums of one step, without scales. acc: has their shape and layout. With scales of groups the sums so far,
     to which those of the step are added."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
@@ -212,7 +212,7 @@ def _multiply(
     num_steps, M, N, WARP_GROUP: gl.constexpr, CODE: gl.constexpr, ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr,
     SCALES: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     rows, x_scales, weights, scales, shifts, ready, free = ring
     # With few token rows the older instruction is faster for codes that are numbers in registers.
     IS_OLD: gl.constexpr = CODE != _FP8 and ROWS <= MAX_OLD_ROWS
@@ -294,7 +294,7 @@ def coded_rows_kernel(
     num_steps, CODE: gl.constexpr, ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, SCALES: gl.constexpr,
     GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr, BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     """of_x, of_weight: the scales of token rows and outputs, or of blocks; all others are fetched with the codes.
     GROUP: columns of a scale that is fetched. HAS_SHIFTS: zero points, or offsets with scales of groups."""
     release_dependents(PDL)

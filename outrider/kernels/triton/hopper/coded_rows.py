@@ -186,7 +186,7 @@ def _launch(
         STAGES=plan.num_stages, SPLITS=plan.splits, BYTES=step_bytes(weight, plan.rows, plan.warp_groups),
         REGS=multiply_registers, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=registers,
         **pdl_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:

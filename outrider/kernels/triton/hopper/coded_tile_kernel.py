@@ -32,7 +32,7 @@ _INT8 = gl.constexpr(CODES.index(INT8))
 
 @gluon.jit
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GROUPS: gl.constexpr,
-                BLOCKS: gl.constexpr, GATE: gl.constexpr):  # fmt: skip
+                BLOCKS: gl.constexpr, GATE: gl.constexpr):
     """Which 64 outputs of the weight a block of a group of warps has. With a gate the first block has the gate's
     outputs, and the second those of up with which they are multiplied."""
     if GATE:
@@ -44,7 +44,7 @@ def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GRO
 @gluon.jit
 def _fetch_weights(tiles, ring, turn, tile, step, num_steps, N, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
                    BLOCKS: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr, GATE: gl.constexpr,
-                   BYTES: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+                   BYTES: gl.constexpr, STAGES: gl.constexpr):
     """Starts the copies of one step's codes and scales, which have BYTES."""
     x_tiles, w_tiles, s_tiles, z_tiles = tiles
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
@@ -83,7 +83,7 @@ def _fetch(
     tiles, ring, tile, token, first, steps, num_steps, N, CODE: gl.constexpr, ROWS: gl.constexpr,
     WARP_GROUPS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr, GATE: gl.constexpr,
     BYTES: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     ahead = gl.minimum(steps, STAGES)
     for turn in range(0, ahead):
@@ -103,7 +103,7 @@ def _fetch(
 
 @gluon.jit
 def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
-            OPERAND: gl.constexpr):  # fmt: skip
+            OPERAND: gl.constexpr):
     """numbers [64, 64], half PART of a step's columns, with the scales and shifts of their groups, rounded once."""
     IN_HALF: gl.constexpr = min(GROUP, HALF)
     FIRST: gl.constexpr = PART if GROUP <= HALF else 0
@@ -191,7 +191,7 @@ def _multiply(
     CODE: gl.constexpr, ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
     SHIFTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr,
     IS_SPLIT: gl.constexpr,
-):  # fmt: skip
+):
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
@@ -253,7 +253,7 @@ def coded_tiles_kernel(
     ROWS: gl.constexpr, WARP_GROUPS: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
     HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
     BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     """Programs: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: columns of a scale, 128 at
     most. IS_SPLIT: there are several of these. BYTES: codes, scales and shifts of one step. A gate has two blocks and
     no splits."""
@@ -270,7 +270,7 @@ def coded_tiles_kernel(
     else:
         shifts = scales
     ring = (rows, weights, scales, shifts, make_barriers(X_STAGES, 1), make_barriers(X_STAGES, WARP_GROUPS),
-            make_barriers(STAGES, 1), make_barriers(STAGES, WARP_GROUPS))  # fmt: skip
+            make_barriers(STAGES, 1), make_barriers(STAGES, WARP_GROUPS))
     tiles = (x_tiles, w_tiles, s_tiles, z_tiles)
     fence_async_shared()
     barrier()

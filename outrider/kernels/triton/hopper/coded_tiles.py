@@ -62,7 +62,7 @@ class TileShape:
 
 
 SHAPES = (TileShape(128, 2, 1, 1.0), TileShape(64, 2, 1, 0.7), TileShape(128, 2, 2, 1.85), TileShape(256, 2, 1, 1.72),
-          TileShape(64, 2, 2, 1.2))  # fmt: skip
+          TileShape(64, 2, 2, 1.2))
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ def choose(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> tuple[Til
 def has_kernel(weight: Scaled, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel multiplies with this weight, if it has the token rows."""
     return (is_hopper(device) and dtype == torch.bfloat16 and weight.code in (INT4, INT8) and weight.is_tiled
-            and weight.factors is None)  # fmt: skip
+            and weight.factors is None)
 
 
 def takes(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None, rounding: int = 0,
-          activation: str | None = None) -> bool:  # fmt: skip
+          activation: str | None = None) -> bool:
     """Whether the kernel serves this product, or the activation of it."""
     if not (coded_rows.MAX_ROWS < x.shape[0] <= MAX_ROWS and rounding == 0 and has_kernel(weight, x.device, x.dtype)):
         return False
@@ -138,7 +138,7 @@ def takes_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> bool:
 
 
 def scaled_linear(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None,
-                  rounding: int = 0) -> torch.Tensor:  # fmt: skip
+                  rounding: int = 0) -> torch.Tensor:
     """See `kernels.scaled.scaled_linear`."""
     return coded_tiles(x, weight, bias, x.dtype)
 
@@ -149,7 +149,7 @@ def scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Ten
 
 
 def scaled_gated(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int,
-                 activation: str) -> torch.Tensor:  # fmt: skip
+                 activation: str) -> torch.Tensor:
     """See `kernels.scaled.scaled_gated`."""
     return coded_tiles(x, weight, bias, x.dtype, activation=activation)
 
@@ -201,7 +201,7 @@ def shift_kind(weight: Scaled) -> int:
 
 def _launch(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, gate: int, plan: TilePlan, pdl: bool,
-) -> None:  # fmt: skip
+) -> None:
     num_rows, (n, k), shape, device = x.shape[0], weight.shape, plan.shape, x.device
     grid = (cdiv(num_rows, shape.rows), cdiv(n, shape.outputs), plan.splits)
     if gate:
@@ -225,7 +225,7 @@ def _launch(
         STAGES=plan.num_stages, X_STAGES=plan.num_x_stages, IS_SPLIT=plan.splits > 1, BYTES=step_bytes(weight, shape),
         REGS=multiply_registers, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=registers,
         **pdl_options(pdl),
-    )  # fmt: skip
+    )
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:

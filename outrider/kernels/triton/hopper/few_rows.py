@@ -62,7 +62,7 @@ def gated(gate, up, GATE: gl.constexpr):
 @gluon.jit
 def _fetch_weights(
     w_tiles, weights, ready, slot, output, column, N, GATE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-):  # fmt: skip
+):
     """Starts the copies of one step's weights, and says how many bytes the step has in all."""
     if GATE:
         mbarrier.expect(ready.index(slot), (2 * OUTPUTS + ROWS) * COLUMNS * 2)
@@ -77,7 +77,7 @@ def _fetch_weights(
 def _fetch(
     x_tiles, w_tiles, ring, output, first, steps, N, GATE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     rows, weights, ready, free = ring
     ahead = gl.minimum(steps, STAGES)
     for turn in range(0, ahead):
@@ -129,7 +129,7 @@ def add_parts(part, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
 def _multiply(
     out, out_stride, parts, counters, ring, tile, steps, M, N, GATE: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
+):
     rows, weights, ready, free = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
@@ -174,7 +174,7 @@ def _multiply(
 def _few_rows_kernel(
     x_tiles, w_tiles, out, parts, counters, out_stride, M, N, num_steps, GATE: gl.constexpr, ROWS: gl.constexpr,
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+):
     release_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -258,14 +258,14 @@ def can_fetch(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.bfloat16 and is_hopper(x.device) and x.shape[1] % COLUMNS.value == 0
         and all(each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
-    )  # fmt: skip
+    )
 
 
 def _may_serve(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         1 < x.shape[0] <= MAX_ROWS and weight.shape[1] >= MIN_INNER and 2 * weight.numel() >= MIN_BYTES
         and can_fetch(x, weight)
-    )  # fmt: skip
+    )
 
 
 def is_fastest(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -349,7 +349,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
             k // COLUMNS.value, GATE=gate, ROWS=plan.rows, OUTPUTS=plan.outputs, STAGES=plan.num_stages,
             SPLITS=plan.splits, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=plan.registers,
             **pdl_options(pdl),
-        )  # fmt: skip
+        )
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:

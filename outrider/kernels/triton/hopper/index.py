@@ -162,11 +162,11 @@ def _prompt_scores_kernel(
 
 def takes_prompts(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                   chosen: torch.Tensor, scales: torch.Tensor | None = None,
-                  counters: torch.Tensor | None = None) -> bool:  # fmt: skip
+                  counters: torch.Tensor | None = None) -> bool:
     """Whether the kernel takes these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and pays: it does
     where neighbouring token rows are of one request."""
     return (q.shape[0] >= max(MIN_TOKENS, MIN_ROWS * contexts.page_table.shape[0]) and scales is None
-            and can_score(q, keys))  # fmt: skip
+            and can_score(q, keys))
 
 
 def can_score(q: torch.Tensor, keys: torch.Tensor) -> bool:
@@ -176,7 +176,7 @@ def can_score(q: torch.Tensor, keys: torch.Tensor) -> bool:
         is_hopper(q.device) and num_heads in (16, 32, 64) and head_dim in (64, 128)
         and q.stride(2) == keys.stride(2) == 1 and keys.data_ptr() % 16 == q.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in (*q.stride()[:2], *keys.stride()[:2])) and keys.shape[1] >= 8
-    )  # fmt: skip
+    )
 
 
 def launch_scores(

@@ -158,7 +158,7 @@ def _chosen_kernel(
 
 
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
-                    latent_dim: int, sinks: torch.Tensor | None = None) -> bool:  # fmt: skip
+                    latent_dim: int, sinks: torch.Tensor | None = None) -> bool:
     """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and pays."""
     return q.shape[0] >= MIN_TOKENS and can_attend(q, cache, latent_dim)
 
@@ -169,11 +169,11 @@ def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
         is_hopper(q.device) and cache.dtype == q.dtype and latent_dim in (256, 512) and q.shape[2] - latent_dim == 64
         and q.stride(2) == cache.stride(2) == 1 and cache.data_ptr() % 16 == q.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in (*q.stride()[:2], *cache.stride()[:2]))
-    )  # fmt: skip
+    )
 
 
 def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor,
-                     scale: float, latent_dim: int, sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+                     scale: float, latent_dim: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.latent.latent_attention`."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
@@ -182,13 +182,13 @@ def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContex
 
 def dense_latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int,
                            scale: float, latent_dim: int,
-                           sinks: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+                           sinks: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.latent.dense_latent_attention`."""
     return _attend("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, sinks)
 
 
 def _attend(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor | None,
-            max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+            max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None) -> torch.Tensor:
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     heads = HEADS_AT_ONCE if num_heads > HEADS_AT_ONCE // 2 else HEADS_AT_ONCE // 2

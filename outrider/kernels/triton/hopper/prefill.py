@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 REGISTERS = 168  # of each of the 384 threads, before the kinds of warps share them out
 _VARYING = ["fill_to", "num_requests", "num_tiles", "window", "table_stride"]
 _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_requests", "tile_indices", "counter",
-         "sinks"]  # fmt: skip
+         "sinks"]
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ class HopperConfig:
 CONFIGS = {
     64: HopperConfig(block_n=128, num_stages=3), 128: HopperConfig(block_n=128, num_stages=3),
     256: HopperConfig(block_n=64), 512: HopperConfig(block_n=32, value_split=2),
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=16)
@@ -147,7 +147,7 @@ def takes_cache(num_heads: int, k_cache: torch.Tensor) -> bool:
         and num_heads // num_kv_heads <= CONFIGS[head_dim].block_m and page_size >= STRIP.value
         and (head_stride, stride) == (head_dim, 1)
         and page_stride % 8 == token_stride % 8 == k_cache.data_ptr() % 16 == 0
-    )  # fmt: skip
+    )
 
 
 def _describe_pages(cache: torch.Tensor, block_n: int) -> TensorDescriptor:

@@ -47,7 +47,7 @@ def _place(index, M, N, BLOCK_N: gl.constexpr):
 def _fetch(
     x_tiles, w_tiles, ring, M, N, num_tiles,
     K: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     rows, weights, ready, free = ring
     turn = 0
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -65,7 +65,7 @@ def _fetch(
 @gluon.jit
 def _chain(
     turn, columns, ring, GROUP_INDEX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """The sums over so many tiles of the inner dimension. A product is started before the last one is waited for."""
     rows, weights, ready, free = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -89,7 +89,7 @@ def _chain(
 def _multiply(
     out, out_stride, ring, M, N, num_tiles, GROUP_INDEX: gl.constexpr, K: gl.constexpr, CHAIN: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
@@ -115,7 +115,7 @@ def _multiply(
 def _product_kernel(
     x_tiles, w_tiles, out, out_stride, M, N, K: gl.constexpr, CHAIN: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, FETCH_REGS: gl.constexpr, MULTIPLY_REGS: gl.constexpr,
-):  # fmt: skip
+):
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     rows = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, COLUMNS], layout)
@@ -153,7 +153,7 @@ def takes_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         bias is None and x.dtype == out_dtype == torch.bfloat16 and is_hopper(x.device)
         and x.shape[1] % COLUMNS.value == 0
         and all(each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
-    )  # fmt: skip
+    )
 
 
 def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTile:
@@ -174,7 +174,7 @@ def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, cha
         _describe(x, ROWS.value), _describe(weight, tile.block_n), out, out.stride(0), num_rows, n, K=k, CHAIN=chain,
         BLOCK_N=tile.block_n, STAGES=tile.num_stages, FETCH_REGS=FETCH_REGISTERS, MULTIPLY_REGS=MULTIPLY_REGISTERS,
         num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
+    )
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
