@@ -37,10 +37,6 @@ from outrider.kernels.triton.launch import kernel
 from triton import knobs
 
 TILE = SEGMENT_ROWS
-# For kernels whose tiles hold several slots: programs that share the slots of a tile, up to so many token rows of a
-# step, and the most programs that a launch gets by that. Programs without a slot take time, too.
-_SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
-_MAX_SHARED = 1024
 _MAX_PROGRAMS = 528  # that go through pieces of work: about as many as run at once
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
@@ -52,27 +48,30 @@ _MAX_STEP = 16  # numbers that one load takes at most
 
 
 @triton.jit
-def without_largest(slot, count):
-    """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
-    for _ in range(count):
-        slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
-    return slot
-
-
-@triton.jit
-def own_slots(sorted_slots, place_of_row, M, share):
-    """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
-    slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
-    return without_largest(slot, tl.program_id(0) % share)
-
-
-@triton.jit
 def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
     """The sums of all ranges of input features, added in order."""
     total = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + tl.cast(split, tl.int64) * stride, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def added_by(b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
+             BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """[TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank, of which `b` is
+    the first block, at b_at."""
+    rank_lane = tl.arange(0, BLOCK_R)
+    acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
+    for block in range(0, rank, BLOCK_R):
+        in_rank = is_own[:, None] & (block + rank_lane < rank)[None, :]
+        total = summed_ranges(inner_at + block, inner_stride, in_rank, SPLITS)
+        acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
+        if block + BLOCK_R < rank:
+            b_at += BLOCK_R * b_stride
+            in_next = block + BLOCK_R + rank_lane < rank
+            b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+    return acc
 
 
 @kernel(do_not_specialize=["M", "num_pieces", "share", "first_target", "num_targets"])
@@ -163,15 +162,8 @@ def _expand_kernel(
                 row = place_of_row.to(tl.int64)[:, None] * COUNT + place_of_target
                 inner_at = inner + row * inner_width + rank_lane[None, :]
                 stride = tl.cast(M, tl.int64) * COUNT * inner_width
-                acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-                for block in range(0, rank, BLOCK_R):
-                    in_rank = is_own[:, None] & (block + rank_lane < rank)[None, :]
-                    total = summed_ranges(inner_at + block, stride, in_rank, SPLITS)
-                    acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
-                    if block + BLOCK_R < rank:
-                        b_at += BLOCK_R * num_features
-                        in_next = block + BLOCK_R + rank_lane < rank
-                        b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+                acc = added_by(b, b_at, num_features, rank, inner_at, stride, is_own, is_there, TILE, BLOCK_R, BLOCK_N,
+                               SPLITS)
                 tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
         piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
@@ -217,27 +209,11 @@ def _expand_gated_kernel(
         inner_at = inner + place_of_row.to(tl.int64)[:, None] * 2 * inner_width + rank_lane[None, :]
         stride = tl.cast(M, tl.int64) * 2 * inner_width
         if gate_rank > 0:
-            acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-            for block in range(0, gate_rank, BLOCK_R):
-                in_rank = is_own[:, None] & (block + rank_lane < gate_rank)[None, :]
-                acc = tl.dot(summed_ranges(inner_at + block, stride, in_rank, SPLITS).to(gate_b.dtype), gate_b, acc,
-                             input_precision="ieee")
-                if block + BLOCK_R < gate_rank:
-                    gate_at += BLOCK_R * width
-                    in_next = block + BLOCK_R + rank_lane < gate_rank
-                    gate_b = tl.load(gate_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
-            gate += gate_scale * acc
+            gate += gate_scale * added_by(gate_b, gate_at, width, gate_rank, inner_at, stride, is_own, is_there, TILE,
+                                          BLOCK_R, BLOCK_N, SPLITS)
         if up_rank > 0:
-            acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-            for block in range(0, up_rank, BLOCK_R):
-                in_rank = is_own[:, None] & (block + rank_lane < up_rank)[None, :]
-                acc = tl.dot(summed_ranges(inner_at + inner_width + block, stride, in_rank, SPLITS).to(up_b.dtype),
-                             up_b, acc, input_precision="ieee")
-                if block + BLOCK_R < up_rank:
-                    up_at += BLOCK_R * width
-                    in_next = block + BLOCK_R + rank_lane < up_rank
-                    up_b = tl.load(up_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
-            up += up_scale * acc
+            up += up_scale * added_by(up_b, up_at, width, up_rank, inner_at + inner_width, stride, is_own, is_there,
+                                      TILE, BLOCK_R, BLOCK_N, SPLITS)
         # Rounded as if they had been stored.
         gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
         result = gated(gate, up, GELU).to(out.dtype.element_ty)
@@ -393,16 +369,6 @@ def _whole(rank: int) -> int:
 def alignment_of(num_experts: int, num_features: int) -> int:
     """Numbers at whose multiples factors begin: experts lie one behind the other."""
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
-
-
-def share_of(num_rows: int, programs: int, num_slots: int) -> int:
-    """Programs that share the slots of a tile, where each tile has so many programs already. Bits do not depend on
-    it."""
-    share = next((share for most, share in _SHARES if num_rows <= most), 1)
-    share = min(share, next_power_of_two(num_slots))
-    while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:
-        share //= 2
-    return share
 
 
 def require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, x: torch.Tensor) -> None:

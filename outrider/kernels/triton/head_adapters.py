@@ -1,17 +1,20 @@
 """What adapters add to a latent expansion, head by head: one launch for both factors. `kernels/adapters.py` is the
-specification, and `triton/adapters.py` says how token rows and slots are shared out to programs.
+specification.
 
 The product with one factor has as many numbers for a token row and head as the adapter's rank, so it never leaves the
-program. Sums are over whole heads, so a token row has the same bits whatever rows are beside it.
+program. Sums are over whole heads, so a token row has the same bits whatever rows are beside it. Token rows are taken
+in the order of their slots, in tiles. The slots of a tile are shared out to several programs, each of which goes
+through its own one after the other; a program without a slot ends at once.
 """
 
 from __future__ import annotations
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, AdapterTables, HeadColumns, RowSlots
-from outrider.kernels.triton.adapters import TILE, own_slots, require_tables, share_of, without_largest
+from outrider.kernels.triton.adapters import TILE, require_tables
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -26,6 +29,25 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 _BLOCK_K, _BLOCK_N = 128, 128
+# Programs that share the slots of a tile, up to so many token rows of a step, and the most programs that a launch gets
+# by that. Programs without a slot take time, too.
+_SHARES = ((1, 1), (2, 2), (4, 4), (16, 8), (64, 4), (256, 2))
+_MAX_SHARED = 1024
+
+
+@triton.jit
+def without_largest(slot, count):
+    """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
+    for _ in range(count):
+        slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
+    return slot
+
+
+@triton.jit
+def own_slots(sorted_slots, place_of_row, M, share):
+    """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
+    slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
+    return without_largest(slot, tl.program_id(0) % share)
 
 
 @kernel(do_not_specialize=["M", "share", "target", "num_targets"])
@@ -98,10 +120,20 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
     block_k, block_n = (min(most, max(TILE, next_power_of_two(size)))
                         for most, size in ((_BLOCK_K, num_inputs), (_BLOCK_N, num_outputs)))
     blocks = cdiv(num_outputs, block_n)
-    share = share_of(num_tokens, num_heads * blocks, len(tables.scales))
+    share = _share_of(num_tokens, num_heads * blocks, len(tables.scales))
     _head_kernel[(cdiv(num_tokens, TILE) * share, num_heads, blocks)](
         x, out, tables.numbers, tables.places, tables.scales, rows.sorted_slots, rows.order, x.stride(0), x.stride(1),
         out.stride(0), out.stride(1), num_tokens, share, target, len(tables.bounds), num_heads * columns.per_head,
         columns.per_head, columns.first, K=num_inputs, N=num_outputs, INTO_LATENTS=into_latents, TILE=TILE,
         BLOCK_K=block_k, BLOCK_N=block_n, PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, PDL=pdl, num_warps=4, num_stages=1,
         **pdl_options(pdl))
+
+
+def _share_of(num_rows: int, programs: int, num_slots: int) -> int:
+    """Programs that share the slots of a tile, where each tile has so many programs already. Bits do not depend on
+    it."""
+    share = next((share for most, share in _SHARES if num_rows <= most), 1)
+    share = min(share, next_power_of_two(num_slots))
+    while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:
+        share //= 2
+    return share
