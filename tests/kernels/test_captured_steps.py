@@ -259,6 +259,19 @@ def test_unequal_numbers_of_drafts(device: torch.device, family: str) -> None:
     assert any(key.tokens % key.requests for key in captured.met if not key.has_prompts)
 
 
+def assert_captured_with_module(model: Model, asks: list[Ask], settings: dict[str, Any],
+                                *operations: ops.Operation[..., Any]) -> None:
+    """Captured steps by the Triton kernels of these operations have the tokens and drafts of the references, with the
+    model's multi-token-prediction module."""
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
+        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
+    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
+        with ops.using("triton", *operations):
+            assert tokens_of(rig.run(asks)) == wanted
+    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
+    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+
+
 @pytest.mark.parametrize(("family", "is_shared"), [("deepseek_v32", False), long("deepseek_v3", False),
                                                    long("deepseek_v32", True), long("glm_moe_dsa", True),
                                                    long("deepseek_v32_fp8", False),
@@ -273,15 +286,9 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
     asks = [Ask(prompt_of(1, TOP_K - 3, VOCAB), greedy(7)),
             Ask(prompt_of(2, 3, VOCAB), SamplingParams(temperature=2.0, seed=4, max_tokens=6))]
     settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_model_len": 48}
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
-        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.rotate_queries, ops.head_products,
-                       ops.choose_positions, ops.latent_attention, ops.dense_latent_attention, ops.read_streams,
-                       ops.write_streams):
-            assert tokens_of(rig.run(asks)) == wanted
-    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
-    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+    assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_latents, ops.rotate_queries,
+                                ops.head_products, ops.choose_positions, ops.latent_attention,
+                                ops.dense_latent_attention, ops.read_streams, ops.write_streams)
 
 
 @pytest.mark.long
@@ -291,15 +298,9 @@ def test_chosen_stretches_and_streams(device: torch.device) -> None:
     asks = [Ask(prompt_of(1, 8, VOCAB), greedy(5)),
             Ask(prompt_of(2, 13, VOCAB), SamplingParams(temperature=3.0, seed=4, max_tokens=3))]
     settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
-        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.visible_ranges, ops.write_stretch_keys, ops.write_keys_values,
-                       ops.choose_positions, ops.stretch_attention, ops.join_streams, ops.stream_gates,
-                       ops.mix_streams):
-            assert tokens_of(rig.run(asks)) == wanted
-    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
-    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+    assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_stretch_keys,
+                                ops.write_keys_values, ops.choose_positions, ops.stretch_attention, ops.join_streams,
+                                ops.stream_gates, ops.mix_streams)
 
 
 @pytest.mark.long
@@ -309,15 +310,10 @@ def test_latent_attention_to_chosen_stretches(device: torch.device) -> None:
     asks = [Ask(prompt_of(1, 8, VOCAB), greedy(5)),
             Ask(prompt_of(2, 13, VOCAB), SamplingParams(temperature=3.0, seed=4, max_tokens=3))]
     settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig:
-        wanted, accepted = tokens_of(rig.run(asks)), rig.engine.stats.num_accepted_tokens
-    with Rig(model, drafter=mtp_of(model, K), **settings) as rig, on_a_card(rig) as captured:
-        with ops.using("triton", ops.visible_ranges, ops.write_latents, ops.write_pooled_keys, ops.list_stretches,
-                       ops.rotate_queries, ops.head_products, ops.choose_positions, ops.latent_attention,
-                       ops.dense_latent_attention, ops.read_streams, ops.write_streams, ops.limited_silu_mul):
-            assert tokens_of(rig.run(asks)) == wanted
-    assert rig.engine.stats.num_accepted_tokens == accepted, "the same drafts"
-    assert any(key.has_prompts for key in captured.met) and any(key.has_drafts for key in captured.met)
+    assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_latents, ops.write_pooled_keys,
+                                ops.list_stretches, ops.rotate_queries, ops.head_products, ops.choose_positions,
+                                ops.latent_attention, ops.dense_latent_attention, ops.read_streams, ops.write_streams,
+                                ops.limited_silu_mul)
 
 
 # Sampling parameters
