@@ -25,9 +25,9 @@ def found_without_interpreter(test_file: str, *arguments: str) -> Any:
 
 
 @contextmanager
-def compiling() -> Iterator[list[str]]:
-    """Within, launches compile their kernels for an H200 and run nothing. The list has the kernels' names. A kernel
-    whose matrix instructions read memory that is not its program's fails."""
+def compiling(ptx: list[str] | None = None) -> Iterator[list[str]]:
+    """Within, launches compile their kernels for an H200 and run nothing. The list has the kernels' names, and `ptx`
+    gets their PTX. A kernel whose matrix instructions read memory that is not its program's fails."""
     from triton.runtime import driver
 
     from outrider.kernels.triton import launch
@@ -41,6 +41,8 @@ def compiling() -> Iterator[list[str]]:
         kernel = function.run(*args, grid=(1,), warmup=True, **options)
         assert stray_descriptors(kernel) == [], function.fn.__name__
         found.append(function.fn.__name__)
+        if ptx is not None:
+            ptx.append(kernel.asm["ptx"])
 
     with launch.collecting(compile_one):
         yield found

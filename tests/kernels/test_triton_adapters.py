@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -247,6 +248,37 @@ def test_the_compiler_takes_both_kernels() -> None:
         "_shrink_kernel", "_expand_kernel", "_expand_gated_kernel", "_head_kernel"}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of kernels as they are compiled without a card")
+def test_factors_and_rows_are_loaded_in_whole_vectors() -> None:
+    """Loads of single 16-bit numbers made these kernels several times slower than the bytes that they move: a hint of
+    the compiler's went with a sum that it removed."""
+    from tests.kernels.compiled import found_without_interpreter
+
+    assert found_without_interpreter(__file__, "loads") == {
+        "_shrink_kernel": 0, "_expand_kernel": 0, "_expand_gated_kernel": 0}
+
+
+def narrow_loads() -> dict[str, int]:
+    """How many loads of single numbers the kernels for two products of usual sizes have."""
+    from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated, reduce_adapters
+    from tests.kernels.compiled import compiling
+
+    ptx: list[str] = []
+    rows = RowSlots.from_slots(torch.zeros(64, dtype=torch.int64))
+    x = torch.zeros(64, 4096, dtype=torch.bfloat16)
+    with compiling(ptx) as found:
+        for ends in ((4096, 5120, 6144), (14336, 28672)):
+            tables = replace(other_tables(torch.device("cpu"), [(1, 1)] * len(ends), [1] * len(ends)),
+                             numbers=torch.zeros(64, dtype=torch.bfloat16), max_rank=64)
+            inner = reduce_adapters(x, rows, tables, range(len(ends)), pdl=True)
+            out = torch.zeros(64, ends[-1], dtype=torch.bfloat16)
+            if len(ends) == 2:
+                add_adapters_gated(inner, out, "silu", rows, tables, TargetRange(0, ends), pdl=True)
+            else:
+                add_adapters(inner, out, 0, rows, tables, TargetRange(0, ends), pdl=True)
+    return {name: text.count("ld.global.b16") for name, text in zip(found, ptx, strict=True)}
+
+
 def compile_kernels() -> list[str]:
     from outrider.kernels.triton.adapters import add_adapters, add_adapters_gated, reduce_adapters
     from outrider.kernels.triton.expert_adapters import mix_adapted_experts
@@ -281,4 +313,4 @@ def compile_kernels() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_kernels()))
+    print(json.dumps(narrow_loads() if sys.argv[1:] == ["loads"] else compile_kernels()))

@@ -34,15 +34,12 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from triton import knobs
 
 TILE = SEGMENT_ROWS
 _MAX_PROGRAMS = 528  # that go through pieces of work: about as many as run at once
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
 _BLOCK_N = 128
-_MAX_BLOCK_R = 64  # ranks that a program of the second kernel takes at once
-_EXPAND_REGISTERS = 128  # of a thread: ptxas takes twice as many otherwise, and half as many programs run at once
 _GATED = ("silu", "gelu_pytorch_tanh")
 _MAX_STEP = 16  # numbers that one load takes at most
 
@@ -58,19 +55,16 @@ def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def added_by(b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
-             BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+             BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
     """[TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank, of which `b` is
-    the first block, at b_at."""
-    rank_lane = tl.arange(0, BLOCK_R)
+    the first tile of ranks, at b_at. Sums are there for whole tiles of ranks."""
+    lane = tl.arange(0, TILE)
     acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-    for block in range(0, rank, BLOCK_R):
-        in_rank = is_own[:, None] & (block + rank_lane < rank)[None, :]
-        total = summed_ranges(inner_at + block, inner_stride, in_rank, SPLITS)
+    for block in range(0, rank, TILE):
+        total = summed_ranges(inner_at + block, inner_stride, is_own[:, None], SPLITS)
         acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
-        if block + BLOCK_R < rank:
-            b_at += BLOCK_R * b_stride
-            in_next = block + BLOCK_R + rank_lane < rank
-            b = tl.load(b_at, mask=in_next[:, None] & is_there[None, :], other=0.0)
+        b_at += TILE * b_stride
+        b = tl.load(b_at, mask=(block + TILE + lane < rank)[:, None] & is_there[None, :], other=0.0)
     return acc
 
 
@@ -99,23 +93,30 @@ def _shrink_kernel(
             token = tl.load(order + place_of_row, mask=is_own, other=0)
             place = places + (slot // EXPERTS * num_targets + first_target + target) * PLACES
             rank = tl.load(place + 2).to(tl.int32)
-            factor = numbers + tl.multiple_of(tl.load(place) + slot % EXPERTS * rank * K, ALIGNMENT)
+            factor = numbers + tl.multiple_of(tl.load(place), ALIGNMENT)
+            if EXPERTS > 1:
+                factor += tl.multiple_of(slot % EXPERTS * rank * K, ALIGNMENT)
             x_at = x + (token // PER_ROW)[:, None] * x_stride + column[None, :]
             row = split.to(tl.int64) * M + place_of_row
             inner_at = inner + (row[:, None] * COUNT + target) * inner_width + lane[None, :]
-            for block in range(rest % share * TILE, rank, share * TILE):
-                in_rank = block + lane < rank
-                a_at = factor + (block + lane)[:, None] * K + column[None, :]
-                a = tl.load(a_at, mask=in_rank[:, None] & (column < K)[None, :], other=0.0)
+            block = rest % share * TILE
+            a_at = factor + (block + lane)[:, None] * K + column[None, :]
+            a = tl.load(a_at, mask=(block + lane < rank)[:, None] & (column < K)[None, :], other=0.0)
+            if piece < tl.num_programs(0):
                 wait_for_inputs(PDL)
+            for block in range(rest % share * TILE, rank, share * TILE):
                 acc = tl.zeros([TILE, TILE], dtype=tl.float32)
                 for start in tl.static_range(0, SPLIT, BLOCK_K):
                     value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0)
                     acc = tl.dot(value, tl.trans(a), acc, input_precision="ieee")
                     if start + BLOCK_K < SPLIT:
                         is_there = column + start + BLOCK_K < K
-                        a = tl.load(a_at + start + BLOCK_K, mask=in_rank[:, None] & is_there[None, :], other=0.0)
-                tl.store(inner_at + block, acc, mask=is_own[:, None] & in_rank[None, :])
+                        a = tl.load(a_at + start + BLOCK_K, mask=(block + lane < rank)[:, None] & is_there[None, :],
+                                    other=0.0)
+                tl.store(inner_at + block, acc, mask=is_own[:, None])
+                a_at += share * TILE * K
+                is_next = block + share * TILE + lane < rank
+                a = tl.load(a_at, mask=is_next[:, None] & (column < K)[None, :], other=0.0)
         piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
 
@@ -124,13 +125,13 @@ def _shrink_kernel(
 def _expand_kernel(
     inner, numbers, places, scales, bounds, segments, order, out, out_stride, M, num_pieces, num_blocks, first, width,
     first_target, num_targets, inner_width, gain, COUNT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    STEP: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """first, width: the output features that `out` has. COUNT: targets that `inner` has, of num_blocks pieces each.
     gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and so does `first`."""
     release_dependents(PDL)
-    lane, rank_lane = tl.arange(0, TILE), tl.arange(0, BLOCK_R)
+    lane = tl.arange(0, TILE)
     piece = tl.program_id(0)
     while piece < num_pieces:
         place_of_target, rest = piece % COUNT, piece // COUNT
@@ -139,31 +140,36 @@ def _expand_kernel(
         target = first_target + place_of_target
         low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
         num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
-        feature = rest % num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
-        column = tl.multiple_of((low - first).to(tl.int32), STEP) + feature  # of `out`
+        first_feature = rest % num_blocks * BLOCK_N
+        feature = first_feature + tl.arange(0, BLOCK_N)  # within the target
+        first_column = tl.multiple_of((low - first).to(tl.int32), STEP)
+        column = first_column + feature  # of `out`
         # Groups of STEP features are whole, there or not, so that they can be loaded together.
         is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
-        if (slot >= 0) & (tl.max(is_there.to(tl.int32), axis=0) > 0):
+        first_column += first_feature
+        if (slot >= 0) & (first_feature < num_features) & (first_column + BLOCK_N > 0) & (first_column < width):
             place_of_row = begin + lane
             is_own = place_of_row < end
             token = tl.load(order + place_of_row, mask=is_own, other=0)
             slot_and_target = slot // EXPERTS * num_targets + target
             place = places + slot_and_target * PLACES
             rank = tl.load(place + 2).to(tl.int32)
-            factor = numbers + tl.multiple_of(tl.load(place + 1) + slot % EXPERTS * rank * num_features, ALIGNMENT)
+            factor = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
+            if EXPERTS > 1:
+                factor += tl.multiple_of(slot % EXPERTS * rank * num_features, ALIGNMENT)
             scale = tl.load(scales + slot_and_target) * gain
-            b_at = factor + rank_lane[:, None] * num_features + feature[None, :]
-            b = tl.load(b_at, mask=(rank_lane < rank)[:, None] & is_there[None, :], other=0.0)
-            wait_for_inputs(PDL)
+            b_at = factor + lane[:, None] * num_features + feature[None, :]
+            b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
+            if piece < tl.num_programs(0):
+                wait_for_inputs(PDL)
             if rank > 0:
                 inside = is_own[:, None] & is_there[None, :]
                 out_at = out + token[:, None] * out_stride + column[None, :]
                 before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
                 row = place_of_row.to(tl.int64)[:, None] * COUNT + place_of_target
-                inner_at = inner + row * inner_width + rank_lane[None, :]
+                inner_at = inner + row * inner_width + lane[None, :]
                 stride = tl.cast(M, tl.int64) * COUNT * inner_width
-                acc = added_by(b, b_at, num_features, rank, inner_at, stride, is_own, is_there, TILE, BLOCK_R, BLOCK_N,
-                               SPLITS)
+                acc = added_by(b, b_at, num_features, rank, inner_at, stride, is_own, is_there, TILE, BLOCK_N, SPLITS)
                 tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
         piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
     wait_for_inputs(PDL)
@@ -173,13 +179,13 @@ def _expand_kernel(
 def _expand_gated_kernel(
     inner, numbers, places, scales, segments, order, product, out, product_stride, out_stride, M, num_pieces,
     num_blocks, width, first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
-    GELU: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
     has. Every token row is written; STEP divides width."""
     release_dependents(PDL)
-    lane, rank_lane = tl.arange(0, TILE), tl.arange(0, BLOCK_R)
+    lane = tl.arange(0, TILE)
     width = tl.multiple_of(width, STEP)
     piece = tl.program_id(0)
     while piece < num_pieces:
@@ -195,25 +201,26 @@ def _expand_gated_kernel(
         place = places + slot_and_target * PLACES
         gate_rank = tl.where(slot >= 0, tl.load(place + 2), 0).to(tl.int32)
         up_rank = tl.where(slot >= 0, tl.load(place + PLACES + 2), 0).to(tl.int32)
-        factor_at = rank_lane[:, None] * width + feature[None, :]
+        factor_at = lane[:, None] * width + feature[None, :]
         gate_at = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT) + factor_at
         up_at = numbers + tl.multiple_of(tl.load(place + PLACES + 1), ALIGNMENT) + factor_at
-        gate_b = tl.load(gate_at, mask=(rank_lane < gate_rank)[:, None] & is_there[None, :], other=0.0)
-        up_b = tl.load(up_at, mask=(rank_lane < up_rank)[:, None] & is_there[None, :], other=0.0)
+        gate_b = tl.load(gate_at, mask=(lane < gate_rank)[:, None] & is_there[None, :], other=0.0)
+        up_b = tl.load(up_at, mask=(lane < up_rank)[:, None] & is_there[None, :], other=0.0)
         gate_scale, up_scale = tl.load(scales + slot_and_target), tl.load(scales + slot_and_target + 1)
-        wait_for_inputs(PDL)
+        if piece < tl.num_programs(0):
+            wait_for_inputs(PDL)
         inside = is_own[:, None] & is_there[None, :]
         product_at = product + token[:, None] * product_stride + feature[None, :]
         gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32)
-        inner_at = inner + place_of_row.to(tl.int64)[:, None] * 2 * inner_width + rank_lane[None, :]
+        inner_at = inner + place_of_row.to(tl.int64)[:, None] * 2 * inner_width + lane[None, :]
         stride = tl.cast(M, tl.int64) * 2 * inner_width
         if gate_rank > 0:
             gate += gate_scale * added_by(gate_b, gate_at, width, gate_rank, inner_at, stride, is_own, is_there, TILE,
-                                          BLOCK_R, BLOCK_N, SPLITS)
+                                          BLOCK_N, SPLITS)
         if up_rank > 0:
             up += up_scale * added_by(up_b, up_at, width, up_rank, inner_at + inner_width, stride, is_own, is_there,
-                                      TILE, BLOCK_R, BLOCK_N, SPLITS)
+                                      TILE, BLOCK_N, SPLITS)
         # Rounded as if they had been stored.
         gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
         result = gated(gate, up, GELU).to(out.dtype.element_ty)
@@ -269,9 +276,9 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
     _expand_gated_kernel[(min(pieces, _MAX_PROGRAMS),)](
         inner, tables.numbers, tables.places, tables.scales, rows.segments, rows.order, out, result, out.stride(0),
         width, num_rows, pieces, blocks, width, targets.first, len(tables.bounds), inner.shape[3],
-        SPLITS=inner.shape[0], TILE=TILE, BLOCK_R=_block_of_ranks(inner), BLOCK_N=block, PLACES=NUM_PLACES,
+        SPLITS=inner.shape[0], TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
         ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl, num_warps=4, num_stages=1,
-        **_limit(), **pdl_options(pdl))
+        **pdl_options(pdl))
     return result
 
 
@@ -287,7 +294,8 @@ def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float,
         begin, _, rank = tables.places[rows.sorted_slots.clamp(min=0), target].unbind(1)
         lane = torch.arange(_whole(tables.max_rank), device=out.device)
         looked_up = begin[:, None] + tokens[rows.order, None] * rank[:, None] + lane
-        inner = tables.numbers[looked_up.clamp(max=len(tables.numbers) - 1)].float()[None, :, None]
+        found = tables.numbers[looked_up.clamp(max=len(tables.numbers) - 1)].float()
+        inner = torch.where(lane < rank[:, None], found, 0.0)[None, :, None]
         targets = TargetRange(target, (out.shape[1],))
         _expand(inner, out, 0, rows, tables, targets, range(target, target + 1), gain, 1, pdl)
 
@@ -335,24 +343,25 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
     splits, num_rows, _, inner_width = inner.shape
     begins = (0, *targets.ends[:-1])
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
-    block = min(_BLOCK_N, max(TILE, next_power_of_two(widest)))
+    segments = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked)
+    block, warps = _block_of_features(widest, segments)
     blocks = cdiv(widest, block)
-    pieces = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked) * blocks
+    pieces = segments * blocks
     _expand_kernel[(min(pieces, _MAX_PROGRAMS),)](
         inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.segments, rows.order, out,
         out.stride(0), num_rows, pieces, blocks, first, out.shape[1], asked.start, len(tables.bounds), inner_width,
-        gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE, BLOCK_R=_block_of_ranks(inner),
+        gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE,
         BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, widest),
-        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=4, num_stages=1, **_limit(),
+        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=warps, num_stages=1,
         **pdl_options(pdl))
 
 
-def _block_of_ranks(inner: torch.Tensor) -> int:
-    return min(_MAX_BLOCK_R, next_power_of_two(inner.shape[3]))
-
-
-def _limit() -> dict[str, int]:
-    return {} if knobs.runtime.interpret else {"maxnreg": _EXPAND_REGISTERS}
+def _block_of_features(num_features: int, num_segments: int) -> tuple[int, int]:
+    """Output features that a program of the second kernel takes at once, and its warps: more where there is much work,
+    so that more of it is on its way from memory. Bits do not depend on it."""
+    is_much = num_segments * cdiv(num_features, _BLOCK_N) > 2 * _MAX_PROGRAMS
+    most, warps = (2 * _BLOCK_N, 8) if is_much else (_BLOCK_N, 4)
+    return min(most, max(TILE, next_power_of_two(num_features))), warps
 
 
 def _step(*places: int) -> int:
