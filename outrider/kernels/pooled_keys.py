@@ -47,7 +47,8 @@ def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, co
     float32 or wider."""
     dim, size, page_tokens = len(weights.norm_weight), stretches.size, cells.keys.shape[1]
     key, heads, gate = packed.split((dim, packed.shape[1] - 2 * dim, dim), dim=1)
-    normed = F.layer_norm(key, (dim,), weights.norm_weight, weights.norm_bias, weights.eps)
+    normed = F.layer_norm(widened(key), (dim,), widened(weights.norm_weight), widened(weights.norm_bias), weights.eps)
+    normed = normed.to(key.dtype)
     write_entries(normed, cells.keys, cells.slots)
     write_entries(gate, cells.gates, cells.slots)
     begin = cells.positions - (size - 1)
