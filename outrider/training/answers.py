@@ -14,6 +14,7 @@ from outrider.training.texts import TextStore, TrainingText
 
 SELF_PROMPT_TOKENS = 128  # longest prompt that the target writes
 PASSAGE_TOKENS = 448  # and if it has a passage
+LOOP_TOKENS = 8  # see `until_repeated`
 MAX_SEED = 1 << 62
 
 
@@ -69,12 +70,24 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
         texts = [
             TrainingText((*prompts[index], *answer), len(prompts[index]), plan.is_greedy(index))
             for index, output in zip(asked, outputs, strict=True)
-            if (answer := output.outputs[0].token_ids)
+            if (answer := until_repeated(output.outputs[0].token_ids))
         ]
         store.write(shard, texts)
         tokens, seconds = sum(len(text.answer) for text in texts), time.perf_counter() - began
         report(f"texts {indexes[-1] + 1} of {plan.num_texts}: {len(texts)} answers of {tokens} tokens in "
                f"{seconds:.1f} s ({tokens / seconds:.0f} tokens/s)")
+
+
+def until_repeated(answer: Sequence[int]) -> Sequence[int]:
+    """An answer up to where LOOP_TOKENS tokens come for the third time: what a target repeats without end teaches
+    nothing after that, and would be most of what small targets write."""
+    places: dict[tuple[int, ...], int] = {}
+    for end in range(LOOP_TOKENS, len(answer) + 1):
+        stretch = tuple(answer[end - LOOP_TOKENS : end])
+        places[stretch] = places.get(stretch, 0) + 1
+        if places[stretch] == 3:
+            return answer[:end]
+    return answer
 
 
 def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int],

@@ -12,7 +12,7 @@ from outrider import LLM
 from outrider.commands.loading import load
 from outrider.config import EngineConfig
 from outrider.engine.text import Tokenizer
-from outrider.training.answers import AnswerPlan, generate_texts
+from outrider.training.answers import AnswerPlan, generate_texts, until_repeated
 from outrider.training.batches import BatchPlan
 from outrider.training.loss import HeldOutAcceptance, pass_weights
 from outrider.training.prompts import OPENERS, SelfPrompts, read_prompts
@@ -141,3 +141,13 @@ def test_weights_of_passes_and_mean_runs() -> None:
     assert pass_weights(3, 0.5) == [4 / 7, 2 / 7, 1 / 7]
     both = HeldOutAcceptance(10, (8, 4)) + HeldOutAcceptance(10, (4, 0))
     assert both.by_position == [0.6, 0.2] and both.mean_run == 1.8
+
+
+def test_answers_end_where_they_begin_to_loop() -> None:
+    told = list(range(100, 150))
+    loop = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert until_repeated(told) == told
+    assert until_repeated([*told, *loop, 60, *loop]) == [*told, *loop, 60, *loop]  # twice is no loop
+    assert until_repeated([*told, *loop * 9]) == [*told, *loop, *loop, *loop[:8]]
+    assert until_repeated([100, *[7] * 40]) == [100, *[7] * 10]
+    assert until_repeated([]) == [] and until_repeated([7]) == [7]
