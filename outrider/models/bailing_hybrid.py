@@ -4,6 +4,7 @@ head, and experts in groups. A multi-token-prediction module follows the last la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,6 +28,9 @@ from outrider.models.config import FULL, ConfigReader, read_rope
 from outrider.models.deepseek_v3 import PREDICTED
 from outrider.models.hybrid import LINEAR
 from outrider.models.kimi_linear import KimiLinear, with_common_names
+
+# Values of keys that a file may leave out.
+DEFAULTS: dict[str, Any] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 
 
 class GatedLatentAttention(LatentAttention):
@@ -66,10 +70,11 @@ class BailingHybrid(KimiLinear):
             config.must_equal(key, only, default=only)
         config.passes_over("mtp_loss_scaling_factor")  # of training
         # The makers' files have the size of KDA heads as `head_dim`; transformers writes it under a name of its own.
-        own: dict[str, int | None] = {"head_dim": None, "partial_rotary_factor": None}
+        own: dict[str, Any] = {"head_dim": None, "partial_rotary_factor": None}
         if not config.has("linear_head_dim"):
             own["linear_head_dim"] = config.required("head_dim", int)
-        return with_common_names(config).with_values(own)
+        config = with_common_names(config).with_values(own)
+        return config.with_values({key: value for key, value in DEFAULTS.items() if not config.has(key)})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
         dim = self.config.required("qk_rope_head_dim", int)

@@ -21,7 +21,7 @@ class Bamba(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        sizes = Sizes.read(config)
+        sizes = Sizes.read(config, eps=1e-5)
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = partial_rope(config, sizes.head_dim, ROTARY_FACTOR)
         config.must_equal("attn_rotary_emb", rope.rotary_dim, default=rope.rotary_dim)
@@ -50,6 +50,11 @@ class Bamba(HybridDecoder):
     def _mamba(self, index: int) -> Mamba2:
         shape = read_shape(self.config, self.sizes.hidden_size)
         return Mamba2(index, self.sizes.hidden_size, shape, self.sizes.eps, dtype=self.dtype, device=self.device)
+
+
+# Keys of `read_shape`, which say nothing about a model without Mamba-2 layers.
+SHAPE_KEYS = ("mamba_n_heads", "mamba_expand", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+              "mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
 
 
 def read_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:

@@ -33,9 +33,10 @@ class Sizes:
     is_tied: bool
 
     @classmethod
-    def read(cls, config: ConfigReader, *, head_dim: int | None = None, is_tied: bool = False) -> Sizes:
-        """head_dim, is_tied: the family's defaults for configs without the key. If head_dim is None, the default is
-        derived from the other sizes."""
+    def read(cls, config: ConfigReader, *, head_dim: int | None = None, is_tied: bool = False,
+             eps: float = 1e-6) -> Sizes:
+        """head_dim, is_tied, eps: the family's defaults for configs without the key. If head_dim is None, the default
+        is derived from the other sizes."""
         hidden_size = config.required("hidden_size", int)
         num_heads = config.required("num_attention_heads", int)
         num_kv_heads = config.get("num_key_value_heads", int, num_heads, least=1)
@@ -53,7 +54,7 @@ class Sizes:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_positions=config.required("max_position_embeddings", int),
-            eps=config.get("rms_norm_eps", float, 1e-6, least=0, most=1),
+            eps=config.get("rms_norm_eps", float, eps, least=0, most=1),
             is_tied=config.get("tie_word_embeddings", bool, is_tied),
         )
 

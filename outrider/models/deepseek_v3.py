@@ -31,6 +31,9 @@ from outrider.models.nemotron_h import read_rule
 PREDICTED = "num_nextn_predict_layers"
 DENSE, SPARSE = "dense", "sparse"
 FULL_INDEX, SHARED_INDEX = "full", "shared"
+# Keys that say nothing about a model without experts.
+EXPERT_KEYS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group",
+               "topk_group", "norm_topk_prob", "routed_scaling_factor")
 
 
 class DeepseekV3(Decoder):
@@ -41,6 +44,8 @@ class DeepseekV3(Decoder):
     # Keys that may have one value only.
     fixed: tuple[tuple[str, Any], ...] = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
                                           ("moe_layer_freq", 1), ("rope_interleave", True), ("mlp_bias", False))
+    default_eps = 1e-6  # of norms, for configs without one
+    default_routed_scale = 2.5  # of the sum of a token's experts, for configs without one
     expert_activation: str | None = None  # of routed experts; None: that of the other MLPs
 
     def __init__(
@@ -51,7 +56,7 @@ class DeepseekV3(Decoder):
             config.must_equal(key, only, default=only)
         if set(config.get("layer_types", list[str], [])) - {*self.layer_types}:
             raise config.refusal("layer_types", f"all layers must be {' or '.join(self.layer_types)}")
-        sizes = Sizes.read(config)
+        sizes = Sizes.read(config, eps=self.default_eps)
         super().__init__(config, sizes, dtype=dtype, device=device)
         rope = read_rope(config, config.required("qk_rope_head_dim", int))
         self.rotaries = [self.make_rotary(rope, max_len)]
@@ -108,8 +113,8 @@ class DeepseekV3(Decoder):
         )
 
     def router(self, index: int) -> Router:
-        return Router(index, self.hidden_size, read_rule(self.config), has_bias=True, dtype=self.dtype,
-                      device=self.device)
+        rule = read_rule(self.config, self.default_routed_scale)
+        return Router(index, self.hidden_size, rule, has_bias=True, dtype=self.dtype, device=self.device)
 
     def _experts(self, index: int) -> MoE:
         hidden_size, router = self.sizes.hidden_size, self.router(index)
@@ -151,6 +156,7 @@ class GlmMoeDsa(DeepseekV32):
     """GlmMoeDsaForCausalLM."""
 
     index_rotates_pairs = True
+    default_eps = 1e-5
 
 
 def read_sparse_layers(config: ConfigReader) -> list[bool]:
@@ -160,6 +166,8 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
     kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
     if len(kinds) != num_layers or not all(kind in (DENSE, SPARSE) for kind in kinds):
         raise config.refusal("mlp_layer_types", f"it must name {num_layers} layers, each {DENSE} or {SPARSE}")
+    if SPARSE not in kinds:
+        config.passes_over(*EXPERT_KEYS)
     return [kind == SPARSE for kind in kinds]
 
 

@@ -17,6 +17,7 @@ class Ernie(Llama):
 
     default_theta = 500_000.0
     default_tied = True
+    default_eps = 1e-5
     default_head_dim: int | None = 128
     rotates_pairs = True
 

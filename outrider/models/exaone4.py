@@ -13,6 +13,7 @@ LETTERS = {"L": SLIDING, "G": FULL}
 class Exaone4(Llama):
     """Exaone4ForCausalLM."""
 
+    default_eps = 1e-5
     has_head_norm = True
 
     def windows(self, config: ConfigReader) -> list[int | None]:

@@ -104,7 +104,7 @@ class FalconH1(HybridDecoder):
         config.must_equal("mamba_use_mlp", True, default=True)
         config.must_equal("attn_layer_indices", None)
         config.passes_over("mlp_expansion_factor")  # the MLP's size is given
-        sizes = Sizes.read(config)
+        sizes = Sizes.read(config, eps=1e-5)
         scale = read_factor(config, "embedding_multiplier")
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=scale)
         self.logit_scale = read_factor(config, "lm_head_multiplier")

@@ -17,6 +17,8 @@ from outrider.models.nemotron_h import read_rule
 class Glm4Moe(Llama):
     """Glm4MoeForCausalLM."""
 
+    default_eps = 1e-5
+
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:

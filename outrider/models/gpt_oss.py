@@ -89,6 +89,7 @@ class GptOss(Llama):
 
     default_head_dim = 64
     default_theta = 150_000.0
+    default_eps = 1e-5
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

@@ -24,7 +24,7 @@ from outrider.layers import (
     TokenMixer,
 )
 from outrider.mixers import AttentionLayer
-from outrider.models.bamba import read_shape
+from outrider.models.bamba import SHAPE_KEYS, read_shape
 from outrider.models.config import FULL, ConfigReader, Sizes, read_rope, refuse_unsupported
 from outrider.models.granite import read_factor
 from outrider.models.hybrid import LINEAR, HybridDecoder
@@ -54,6 +54,8 @@ class GraniteHybrid(HybridDecoder):
         self.is_placed = config.must_equal("position_embedding_type", "rope", "nope", None) == "rope"
         self.rotaries = [self._read_rotary(max_len)]
         kinds = self._read_kinds()
+        if LINEAR not in kinds:  # the small dense models of the family attend in every layer
+            config.passes_over(*SHAPE_KEYS)
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._mamba(i) if kind == LINEAR else self._attention(i) for i, kind in enumerate(kinds)]
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, Mamba2)}

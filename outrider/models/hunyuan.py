@@ -16,6 +16,8 @@ NORM_NAMES = ("query_layernorm", "key_layernorm")
 class Hunyuan(Llama):
     """HunYuanDenseV1ForCausalLM."""
 
+    default_eps = 1e-5
+
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:

@@ -68,6 +68,8 @@ class HYV4(DeepseekV32):
 
     fixed = (("enable_ihc", True), ("learnable_sink", True), ("gated_mla", True), ("gating_type", "elementwise"),
              ("tie_word_embeddings", False))
+    default_eps = 1e-5
+    default_routed_scale = 2.827
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

@@ -74,6 +74,8 @@ class KimiLinear(HybridDecoder):
         for key, only in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1), ("mla_use_nope", True),
                           ("use_grouped_topk", True), ("tie_word_embeddings", False)):
             config.must_equal(key, only, default=only)
+        for key in ("rms_norm_eps", "routed_scaling_factor"):  # the makers' code and transformers' differ in defaults
+            config.required(key, float)
         # Nothing rotates, and the heads of both kinds of layers have sizes of their own.
         config.passes_over("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
         return with_common_names(config).with_values({"head_dim": None})

@@ -74,6 +74,7 @@ class Llama(Decoder):
 
     default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     default_theta = 10000.0  # for configs without a theta
+    default_eps = 1e-6  # of norms, for configs without one
     default_tied = False  # for configs that do not say whether the head is the embedding
     has_head_norm = False
     layer_names = LayerNames()
@@ -83,7 +84,7 @@ class Llama(Decoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
-        sizes = Sizes.read(config, head_dim=self.default_head_dim, is_tied=self.default_tied)
+        sizes = Sizes.read(config, head_dim=self.default_head_dim, is_tied=self.default_tied, eps=self.default_eps)
         scale = self.embedding_scale(config)
         super().__init__(config, sizes, dtype=dtype, device=device, embedding_scale=scale)
         rope = self.read_rope(config)

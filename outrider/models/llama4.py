@@ -42,14 +42,16 @@ class Llama4(Llama):
 
     default_head_dim = 128
     default_theta = 500_000.0
+    default_eps = 1e-5
     layer_names = LayerNames(mlp="feed_forward")
     rotates_pairs = True
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        config = config.with_values({"rms_norm_eps": config.get("rms_norm_eps", float, 1e-5)})
         config.passes_over("for_llm_compressor")  # how a tool was to convert the experts
+        # A model may have no layer with experts, or none without a rope, whose queries are tempered.
+        config.passes_over("num_local_experts", "num_experts_per_tok", "floor_scale", "attn_scale")
         self.has_head_norm = config.get("use_qk_norm", bool, True)
         # The first files have the number of layers between two that are tempered.
         tempered = config.raw("attn_temperature_tuning")

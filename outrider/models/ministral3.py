@@ -37,3 +37,9 @@ class Ministral3(TemperedMistral):
 
     default_head_dim = 128
     default_theta = 1_000_000.0
+    default_eps = 1e-5
+
+    def read_rope(self, config: ConfigReader) -> RopeParams:
+        if not config.has("rope_scaling"):
+            config.required("rope_parameters", dict)  # transformers' default is a rope of one checkpoint
+        return super().read_rope(config)

@@ -13,6 +13,7 @@ class Mixtral(Mistral):
     """MixtralForCausalLM."""
 
     default_theta = 1_000_000.0
+    default_eps = 1e-5
     layer_names = LayerNames(mlp="block_sparse_moe")
 
     def make_feed_forward(self, index: int) -> FeedForward:

@@ -242,7 +242,8 @@ def read_shape(config: ConfigReader) -> Mamba2Shape:
     )
 
 
-def read_rule(config: ConfigReader) -> moe.RouteRule:
+def read_rule(config: ConfigReader, scale: float = 1.0) -> moe.RouteRule:
+    """scale: of the sum of a token's experts, in configs without one."""
     num_experts = config.required("n_routed_experts", int)
     top_k = config.required("num_experts_per_tok", int)
     num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
@@ -257,7 +258,7 @@ def read_rule(config: ConfigReader) -> moe.RouteRule:
         top_k,
         scoring="sigmoid",
         renormalise=config.get("norm_topk_prob", bool, True),
-        scale=config.get("routed_scaling_factor", float, 1.0),
+        scale=config.get("routed_scaling_factor", float, scale),
         num_groups=num_groups,
         top_groups=top_groups,
         group_score="top2",

@@ -18,6 +18,8 @@ ROPES = (FULL, SLIDING)  # the order of OLMo 3's rotaries
 class Olmo2(Llama):
     """Olmo2ForCausalLM."""
 
+    default_eps = 1e-5
+
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
         return WidthNormAttention(layer, self.hidden_size, self.sizes.eps, **self.attention_options())
 

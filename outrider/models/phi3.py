@@ -19,6 +19,8 @@ OLD_TYPES = ("su", "yarn")  # what older files call longrope
 class Phi3(Mistral):
     """Phi3ForCausalLM."""
 
+    default_eps = 1e-5
+
     def read_rope(self, config: ConfigReader) -> RopeParams:
         config.passes_over("original_max_position_embeddings")  # of longrope, which reads it
         for key in ("full_attn_mod", "interpolate_factor"):

@@ -1,0 +1,115 @@
+"""Configs that leave a key out: the default is the one of transformers' config class, or the key is asked for. And
+configs with keys of parts that the model does not have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.layers import Module, Router
+from outrider.models.base import Model
+from outrider.models.config import ConfigError
+from outrider.models.registry import build_model
+from tests.models.oracle import (
+    ALL,
+    KDA_FAMILIES,
+    KDA_SINCE,
+    POOLED_FAMILIES,
+    STREAM_FAMILIES,
+    all_logits,
+    hf_config,
+    hf_logits,
+    load,
+    make_folder,
+    tokens_of,
+)
+
+INSTALLED, NEWER = ([int(part) for part in text.split(".")[:2]] for text in (version("transformers"), KDA_SINCE))
+NEW = {*KDA_FAMILIES, *STREAM_FAMILIES, *POOLED_FAMILIES, "hy_v4", "hy_v4_yarn"}
+# One config of each architecture that has the key.
+FIRST = {name: family for family, (name, _) in reversed(ALL.items()) if INSTALLED >= NEWER or family not in NEW}
+EPS, SCALE = "rms_norm_eps", "routed_scaling_factor"
+# The makers' own code and transformers' have other defaults.
+ASKED_FOR = {("KimiLinear", EPS), ("KimiLinear", SCALE)}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    kind = "ForConditionalGeneration" if family in POOLED_FAMILIES else "ForCausalLM"
+    values = hf_config(family, **changes).to_dict() | {"architectures": [ALL[family][0] + kind]}
+    made: dict[str, Any] = json.loads(json.dumps(values))
+    return made
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def routers_of(module: Module) -> Iterator[Router]:
+    if isinstance(module, Router):
+        yield module
+    for _, part in module.parts():
+        yield from routers_of(part)
+
+
+def build(config: dict[str, Any]) -> Model:
+    return build_model(config, dtype=torch.float32, device="meta")
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_key_that_is_left_out_has_transformers_default(name: str) -> None:
+    family = FIRST[name]
+    config = config_of(family)
+    for key in (EPS, SCALE):
+        if key not in text_of(config):
+            continue
+        without = json.loads(json.dumps(config))
+        del text_of(without)[key]
+        if (name, key) in ASKED_FOR:
+            with pytest.raises(ConfigError, match=f"{key} is missing"):
+                build(without)
+            continue
+        default = text_of(type(hf_config(family)).from_dict(without).to_dict())[key]
+        model: Any = build(without)
+        if key == EPS:
+            assert model.sizes.eps == default
+        else:
+            assert {router.rule.scale for router in routers_of(model)} == {default}
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama4", {"moe_layers": []}),
+    ("llama4", {"no_rope_layers": [1] * 4}),
+    ("granite_hybrid_dense", {"layer_types": ["attention"] * 4}),
+    ("deepseek_v3", {"first_k_dense_replace": 4}),
+    *[("kimi_linear", {"mlp_layer_types": ["dense"] * 5})] * (INSTALLED >= NEWER),
+])
+def test_keys_of_parts_that_a_model_does_not_have(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Files keep them: small Granite 4 models are dense and attend in every layer, and name sizes of Mamba-2."""
+    folder, tokens = make_folder(family, tmp_path, **changes), tokens_of(seed=1, count=40)
+    with torch.no_grad():
+        assert (all_logits(load(folder), tokens) - hf_logits(folder, tokens)).abs().max() < 1e-4
+
+
+def test_a_rope_that_is_left_out_is_asked_for() -> None:
+    """transformers' default is the yarn of one checkpoint."""
+    config = config_of("ministral3")
+    del config["rope_parameters"]
+    with pytest.raises(ConfigError, match="rope_parameters is missing"):
+        build(config)
+
+
+@pytest.mark.skipif(INSTALLED < NEWER, reason=f"transformers has this family since {KDA_SINCE}")
+def test_groups_of_experts_that_are_left_out() -> None:
+    config = config_of("bailing_hybrid", num_local_experts=32)
+    for key in ("num_expert_group", "n_group", "topk_group"):
+        config.pop(key, None)
+    rule = next(routers_of(build(config))).rule
+    assert (rule.num_groups, rule.top_groups) == (8, 4)
