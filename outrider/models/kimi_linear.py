@@ -134,6 +134,15 @@ class KimiLinear(HybridDecoder):
         is_dense = index.isdecimal() and int(index) < self.num_layers and not self.is_sparse[int(index)]
         return f"{prefix}.mlp.{rest}" if is_dense else name
 
+    def ignores(self, name: str) -> bool:
+        """Without shared experts transformers saves matrices of no rows for them."""
+        return super().ignores(name) or not self.num_shared and ".shared_experts." in name
+
+    @property
+    def num_shared(self) -> int:
+        """Experts that every token takes."""
+        return self.config.get("n_shared_experts", int, 1)
+
     def read_latent_shape(self) -> LatentShape:
         config = self.config
         config.must_equal("num_key_value_heads", self.sizes.num_heads, default=self.sizes.num_heads)
@@ -156,12 +165,11 @@ class KimiLinear(HybridDecoder):
     def make_experts(self, index: int) -> MoE:
         hidden_size, rule, dtype, device = self.sizes.hidden_size, read_rule(self.config), self.dtype, self.device
         width = self.config.required("moe_intermediate_size", int)
-        num_shared = self.config.get("n_shared_experts", int, 1)
         return MoE(
             Router(index, hidden_size, rule, has_bias=True, bias_name=self.bias_name, dtype=dtype, device=device),
             Experts(rule.num_experts, hidden_size, width, activation=self.activation, names=self.expert_names,
                     dtype=dtype, device=device),
-            shared=self.make_mlp(num_shared * width) if num_shared else None,
+            shared=self.make_mlp(self.num_shared * width) if self.num_shared else None,
         )
 
 
