@@ -93,18 +93,21 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
     """Fill the model and finalize it. Stored weights are dequantised unless the layer's format keeps their bits."""
     slots = model.weights()
     missing = set(slots)
-    left_over: list[str] = []
+    left_over: dict[str, None] = {}  # names in the files, without repeats
     expanded: Counter[str] = Counter()
-    named = map(lambda item: (model.slot_name(item[0]), item[1]), tensors)  # keeps no tensor while the next is read
-    for name, tensor in one_by_one(named, slots, expanded):
-        if name in missing:
-            _store(name, tensor, slots[name])
-            missing.remove(name)
-        elif name in slots:
-            raise WeightError(f"tensor {name} came twice")
-        elif not model.ignores(name):
-            left_over.append(name)
-        del tensor  # before the next one is read: two would be in memory otherwise
+    named = SlotNamed(model, tensors)
+    try:
+        for name, tensor in one_by_one(named, slots, expanded):
+            if name in missing:
+                _store(name, tensor, slots[name])
+                missing.remove(name)
+            elif name in slots:
+                raise WeightError(f"tensor {name} came twice")
+            elif not model.ignores(name):
+                left_over[named.name_in_files or name] = None
+            del tensor  # before the next one is read: two would be in memory otherwise
+    except WeightError as error:
+        raise named.explained(error) from None
     if missing or left_over:
         raise WeightError(
             "the weights do not fit the model"
@@ -113,6 +116,26 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
         )
     model.finalize()
     report_weights(slots, expanded)
+
+
+class SlotNamed:
+    """The tensors of a source by the names of their slots."""
+
+    def __init__(self, model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
+        self._model, self._tensors = model, tensors
+        self.name_in_files: str | None = None  # of the tensor that is being stored; None while one is read
+
+    def __iter__(self) -> Tensors:
+        for name, tensor in self._tensors:
+            self.name_in_files = name
+            yield self._model.slot_name(name), tensor
+            self.name_in_files = None
+            del tensor  # before the next one is read
+
+    def explained(self, error: WeightError) -> WeightError:
+        """An error about the tensor that is being stored, with the name that the files have for it."""
+        name = self.name_in_files
+        return error if name is None or name in str(error) else WeightError(f"{error}; the files call it {name}")
 
 
 def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int]) -> None:

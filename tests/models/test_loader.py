@@ -207,3 +207,22 @@ def test_loading_needs_little_more_memory_than_the_model(tmp_path: Path, vocab_s
     assert peak - before < 1.3 * size
 
 
+
+
+@pytest.mark.parametrize(("name", "change", "says"), [
+    ("model.layers.0.feed_forward.w1.weight", lambda tensor: tensor[:-1], "has shape"),
+    ("model.layers.1.self_attn.out_proj.weight", lambda tensor: tensor * torch.nan, "holds NaN"),
+    ("model.layers.0.feed_forward.w2.weight", lambda tensor: tensor.int(), "has dtype"),
+])
+def test_errors_have_the_names_of_the_files(folder_of: Folders, name: str,
+                                            change: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+    """LFM2's files have other names than the layers here."""
+    with pytest.raises(WeightError, match=f"{says}.*; the files call it {name}"):
+        fill(folder_of("lfm2"), lambda tensors: tensors.update({name: change(tensors[name])}))
+
+
+def test_tensors_left_over_have_the_names_of_the_files(folder_of: Folders) -> None:
+    """Also those that are split into one for each expert."""
+    name = "model.layers.0.mlp.experts.gate_up_proj_2"
+    with pytest.raises(WeightError, match=f"left over: {name}$"):
+        fill(folder_of("gpt_oss"), lambda tensors: tensors.update({name: tensors[name.removesuffix("_2")]}))
