@@ -255,6 +255,10 @@ class LayeredModule(Module):
         """Whether a checkpoint may hold this tensor although the model does not use it."""
         return name.endswith("rotary_emb.inv_freq")
 
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise ValueError if a tensor that is ignored shows that the module would compute something else than the
+        checkpoint's makers meant."""
+
     def slot_name(self, name: str) -> str:
         """The name by which the module has a tensor of the checkpoint. Modules override this where files of one family
         have several names for the same tensor."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,11 @@ class NgramShape:
     @property
     def width(self) -> int:
         return len(self.primes) * self.vector_size
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first row of the table for each head."""
+        return tuple(accumulate(self.primes[:-1], initial=0))
 
     @classmethod
     def make(cls, number: int, *, order: int, heads_per_order: int, least_rows: int, multiple: int, vocab_size: int,
@@ -103,8 +109,7 @@ class NgramTable(Module):
 
     def finalize(self) -> None:
         shape, device = self.shape, self._device
-        offsets = [sum(shape.primes[:head]) for head in range(len(shape.primes))]
-        self._primes, self._offsets = (torch.tensor(values, device=device) for values in (shape.primes, offsets))
+        self._primes, self._offsets = (torch.tensor(values, device=device) for values in (shape.primes, shape.offsets))
 
     def __call__(self, ids: Tensor, before: Tensor) -> Tensor:
         """ids [tokens], before [tokens, order - 1] the ids before them, nearest first, -1 where there is none. Returns

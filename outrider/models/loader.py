@@ -103,7 +103,9 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
                 missing.remove(name)
             elif name in slots:
                 raise WeightError(f"tensor {name} came twice")
-            elif not model.ignores(name):
+            elif model.ignores(name):
+                model.check_ignored(name, tensor)
+            else:
                 left_over[named.name_in_files or name] = None
             del tensor  # before the next one is read: two would be in memory otherwise
     except WeightError as error:

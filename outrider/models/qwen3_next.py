@@ -33,6 +33,9 @@ from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope
 from outrider.models.qwen3_moe import is_sparse, read_rule
 
 ROTARY_FACTOR = 0.25  # default for configs without one
+# Keys of `read_shape`, which say nothing about a model without gated delta layers.
+SHAPE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+              "linear_conv_kernel_dim")
 
 
 class GatedAttention(SelfAttention):
@@ -128,6 +131,8 @@ def read_kinds(config: ConfigReader) -> list[str]:
     kinds = config.get("layer_types", list[str], default)
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
         raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+    if LINEAR not in kinds:
+        config.passes_over(*SHAPE_KEYS)
     return kinds
 
 

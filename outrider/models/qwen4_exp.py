@@ -30,10 +30,11 @@ from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, pass_over_components
 from outrider.models.qwen3_next import make_experts, read_kinds, read_shape
+from outrider.models.sources.base import WeightError
 
 INDEXED = "indexed_attention"
 # Hashes of n-grams, in files beside the tables. They follow from the config, as they do for the models' makers.
-DERIVED = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+MULTIPLIERS, PRIMES, OFFSETS = DERIVED = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
 class Qwen4Exp(HybridDecoder):
@@ -67,14 +68,15 @@ class Qwen4Exp(HybridDecoder):
         self.rotaries = [self.make_rotary(rope, max_len)]
         self.choice = read_choice(config, rope.rotary_dim)
         kinds = read_kinds(_with_full_layers(config))
+        config.passes_over("output_gate_type")  # of gated delta layers, which may be missing
         self.attention_layers = [self.indexed_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._delta(index) if kind == LINEAR else self._attention(index) for index, kind in enumerate(kinds)]
-        ngrams = self._ngram_embeddings(kinds)
+        self.ngrams = self._ngram_embeddings(kinds)
         self.ngram_order = config.get("ngram_size", int, 3, least=2)
-        self.reads_history = bool(ngrams)
+        self.reads_history = bool(self.ngrams)
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, GatedDelta)} | {
-            ngram.index: ngram.mixer for ngram in ngrams.values()}
-        self.layers = [self._layer(mixer, index, ngrams.get(index)) for index, mixer in enumerate(mixers)]
+            ngram.index: ngram.mixer for ngram in self.ngrams.values()}
+        self.layers = [self._layer(mixer, index, self.ngrams.get(index)) for index, mixer in enumerate(mixers)]
 
     def make_norm(self) -> StreamEnd:  # type: ignore[override]
         return StreamEnd(*self._stream_sizes(), dtype=self.dtype, device=self.device)
@@ -140,6 +142,18 @@ class Qwen4Exp(HybridDecoder):
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith("model.visual.") or name.endswith(DERIVED)
+
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse files whose n-grams are hashed in another way than the config says."""
+        prefix, _, part = name.rpartition(".ple.ple_embedding.")
+        index = prefix.removeprefix(f"{self.names.layers}.")
+        if part not in DERIVED or not index.isdecimal() or int(index) not in self.ngrams:
+            return
+        shape = self.ngrams[int(index)].table.shape
+        wanted = {MULTIPLIERS: shape.multipliers, PRIMES: shape.primes, OFFSETS: shape.offsets}[part]
+        if tensor.tolist() != list(wanted):
+            raise WeightError(f"tensor {name} has other values than those that follow from the config (seed, "
+                              f"vocab_size, ngram_size, heads_per_ngram, ngram_vocab_size_base): {list(wanted)}")
 
     # Streams
 

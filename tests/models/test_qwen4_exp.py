@@ -21,7 +21,9 @@ from outrider.layers import StepContext
 from outrider.layers.ngram_embedding import NgramShape
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
+from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
+from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import read_config
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
@@ -87,6 +89,16 @@ def test_hashes_are_those_of_the_files(folder_of: Folders) -> None:
         assert stored[f"{prefix}.layer_multipliers"].tolist() == list(shape.multipliers)
         assert stored[f"{prefix}.ngram_heads_vocab_sizes"].tolist() == list(shape.primes)
         assert sum(len(stored[f"{prefix}.ngram_embedding.shard_{i}.weight"]) for i in range(4)) == shape.num_rows
+
+
+@pytest.mark.parametrize("part", ["layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"])
+def test_other_hashes_than_those_of_the_config_are_refused(folder_of: Folders, part: str) -> None:
+    folder, name = folder_of("qwen4_exp"), f"model.layers.2.ple.ple_embedding.{part}"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name] + torch.tensor([0] * (len(tensors[name]) - 1) + [2])
+    model = build_model(read_config(folder), dtype=torch.float32, device="cpu")
+    with pytest.raises(WeightError, match=f"tensor {name} has other values .* from the config"):
+        load_weights(model, tensors.items())
 
 
 @pytest.mark.parametrize(("changes", "message"), [
