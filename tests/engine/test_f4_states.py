@@ -228,3 +228,14 @@ def test_a_checkpoint_keeps_the_bits_of_narrow_models() -> None:
     for layer, states in saved.items():
         found = pages.read(layer, where)
         assert torch.equal(found.state, states.state) and torch.equal(found.tail, states.tail)
+
+
+def test_a_layer_that_keeps_nothing_has_an_empty_checkpoint() -> None:
+    """A convolution over single tokens (Qwen4-Exp with ple_conv_kernel_size=1), beside a layer with a state."""
+    spec, empty = RecurrentSpec(6, 4, (3, 5), (2,), 4, 2), RecurrentSpec(8, 1, (0,), (), 8, 2)
+    pages = CheckpointPages(RecurrentKind(((2, spec), (7, empty)), 16, 40), torch.zeros(20, 20, dtype=torch.bfloat16),
+                            torch.bfloat16)
+    where = torch.tensor([[3, 9, 4], [5, 6, 7]])
+    pages.write(7, RecurrentState(torch.zeros(2, 0), torch.zeros(2, 0, 8).bfloat16()), where, torch.tensor([True, True]))
+    found = pages.read(7, where)
+    assert found.state.shape == (2, 0) and found.tail.shape == (2, 0, 8)

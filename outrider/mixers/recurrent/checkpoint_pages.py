@@ -59,10 +59,12 @@ class CheckpointPages:
     def read(self, layer: int, pages: torch.Tensor) -> RecurrentState:
         """pages [checkpoints, pages]. Returns state and tail with a leading axis of checkpoints."""
         spec, count = self._specs[layer], pages.shape[0]
-        layer_bytes = torch.cat([
-            self._bytes[:, piece.columns][pages[:, piece.pages].reshape(-1)].reshape(count, -1)
-            for piece in self._pieces[layer]
-        ], dim=1)
+        pieces = [self._bytes[:, piece.columns][pages[:, piece.pages].reshape(-1)].reshape(count, -1)
+                  for piece in self._pieces[layer]]
+        if not pieces:  # a convolution over single tokens keeps nothing
+            return RecurrentState(self.pool.new_empty(count, *spec.state_shape, dtype=self._state_dtype),
+                                  self.pool.new_empty(count, spec.conv_width - 1, spec.conv_dim, dtype=self._dtype))
+        layer_bytes = torch.cat(pieces, dim=1)
         state, tail = layer_bytes.split((spec.state_bytes, spec.tail_bytes), dim=1)
         return RecurrentState(
             state.contiguous().view(self._state_dtype).view(count, *spec.state_shape),
