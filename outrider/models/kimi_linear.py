@@ -5,6 +5,8 @@ Bailing-hybrid has the same parts in other forms and is derived from this in a f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from outrider.layers import (
@@ -31,6 +33,8 @@ from outrider.models.hybrid import LINEAR, HybridDecoder
 from outrider.models.nemotron_h import read_rule
 
 LINEAR_SECTION = "linear_attn_config"  # in the makers' own files; transformers writes its keys beside the others
+# Values of keys that a file may leave out.
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446}
 # Names of keys in the files of these families, by the names that others use.
 OTHER_NAMES = {
     "max_position_embeddings": "model_max_length",
@@ -74,11 +78,10 @@ class KimiLinear(HybridDecoder):
         for key, only in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1), ("mla_use_nope", True),
                           ("use_grouped_topk", True), ("tie_word_embeddings", False)):
             config.must_equal(key, only, default=only)
-        for key in ("rms_norm_eps", "routed_scaling_factor"):  # the makers' code and transformers' differ in defaults
-            config.required(key, float)
         # Nothing rotates, and the heads of both kinds of layers have sizes of their own.
         config.passes_over("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
-        return with_common_names(config).with_values({"head_dim": None})
+        missing = {key: value for key, value in DEFAULTS.items() if not config.has(key)}
+        return with_common_names(config).with_values({"head_dim": None, **missing})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
         """The rope of the latent layers' shared dimensions."""
