@@ -39,7 +39,7 @@ from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_mo
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
 from tests.models import quantized_files as files
 from tests.models.bridged import BRIDGED, FORCED, hf_config_of, make_bridged, model_class_of
-from tests.models.oracle import DenseAttend, all_logits, hf_model, load
+from tests.models.oracle import BASE, DenseAttend, all_logits, hf_model, load
 from tests.models.oracle import tokens_of as tokens_from
 from tests.models.test_quantized_files import load as load_quantized
 from tests.unit.test_extending import outcome
@@ -364,3 +364,21 @@ def test_quantised_files_keep_their_bits(name: str, tmp_path: Path) -> None:
     kept = [isinstance(linear.format, ScaledLinear) for linear in find_modules([model], Linear)]
     assert sum(kept) == 8, "all but the head"
     assert outcome(model) == outcome(dense)
+
+
+@torch.no_grad()
+def test_tables_are_computed_by_the_model_that_has_them(tmp_path: Path) -> None:
+    """In Gemma 3n the model that makes hidden states knows sizes that the one around it does not."""
+    import transformers
+
+    config = transformers.Gemma3nTextConfig(**BASE | {
+        "num_hidden_layers": 3, "head_dim": 16, "sliding_window": 16, "laurel_rank": 8, "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256, "activation_sparsity_pattern": [0.0] * 3})
+    torch.manual_seed(1)
+    reference = transformers.Gemma3nForCausalLM(config).eval()
+    for name, parameter in reference.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    reference.save_pretrained(tmp_path)
+    tokens = tokens_from(seed=1, count=40)
+    assert (all_logits(load(tmp_path), tokens) - reference(tokens[None], use_cache=False).logits[0]).abs().max() < 1e-4

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.models.bridge.refusal import Unservable
+from outrider.models.bridge.refusal import Unservable, words_of
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -40,8 +40,10 @@ def allocate(model: Any, sinks: set[str], *, dtype: torch.dtype, device: torch.d
                 own = wide if buffer.is_floating_point() else buffer.dtype  # corrections that 16 bits would round away
                 module._buffers[name] = filled[f"{prefix}.{name}"] = torch.empty(buffer.shape, dtype=own, device=device)
     if device.type != "meta":
+        owners: dict[str, Any] = {}  # of each module: the innermost model around it, which knows its values
         for prefix, module in model.named_modules():
-            _compute_buffers(model, prefix, module, device)
+            owners[prefix] = module if hasattr(module, "_init_weights") else owners[prefix.rpartition(".")[0]]
+            _compute_buffers(owners[prefix], prefix, module, device)
     return filled
 
 
@@ -65,8 +67,12 @@ def _compute_buffers(model: Any, prefix: str, module: nn.Module, device: torch.d
     for filling in (0, 1):
         for name, buffer in own.items():
             module._buffers[name] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
-        with torch.no_grad():
-            model._init_weights(module)
+        try:
+            with torch.no_grad():
+                model._init_weights(module)
+        except Exception as error:  # code of another package
+            raise Unservable(f"transformers cannot compute the tables of {prefix} again after loading: "
+                             f"{words_of(error)}") from error
         made.append({name: module._buffers[name].clone() for name in own})
     for name in own:
         if not torch.equal(made[0][name], made[1][name]):
