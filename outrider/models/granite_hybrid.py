@@ -43,6 +43,7 @@ class GraniteHybrid(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
+        config.must_equal("normalization_function", "rmsnorm", default="rmsnorm")
         if not config.get("num_local_experts", int, 0):
             config.passes_over("num_experts_per_tok", "intermediate_size")
         sizes = Sizes.read(config.with_values({"intermediate_size": config.get("intermediate_size", int, 0)}))

@@ -40,6 +40,13 @@ _QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "
 _QWEN3: dict[str, Any] = {"attention_bias": False, "hidden_act": "silu", "max_window_layers": 36, "rms_norm_eps": 1e-6,
                           "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
                           "tie_word_embeddings": False, "use_sliding_window": False}
+_GRANITE4: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "embedding_multiplier": 12,
+    "hidden_act": "silu", "init_method": "mup", "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4,
+    "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False,
+    "normalization_function": "rmsnorm", "output_router_logits": False, "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5, "rope_scaling": None, "router_aux_loss_coef": 0.01, "tie_word_embeddings": True,
+}
 # name -> (parameters in billions, hidden size, layers, heads, kv heads, inner size, vocabulary, positions, other keys)
 RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
     "openai/gpt-oss-20b": (20.9, (2880, 24, 64, 8, 2880, 201088, 131072), {
@@ -65,6 +72,33 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
         "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
         "logits_scaling": 16.0, "residual_multiplier": 0.22, "rope_theta": 1e7, "rope_scaling": None, "mlp_bias": False,
         "tie_word_embeddings": True, "attention_bias": False}),
+    "ibm-granite/granite-4.0-micro": (3.4, (2560, 40, 40, 8, 8192, 100352, 131072), _GRANITE4 | {
+        "attention_multiplier": 0.015625, "layer_types": ["attention"] * 40, "logits_scaling": 10,
+        "mamba_n_heads": 128, "num_experts_per_tok": 0, "num_local_experts": 0, "position_embedding_type": "rope",
+        "rope_theta": 10000000, "shared_intermediate_size": 8192}),
+    "ibm-granite/granite-4.0-h-tiny": (6.94, (1536, 40, 12, 4, 512, 100352, 131072), _GRANITE4 | {
+        "attention_multiplier": 0.0078125, "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+        "logits_scaling": 6, "mamba_n_heads": 48, "num_experts_per_tok": 6, "num_local_experts": 64,
+        "position_embedding_type": "nope", "rope_theta": 10000, "shared_intermediate_size": 1024}),
+    "tiiuae/Falcon-H1-0.5B-Instruct": (0.521, (1024, 36, 8, 2, 2048, 32784, 16384), {
+        "architectures": ["FalconH1ForCausalLM"], "attention_bias": False, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381,
+        "head_dim": 64, "hidden_act": "silu", "key_multiplier": 0.39062499999999994, "lm_head_multiplier": 0.0390625,
+        "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536,
+        "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 24,
+        "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False, "mamba_use_mlp": True,
+        "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.8838834764831844, 0.5859375],
+        "num_logits_to_keep": 1, "projectors_bias": False, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "tie_word_embeddings": False}),
+    "LiquidAI/LFM2-1.2B": (1.17, (2048, 16, 32, 8, 12288, 65536, 128000), {
+        "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
+        "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3,
+        "conv_bias": False, "conv_dim": 2048, "conv_use_xavier_init": True, "full_attn_idxs": None, "norm_eps": 1e-5,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+        "num_heads": 32, "rope_theta": 1000000.0, "tie_embedding": True, "use_pos_enc": True}),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": (36.2, (5120, 64, 80, 8, 27648, 155136, 524288), {
         "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "attention_bias": True, "attention_out_bias": False,
         "residual_dropout": 0.1, "rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}, "mlp_bias": False}),
