@@ -236,6 +236,7 @@ def test_a_layer_that_keeps_nothing_has_an_empty_checkpoint() -> None:
     pages = CheckpointPages(RecurrentKind(((2, spec), (7, empty)), 16, 40), torch.zeros(20, 20, dtype=torch.bfloat16),
                             torch.bfloat16)
     where = torch.tensor([[3, 9, 4], [5, 6, 7]])
-    pages.write(7, RecurrentState(torch.zeros(2, 0), torch.zeros(2, 0, 8).bfloat16()), where, torch.tensor([True, True]))
+    nothing = RecurrentState(torch.zeros(2, 0), torch.zeros(2, 0, 8).bfloat16())
+    pages.write(7, nothing, where, torch.tensor([True, True]))
     found = pages.read(7, where)
     assert found.state.shape == (2, 0) and found.tail.shape == (2, 0, 8)
