@@ -35,7 +35,7 @@ class AdapterTables:
     places: Tensor  # [slots, targets, NUM_PLACES] int64
     scales: Tensor  # [slots, targets], float32 or float64
     bounds: Tensor  # [targets, 2] int64: the output features of a module that a target is
-    max_rank: int
+    max_rank: int  # the first projection of experts has up to twice as many if gate and up were adapted apart
 
     def first_factor(self, slot: int, target: int, num_inputs: int, expert: int = 0) -> Tensor | None:
         """`a`; None if the slot's adapter does not change the target. Reads the device."""

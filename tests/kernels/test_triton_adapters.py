@@ -184,10 +184,12 @@ def test_heads_are_changed_as_torch_changes_them(device: torch.device, kind: str
 
 @pytest.mark.parametrize(("kind", "activation"), [("triton", "silu"), ("triton", "relu2"), ("host", "silu")])
 def test_experts_are_changed_as_torch_changes_them(device: torch.device, kind: str, activation: str) -> None:
-    """Three experts, of which each token row has two; the second adapter changes the first projection alone."""
+    """Three experts, of which each token row has two; the second adapter changes the first projection alone. Gate and
+    up were adapted apart: together they have twice the largest rank."""
     device = device_of(kind, device)
     rows, inner = (2, 1)[activation == "relu2"] * 24, 24
     tables = other_tables(device, [(3 * 40, 3 * rows), (3 * inner, 3 * 40)], [rows, 40])
+    tables = replace(tables, max_rank=tables.max_rank * inner // rows)
     x, added, logits = (drawn(device, len(SLOTS), size, seed=size) for size in (40, 40, 3))
     routed = moe.route(logits, moe.RouteRule(3, 2))
     parts = drawn(device, 3, rows, 40) / 4, drawn(device, 3, 40, inner) / 4

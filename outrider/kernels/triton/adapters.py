@@ -237,7 +237,7 @@ def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, targ
     require_tensor(name, "x", x, (None, None), x.device, FLOATS)
     require_tables(name, rows, tables, len(x), x)
     require(targets.stop <= len(tables.bounds), name, "targets", "are beyond the tables")
-    return _shrink(x, rows, tables, targets, 1, 1, pdl)
+    return _shrink(x, rows, tables, targets, tables.max_rank, 1, 1, pdl)
 
 
 def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
@@ -301,28 +301,28 @@ def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float,
 
 
 def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: AdapterTables, target: int,
-                 num_experts: int, pdl: bool) -> None:
+                 max_rank: int, num_experts: int, pdl: bool) -> None:
     """Add to out [pairs, features], the products of pairs of token row and expert, what adapters add. pairs: the slot
     of each pair, which is that of its adapter times `num_experts` plus its expert. x: [pairs, inputs], or [tokens,
-    inputs], of which each has as many pairs."""
+    inputs], of which each has as many pairs. max_rank: of the target."""
     name = "add_to_pairs"
     require_tensor(name, "out", out, (None, None), x.device, FLOATS)
     require(len(x) > 0 and len(out) % len(x) == 0, name, "x", f"has {len(x)} rows for {len(out)} pairs")
     require_tables(name, pairs, tables, len(out), x)
     asked, targets = range(target, target + 1), TargetRange(target, (out.shape[1],))
-    inner = _shrink(x, pairs, tables, asked, num_experts, len(out) // len(x), pdl)
+    inner = _shrink(x, pairs, tables, asked, max_rank, num_experts, len(out) // len(x), pdl)
     _expand(inner, out, 0, pairs, tables, targets, asked, 1.0, num_experts, pdl)
 
 
-def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range, num_experts: int, per_row: int,
-            pdl: bool) -> torch.Tensor:
+def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range, max_rank: int, num_experts: int,
+            per_row: int, pdl: bool) -> torch.Tensor:
     """The products with the first factors: [splits, rows in their order, asked targets, ranks] float32."""
     num_rows, num_inputs = len(rows.slots), x.shape[1]
     # Ranges of input features depend on their number alone, or bits would depend on the batch.
     block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(TILE, next_power_of_two(num_inputs)))
     split = min(_MAX_SPLIT, cdiv(cdiv(num_inputs, _MIN_SPLITS), block) * block)
     splits = cdiv(num_inputs, split)
-    width = _whole(tables.max_rank)
+    width = _whole(max_rank)
     inner = torch.empty(splits, num_rows, len(asked), width, dtype=torch.float32, device=x.device)
     pieces = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked) * splits
     if not pieces:

@@ -42,10 +42,11 @@ def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, w
     of_pairs = RowSlots.from_slots(torch.where(slot >= 0, slot * num_experts + ids, slot).flatten())
     pairs = None if ids.numel() <= FEW_PAIRS else sort_pairs(ids, num_experts, pdl=pdl)
     projected = product_of_pairs(x, gate_up, ids, pairs, ids.shape[1], num_outputs, pdl)
-    add_to_pairs(x, projected, of_pairs, tables, targets.first, num_experts, pdl)
+    max_rank = num_outputs // width * tables.max_rank  # gate and up may have been adapted apart
+    add_to_pairs(x, projected, of_pairs, tables, targets.first, max_rank, num_experts, pdl)
     inner = _ACTIVATIONS[activation](projected) if limit is None else limited_silu_mul(projected, limit)
     made = product_of_pairs(inner, down, ids, pairs, 1, hidden, pdl)
-    add_to_pairs(inner, made, of_pairs, tables, targets.down, num_experts, pdl)
+    add_to_pairs(inner, made, of_pairs, tables, targets.down, tables.max_rank, num_experts, pdl)
     mixed = combine(made, weights, added=added, pdl=pdl)
     ranks = tables.places[rows.slots.clamp(min=0)][:, :, 2]
     is_changed = (rows.slots >= 0) & ((ranks[:, targets.first] > 0) | (ranks[:, targets.down] > 0))
