@@ -46,6 +46,7 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
     read; numbers that are not finite in the model's dtype are refused by the tensor's name."""
     source = PeftFolder.open(folder)
     ranks: dict[Target, int] = {}
+    changed: dict[Target, set[tuple[int, int]]] = {}
     places: dict[str, tuple[Target, str]] = {}
     for module, pair in source.pairs.items():
         target, rest = places[module] = targets.find(module, pair)
@@ -53,9 +54,10 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
         if rank > max_rank:
             raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
         _check_rank(source, target.config_name(module), pair, rank)
-        known = ranks.get(target, 0)
-        if known and not isinstance(target, ExpertsTarget):
+        parts, known = target.changed_parts(rest), ranks.get(target, 0)
+        if parts & changed.setdefault(target, set()):
             raise AdapterError(f"{pair.a}: {target.name} is there twice")
+        changed[target] |= parts
         is_apart = isinstance(target, ExpertsTarget) and rest.endswith(("gate_proj", "up_proj")) and target.is_gated
         ranks[target] = max(known, 2 * rank if is_apart else rank)  # gate and up lie one behind the other
         base = source.base_shapes.get(module)

@@ -59,6 +59,11 @@ class Target(ABC):
         """The name of a file's module that patterns of the config are matched with."""
         return module
 
+    def changed_parts(self, rest: str) -> set[tuple[int, int]]:
+        """The parts of the product that a file's module changes. No two modules of a file may change the same one.
+        rest: the module's name behind the target's."""
+        return {(0, 0)}
+
     @property
     def is_served(self) -> bool:
         """Whether adapters may change it with the weights as they are stored here."""
@@ -254,13 +259,37 @@ class ExpertsTarget(Target):
         count = self.experts.num_experts
         return count * rank * self.held_inputs, count * rank * self.held_outputs
 
+    def common_name(self, rest: str) -> str:
+        """A module's name below that of the experts, with the name that most families have for its matrix."""
+        expert, _, matrix = rest.rpartition(".")
+        names = dict(zip(self.experts.declared.names, ("gate_proj", "up_proj", "down_proj"), strict=True))
+        return join_names(expert, names.get(matrix, matrix))
+
     def takes(self, rest: str, pair: FactorPair) -> bool:
         """Whether a module below the experts' name is (a part of) this projection."""
         expert, _, matrix = rest.rpartition(".")
         if matrix in self.parts:
-            return expert == "" or expert.isdecimal()
+            return expert == "" or expert in self._expert_names
         # PEFT's wrapper of a joint parameter does not say which one it is; the shapes do.
-        return rest in ("", "base_layer") and (pair.a_shape[-1], pair.b_shape[0]) == (self.num_inputs, self.num_outputs)
+        shapes = pair.a_shape[-1:] + pair.b_shape[:1]
+        if rest not in ("", "base_layer") or shapes != (self.num_inputs, self.num_outputs):
+            return False
+        if not self.experts.is_gated and self.num_inputs == self.num_outputs:
+            raise AdapterError(f"{pair.a}: both projections of the experts have the shape {list(shapes[::-1])}: "
+                               "which one is meant is not known; save the factors under the projections' names")
+        return True
+
+    def changed_parts(self, rest: str) -> set[tuple[int, int]]:
+        """Experts, each with the first output feature of the matrices that are changed: gate and up are two."""
+        expert, _, matrix = rest.rpartition(".")
+        outputs = self.parts.get(matrix, range(self.num_outputs))
+        begins = {part.start for part in self.parts.values() if part.start in outputs}
+        experts = [int(expert)] if expert in self._expert_names else range(self.experts.num_experts)
+        return {(index, begin) for index in experts for begin in begins}
+
+    @cached_property
+    def _expert_names(self) -> frozenset[str]:
+        return frozenset(map(str, range(self.experts.num_experts)))
 
     def config_name(self, module: str) -> str:
         """PEFT's wrapper of a joint parameter goes by the parameter's name."""
@@ -291,7 +320,7 @@ class ExpertsTarget(Target):
         for pair in pairs:
             expert, _, matrix = pair.module.rpartition(".")
             a, b = pair.a, pair.b.double() * pair.scale
-            if expert.isdecimal():
+            if expert in self._expert_names:
                 own = slice(int(expert), int(expert) + 1)
                 pieces.append((own, self.parts[matrix], a[None], b[None]))
             elif a.dim() == 3:
@@ -334,6 +363,7 @@ class Targets:
     all: tuple[Target, ...]
     of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies
     slot_name: Callable[[str], str] = field(repr=False, default=str)  # the model's name for a tensor of other files
+    fixed: tuple[str, ...] = ()  # experts that adapters cannot change
 
     @classmethod
     def from_model(cls, model: Model) -> Targets:
@@ -346,7 +376,8 @@ class Targets:
             for target in _targets_of(name, module, len(found)):
                 found.append(target)
                 of_module.setdefault(key, []).append(target)
-        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()}, model.slot_name)
+        fixed = [name for name, module in modules.values() if isinstance(module, Experts) and not module.is_adaptable]
+        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()}, model.slot_name, tuple(fixed))
 
     @cached_property
     def ranges(self) -> Mapping[int, TargetRange]:
@@ -386,14 +417,18 @@ class Targets:
             if (target := self._by_name.get(known)) is not None:
                 return target, ""
         for experts, targets in self._experts.items():
-            if name == experts or name.startswith(f"{experts}."):
-                rest = name[len(experts) + 1 :]
-                own = next((target for target in targets if target.takes(rest, pair)), None)
-                if own is not None:
-                    if not own.is_served:
-                        raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
-                                           "start the engine with keep_quantized=False")
-                    return own, rest
+            if (known := _below(experts, name, published)) is None:
+                continue
+            rest = targets[0].common_name(known)
+            own = next((target for target in targets if target.takes(rest, pair)), None)
+            if own is not None:
+                if not own.is_served:
+                    raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
+                                       "start the engine with keep_quantized=False")
+                return own, rest
+        if any(_below(experts, name, published) is not None for experts in self.fixed):
+            raise AdapterError(f"{pair.a}: experts with biases, or whose weights are stored input by output, take no "
+                               "adapters: train the other layers")
         raise AdapterError(f"{pair.a}: the model has no {name} that an adapter may change: the adapter is for another "
                            "base model")
 
@@ -410,6 +445,11 @@ class Targets:
     def planned_room(self, rank: int) -> int:
         """Numbers of an adapter of this rank on all planned targets."""
         return sum(target.room(rank) for target in self.all if target.is_planned)
+
+
+def _below(owner: str, *names: str) -> str | None:
+    """The rest of the first name that is the owner's, or that of a module below it."""
+    return next((name[len(owner) + 1 :] for name in names if f"{name}.".startswith(f"{owner}.")), None)
 
 
 def named_modules(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:

@@ -55,6 +55,11 @@ class GatedLatentAttention(LatentAttention):
         return super().leave(scaled.view(values.shape), x, context)
 
 
+# Parts of tensors' names, by those in transformers' modules, which adapters have.
+PUBLISHED_NAMES = {"model.embed_tokens.": "model.word_embeddings.", ".self_attn.o_proj.": ".attention.dense.",
+                   ".self_attn.": ".attention."}
+
+
 class BailingHybrid(KimiLinear):
     """BailingHybridForCausalLM."""
 
@@ -115,6 +120,11 @@ class BailingHybrid(KimiLinear):
         """The layer of a multi-token-prediction module: latent attention and experts."""
         latent = self.latent_layer(index)
         return self.layer(index, self.attention(latent), is_sparse=True), latent
+
+    def slot_name(self, name: str) -> str:
+        for theirs, own in PUBLISHED_NAMES.items():
+            name = name.replace(theirs, own)
+        return super().slot_name(name)
 
     def ignores(self, name: str) -> bool:
         """The layers after the last one are the multi-token-prediction modules."""

@@ -129,13 +129,14 @@ class KimiLinear(HybridDecoder):
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
 
     def slot_name(self, name: str) -> str:
-        """transformers writes dense MLPs under the name that the makers' files have for experts alone."""
-        prefix, found, rest = name.partition(f".{self.experts_name}.")
-        if not found or not prefix.startswith(f"{self.names.layers}."):
-            return name
+        """transformers writes dense MLPs under the name that the makers' files have for experts alone, and its modules,
+        by which adapters name tensors, have one name for both."""
+        name = name.replace(".forget_gate.", ".")
+        prefix, found, rest = name.replace(f".{self.experts_name}.", ".mlp.").partition(".mlp.")
         index = prefix.removeprefix(f"{self.names.layers}.")
-        is_dense = index.isdecimal() and int(index) < self.num_layers and not self.is_sparse[int(index)]
-        return f"{prefix}.mlp.{rest}" if is_dense else name
+        if not found or not index.isdecimal() or int(index) >= self.num_layers:
+            return name
+        return f"{prefix}.{self.experts_name if self.is_sparse[int(index)] else 'mlp'}.{rest}"
 
     def ignores(self, name: str) -> bool:
         """Without shared experts transformers saves matrices of no rows for them."""

@@ -13,7 +13,7 @@ from outrider.mixers import AttentionLayer
 from outrider.models.config import ConfigReader
 from outrider.models.hybrid import partial_rope
 from outrider.models.llama import Llama
-from outrider.models.mixtral import EXPERT_NAMES
+from outrider.models.mixtral import EXPERT_NAMES, SPARSE, published_name
 from outrider.models.qwen3_moe import read_rule
 
 
@@ -22,7 +22,7 @@ class MiniMaxM2(Llama):
 
     default_head_dim = 128
     default_theta = 5_000_000.0
-    layer_names = LayerNames(mlp="block_sparse_moe")
+    layer_names = LayerNames(mlp=SPARSE)
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -60,6 +60,9 @@ class MiniMaxM2(Llama):
                     names=EXPERT_NAMES, dtype=self.dtype, device=self.device),
             router_name="",
         )
+
+    def slot_name(self, name: str) -> str:
+        return published_name(name)
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith("model.mtp_layers.")

@@ -7,6 +7,12 @@ from outrider.models.llama import Mistral
 from outrider.models.qwen3_moe import read_rule
 
 EXPERT_NAMES = ("w1", "w3", "w2")  # gate, up and down in the checkpoint
+SPARSE = "block_sparse_moe"  # experts and their router in the checkpoint
+
+
+def published_name(name: str) -> str:
+    """A tensor's name in the checkpoint, for that of transformers' module, by which adapters name it."""
+    return name.replace(".mlp.", f".{SPARSE}.")
 
 
 class Mixtral(Mistral):
@@ -14,7 +20,10 @@ class Mixtral(Mistral):
 
     default_theta = 1_000_000.0
     default_eps = 1e-5
-    layer_names = LayerNames(mlp="block_sparse_moe")
+    layer_names = LayerNames(mlp=SPARSE)
+
+    def slot_name(self, name: str) -> str:
+        return published_name(name)
 
     def make_feed_forward(self, index: int) -> FeedForward:
         rule = read_rule(self.config.with_values({"norm_topk_prob": True}))

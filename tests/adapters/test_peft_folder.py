@@ -16,6 +16,7 @@ from outrider.adapters.peft_folder import AdapterError, PeftFolder
 from outrider.adapters.targets import ExpertsTarget, Targets
 from outrider.models.registry import build_model
 from tests.engine.harness import CONFIGS, random_model
+from tests.engine.recurrent_rig import HYBRIDS
 
 MODEL = random_model(CONFIGS["llama"], torch.float64, 7)
 TARGETS = Targets.from_model(MODEL)
@@ -165,11 +166,16 @@ EXPERTS: dict[str, Any] = CONFIGS["llama"] | {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "head_dim": 8, "norm_topk_prob": True,
 }
+MIXTRAL: dict[str, Any] = CONFIGS["llama"] | {
+    "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+}
+FIXED: dict[str, Any] = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+                         "head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:
     """The layout is read from the tensors: expert by expert, three axes, or PEFT's wrapper of a joint parameter."""
-    targets = Targets.from_model(random_model(EXPERTS, torch.float64, 7))
+    qwen = Targets.from_model(random_model(EXPERTS, torch.float64, 7))
     name = "base_model.model.model.layers.0.mlp.experts"
     generator = torch.Generator().manual_seed(3)
     a, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((4, 3, 32), (4, 48, 3)))
@@ -182,7 +188,12 @@ def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:
             each |= {f"{name}.{expert}.{matrix}.lora_A.weight": a[expert].clone(),
                      f"{name}.{expert}.{matrix}.lora_B.weight": b[expert, rows].clone()}
     changes = []
-    for place, tensors in enumerate((joint, wrapped, each)):
+    short = {"gate_proj": "w1", "up_proj": "w3", "mlp": "block_sparse_moe"}
+    mixtral = Targets.from_model(random_model(MIXTRAL, torch.float64, 7))
+    shortened = {renamed(key, short): tensor for key, tensor in each.items()}
+    cases = [*((tensors, qwen) for tensors in (joint, wrapped, each)),
+             *((tensors, mixtral) for tensors in (wrapped, each, shortened))]
+    for place, (tensors, targets) in enumerate(cases):
         adapter = read(write(tmp_path / str(place), tensors, r=3), targets)
         (entry,) = adapter.entries
         target = targets.all[entry.target]
@@ -191,4 +202,40 @@ def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:
         second = adapter.numbers[entry.b : entry.b + 4 * 48 * entry.rank].view(4, entry.rank, 48)
         changes.append(entry.scale * second.transpose(1, 2) @ first)
     assert torch.allclose(changes[0], 8 / 3 * b @ a)
-    assert torch.equal(changes[0], changes[1]) and torch.allclose(changes[0], changes[2])
+    assert all(torch.allclose(changes[0], change, rtol=1e-12) for change in changes[1:])
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    return ".".join(names.get(part, part) for part in name.split("."))
+
+
+SQUARE: dict[str, Any] = HYBRIDS["mamba2"] | {
+    "hybrid_override_pattern": "ME", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+def test_experts_are_changed_once_and_by_name(tmp_path: Path) -> None:
+    """An expert that is not there, a matrix that two modules change, and projections that cannot be told apart."""
+    name = "base_model.model.model.layers.0.mlp.experts"
+    targets = Targets.from_model(random_model(EXPERTS, torch.float64, 7))
+    joint = {f"{name}.gate_up_proj.lora_A.weight": torch.ones(4, 4, 32),
+             f"{name}.gate_up_proj.lora_B.weight": torch.ones(4, 48, 4)}
+    for place, (tensors, words) in enumerate((
+            (pair(f"{name}.4.up_proj", 4, 32, 24), r"the model has no layers.0.mlp.experts.4.up_proj"),
+            (joint | pair(f"{name}.3.up_proj", 4, 32, 24), "layers.0.mlp.experts is there twice"))):
+        with pytest.raises(AdapterError, match=words):
+            read(write(tmp_path / str(place), tensors), targets)
+    adapter = read(write(tmp_path / "own", pair(f"{name}.3.up_proj", 4, 32, 24) | pair(f"{name}.3.gate_proj", 4, 32, 24)
+                         | pair(f"{name}.3.down_proj", 4, 24, 32)), targets)
+    assert [entry.rank for entry in adapter.entries] == [4, 8]
+    square = Targets.from_model(random_model(SQUARE, torch.float64, 7))
+    wrapped = pair("base_model.model.backbone.layers.1.mixer.experts", 16)
+    with pytest.raises(AdapterError, match=r"both projections of the experts have the shape \[32, 32\]"):
+        read(write(tmp_path / "square", wrapped), square)
+
+
+def test_experts_that_cannot_be_changed_are_named(tmp_path: Path) -> None:
+    fixed = Targets.from_model(random_model(CONFIGS["llama"] | FIXED, torch.float64, 7))
+    with pytest.raises(AdapterError, match="experts with biases, or whose weights are stored input by output, take no"):
+        read(write(tmp_path, pair("base_model.model.model.layers.0.mlp.experts", 16)), fixed)
