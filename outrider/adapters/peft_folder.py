@@ -53,7 +53,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # Initialisations that change the base model: the adapter belongs to those weights, not to the ones that are served.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", *REFUSED}
-# What is adapted is read from the tensors; the rest says how the adapter was trained.
+# What is adapted is read from the tensors (target_parameters say by which names patterns match them); the rest says how
+# the adapter was trained.
 HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
@@ -86,6 +87,7 @@ class PeftFolder:
     base_shapes: Mapping[str, tuple[int, ...]]  # of base weights that were saved beside the factors
     _ranks: Mapping[str, Any] = field(repr=False)
     _alphas: Mapping[str, Any] = field(repr=False)
+    _parameters: tuple[str, ...] = ()  # ends of the names of parameters that are adapted by themselves
     _rank: int = 8
     _alpha: float = 8.0
     _is_rank_stabilized: bool = False
@@ -96,19 +98,25 @@ class PeftFolder:
         config = _read_config(path)
         pairs, base_shapes = _read_pairs(path / TENSORS)
         return cls(path, pairs, base_shapes, _ranks=_pattern(path, config, "rank_pattern"),
-                   _alphas=_pattern(path, config, "alpha_pattern"), _rank=_positive(path, config, "r", 8),
+                   _alphas=_pattern(path, config, "alpha_pattern"), _parameters=_parameters(path, config),
+                   _rank=_positive(path, config, "r", 8),
                    _alpha=_number(path, "lora_alpha", config.get("lora_alpha", 8)),
                    _is_rank_stabilized=_switch(path, config, "use_rslora"))
 
     def scale(self, module: str) -> float:
         """The factor of a module's product."""
-        rank = _matched(self._ranks, module, self._rank)
-        alpha = _matched(self._alphas, module, self._alpha)
+        alpha, rank = _matched(self._alphas, self._key(module), self._alpha), self.rank(module)
         return float(alpha / (math.sqrt(rank) if self._is_rank_stabilized else rank))
 
     def rank(self, module: str) -> int:
         """The rank that the config gives a module."""
-        return int(_matched(self._ranks, module, self._rank))
+        return int(_matched(self._ranks, self._key(module), self._rank))
+
+    def _key(self, module: str) -> str:
+        """The name that PEFT matches patterns with: that of the weight where the parameter is adapted, not the
+        module."""
+        weight = f"{module}.weight"
+        return weight if any(f".{weight}".endswith(f".{name}") for name in self._parameters) else module
 
     def read(self, wanted: Callable[[str, FactorPair, torch.Tensor, torch.Tensor], None]) -> None:
         """Call `wanted` with every module and its two factors, one module after the other."""
@@ -182,6 +190,13 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
     if not pairs:
         raise AdapterError(f"{file} holds no tensors")
     return pairs, base_shapes
+
+
+def _parameters(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    given = config.get("target_parameters") or ()
+    if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) for name in given):
+        raise AdapterError(f"{path / CONFIG}: target_parameters must be a list of names, got {shown(given)}")
+    return tuple(name for name in given if name.endswith(".weight"))
 
 
 def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -52,6 +52,9 @@ def test_an_adapter_takes_the_room_of_its_own_rank(tmp_path: Path) -> None:
     ({"use_rslora": True}, 4.0), ({"alpha_pattern": {"q_proj": 16}}, 4.0), ({"alpha_pattern": {"k_proj": 16}}, 2.0),
     ({"r": 2, "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 4}}, 2.0), ({"lora_alpha": 4}, 1.0),
     ({"alpha_pattern": {r".*\.(?:self_attn|mlp)\.q_pro.?": 16}}, 4.0),
+    ({"target_parameters": ["q_proj.weight"], "alpha_pattern": {"q_proj.weight": 16, "q_proj": 4}}, 4.0),
+    ({"target_parameters": ["q_proj.weight"], "alpha_pattern": {"q_proj": 4}, "rank_pattern": {"q_proj": 2}}, 2.0),
+    ({"target_parameters": ["k_proj.weight"], "alpha_pattern": {"q_proj.weight": 16}}, 2.0),
 ])
 def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
     (entry,) = read(write(tmp_path, **config)).entries
@@ -73,6 +76,7 @@ def test_scales_follow_ranks_and_patterns(tmp_path: Path, config: dict[str, Any]
     ({"lora_alpha": 10**400}, "lora_alpha must be a number greater than 0"),
     ({"use_rslora": "no"}, "use_rslora must be true or false, got 'no'"),
     ({"lora_alpha": 1e308}, "self_attn.q_proj the scale 2.5e"),
+    ({"target_parameters": "q_proj.weight"}, "target_parameters must be a list of names, got 'q_proj.weight'"),
     ({"rank_pattern": {"(": 2}}, "is no regular expression"),
     ({"rank_pattern": {"(l*)*x": 2}}, r"'\(l\*\)\*x' repeats too much"),
     ({"alpha_pattern": {"l?" * 30 + "l" * 30: 2}}, "repeats too much"),
