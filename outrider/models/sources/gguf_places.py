@@ -109,6 +109,12 @@ def halves_of_heads(key: str) -> RowOrder:
     return rows
 
 
+def reordered(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
+    """Queries and keys of a converter that interleaves them for Llama's rope."""
+    return {"attn_q.weight": (TensorPlace(f"{prefix}.q_proj.weight", halves_of_heads("attention.head_count")),),
+            "attn_k.weight": (TensorPlace(f"{prefix}.k_proj.weight", halves_of_heads("attention.head_count_kv")),)}
+
+
 def _largest(value: int | list[int] | None) -> int:
     """A number of heads, of which layers without attention have none."""
     return max(value) if isinstance(value, list) else value or 0
@@ -178,10 +184,7 @@ MLP = weights({f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "dow
 TWO_NORMS = weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
 HEAD_NORMS = weights({"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
 BIASES = {f"attn_{part}.bias": (TensorPlace(f"self_attn.{part}_proj.bias"),) for part in "qkv"}
-REORDERED = {
-    "attn_q.weight": (TensorPlace("self_attn.q_proj.weight", halves_of_heads("attention.head_count")),),
-    "attn_k.weight": (TensorPlace("self_attn.k_proj.weight", halves_of_heads("attention.head_count_kv")),),
-}
+REORDERED = reordered("self_attn")
 _GEMMA_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
                 "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
                 "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -215,7 +218,10 @@ DEEPSEEK_INDEXED = {
 }
 
 NEMOTRON_H = {
-    **attention("mixer"), **experts("mixer.", "mixer.gate"), **shared_expert("mixer.shared_experts"),
+    **attention("mixer"),
+    # Nothing rotates them, and scores are the same in every order: adapters need the order of the model's makers.
+    **reordered("mixer"),
+    **experts("mixer.", "mixer.gate"), **shared_expert("mixer.shared_experts"),
     **weights({"attn_norm": "norm", "ssm_in": "mixer.in_proj", "ssm_out": "mixer.out_proj", "ffn_up": "mixer.up_proj",
                "ffn_down": "mixer.down_proj", "ffn_latent_down": "mixer.fc1_latent_proj",
                "ffn_latent_up": "mixer.fc2_latent_proj"}),
