@@ -47,6 +47,10 @@ class AdapterRead:
     error: str | None = None  # what is wrong with the adapter
 
 
+class AdaptersInUse(ValueError):
+    """There is no room for a further adapter in the host's memory until requests end."""
+
+
 AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from outrider.core.lora_request import AdapterRead, LoRARequest
+from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 from outrider.runner.commands import Answer, Command
+
+MAX_REPLACED = 1024  # loads whose names are remembered for requests that were checked before a newer load came
 
 
 class Order(Protocol):
@@ -57,6 +59,7 @@ class AdapterRegistry:
         self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
         self._current: dict[str, int] = {}  # number of the newest load by name, among those that have been read
         self._paths: dict[str, str] = {}  # of names that were given to keep, loaded or not
+        self._replaced: OrderedDict[int, str] = OrderedDict()  # names of loads that were dropped for a newer one
 
     # Names
 
@@ -110,7 +113,8 @@ class AdapterRegistry:
 
     def hold(self, number: int | None) -> None:
         """Keep a load until `release`, for requests that are not added yet."""
-        self.check(number)
+        if number is not None and number not in self.sizes:
+            raise UnknownAdapter("the request's adapter has been removed: ask for it again")
         if number is not None:
             self._loads[number].num_holders += 1
 
@@ -148,10 +152,15 @@ class AdapterRegistry:
 
     # Requests
 
-    def check(self, number: int | None) -> None:
-        """Refuse a request whose adapter is not loaded any more."""
-        if number is not None and number not in self.sizes:
+    def newest(self, number: int | None) -> int | None:
+        """The load for a request that is about to be added: its own, or the one that has replaced that one since the
+        request was checked. Refuses a request whose adapter is not loaded any more."""
+        if number is None or number in self.sizes:
+            return number
+        newer = self._current.get(self._replaced.get(number, ""))
+        if newer is None:
             raise UnknownAdapter("the request's adapter has been removed: ask for it again")
+        return newer
 
     def enter(self, number: int | None) -> None:
         if number is not None:
@@ -191,8 +200,8 @@ class AdapterRegistry:
         while len(self._loads) >= self._max_loaded:
             idle = next((load for load in self._loads.values() if load.is_idle and load is not before), None)
             if idle is None:
-                raise ValueError(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and all of them have "
-                                 "requests: raise max_cpu_loras")
+                raise AdaptersInUse(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and all of them have "
+                                    "requests: raise max_cpu_loras")
             self._drop(idle)
 
     def _serve(self, load: AdapterLoad) -> None:
@@ -212,6 +221,9 @@ class AdapterRegistry:
     def _drop_replaced(self, load: AdapterLoad) -> None:
         if load.is_replaced and load.is_idle:
             self._drop(load)
+            self._replaced[load.number] = load.name
+            if len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
 
     def _drop(self, load: AdapterLoad) -> None:
         self._forget(load.number)

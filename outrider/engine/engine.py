@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -131,9 +131,9 @@ class Engine:
         for request_id in requests:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
-        for asked in requests.values():
-            if self.adapters is not None:
-                self.adapters.check(asked.adapter)
+        if self.adapters is not None:
+            requests = {request_id: replace(asked, adapter=self.adapters.newest(asked.adapter))
+                        for request_id, asked in requests.items()}
         seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
                   for index, (request_id, asked) in enumerate(requests.items())}
         self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])

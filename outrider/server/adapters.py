@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from outrider.async_llm import AsyncLLM
-from outrider.core.lora_request import LoRARequest
+from outrider.core.lora_request import AdaptersInUse, LoRARequest
 from outrider.engine.adapters import UnknownAdapter
-from outrider.server.errors import ApiError
+from outrider.server.errors import ApiError, bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 
 
@@ -45,6 +45,8 @@ class ServedAdapters:
         try:
             own = NamedAdapter(name, path_below(self._root, path))
             await llm.add_lora(replace(own.request, load_inplace=True))
+        except AdaptersInUse as error:
+            raise bad_value(error) from None
         except ValueError as error:
             raise ApiError(400, str(error), param="lora_path") from None
         self._named[name] = own

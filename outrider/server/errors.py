@@ -6,8 +6,11 @@ A message says what was wrong with the request. Paths, stack traces and texts of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any
+
+from outrider.core.lora_request import AdaptersInUse
 
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
@@ -52,9 +55,12 @@ class ApiError(Exception):
         return other
 
 
-def bad_value(error: ValueError, fields: Any = ()) -> ApiError:
-    """A request that the engine refused. Its message names the field first, if one field is at fault."""
-    message = PARAMS.sub("", str(error))
+def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, str]] = ()) -> ApiError:
+    """A request that the engine refused. Its message names the field first, if one field is at fault. `names`: names in
+    the message, each with the body's own."""
+    if isinstance(error, AdaptersInUse):
+        return ApiError(429, str(error), retry_after=1)
+    message = PARAMS.sub("", reduce(lambda text, name: text.replace(*name), names, str(error)))
     found = OWNER.match(message)
-    names = PROMPTS if message.startswith(("the prompt ", "prompt token ")) else (found[1],) if found else ()
-    return ApiError(400, message, param=next((name for name in names if name in fields), None))
+    owners = PROMPTS if message.startswith(("the prompt ", "prompt token ")) else (found[1],) if found else ()
+    return ApiError(400, message, param=next((name for name in owners if name in fields), None))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
@@ -190,8 +190,7 @@ class Service:
         try:
             return await self.host.llm.check(given, params, body.priority or 0, self.adapters.find(body.model_name))
         except ValueError as error:
-            message = reduce(lambda text, name: text.replace(*name), names, str(error))
-            raise bad_value(ValueError(message), type(body).model_fields) from None
+            raise bad_value(error, type(body).model_fields, names) from None
 
     def deadline(self, body: Scheduled) -> float | None:
         """Seconds that the request may take: its own limit or the server's, whichever is less."""

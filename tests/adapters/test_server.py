@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from outrider.adapters import LoRARequest
 from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
 from outrider.core.params import SamplingParams
+from outrider.engine.adapter_loading import need_registry
+from outrider.engine.adapters import UnknownAdapter
 from outrider.llm import LLM
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 from outrider.server.settings import ServerConfig
@@ -156,3 +159,43 @@ def test_files_that_are_links_out_of_the_root_are_refused(tmp_path: Path) -> Non
     (own / "adapter_config.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(ValueError, match="no folder below"):
         path_below(str(tmp_path / "root"), "own")
+
+
+def test_a_request_that_was_checked_before_a_reload_has_the_newer_adapter(root: Path, texts: dict[str, str]) -> None:
+    """The reload ends after the request was checked and before it is added. An adapter that was removed is refused."""
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+
+    async def run() -> None:
+        async with AsyncLLM.around(tiny_engine(**ADAPTERS).engine) as llm:
+            for name in ("sql", "law"):
+                (request,) = await llm.check([PROMPT], params, 0, LoRARequest("own", 1, str(root / "sql")))
+                await llm.add_lora(LoRARequest("own", 1, str(root / name), load_inplace=True))
+                *_, last = [output async for output in llm.follow(request, name)]
+                *_, wanted = [output async for output in llm.generate(
+                    PROMPT, params, f"{name} again", lora_request=LoRARequest("own", 1, str(root / name)))]
+                assert last.outputs[0].token_ids == wanted.outputs[0].token_ids
+                assert request.adapter not in need_registry(llm.engine.adapters).sizes
+            (request,) = await llm.check([PROMPT], params, 0, LoRARequest("own", 1, str(root / "law")))
+            await llm.remove_lora("own")
+            with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
+                [output async for output in llm.follow(request, "removed")]
+
+    asyncio.run(run())
+
+
+def test_clients_may_try_again_when_all_adapters_have_requests(root: Path) -> None:
+    """One adapter fits into the host's memory, and requests are about to be added with it."""
+    llm = AsyncLLM.around(tiny_engine(**ADAPTERS | {"max_loras": 1, "max_cpu_loras": 1}).engine)
+    registry = need_registry(llm.engine.adapters)
+    with serving(lambda: llm, api_key=("secret",), admin=True, lora_root=str(root),
+                 lora_modules=(f"law={root / 'law'}",)) as made:
+        made.http.headers.update(KEY)
+        asked = LoRARequest("sql", 1, str(root / "sql"))
+        number = llm._owner.call(lambda: registry.begin(asked)).result()
+        posts = [("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "model": "law"}),
+                 ("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "other"})]
+        answers = [made.http.post(path, json=body) for path, body in posts]
+        assert [(each.status_code, each.headers["retry-after"]) for each in answers] == [(429, "1")] * 2
+        assert "1 adapters are loaded (max_cpu_loras), and all of them have requests" in answers[0].text
+        llm._owner.call(lambda: registry.release(number)).result()
+        assert [made.http.post(path, json=body).status_code for path, body in posts] == [200, 200]
