@@ -47,9 +47,11 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
 
 def _place(problem: Problem, body: Any) -> list[str]:
     """Where in the body a problem is. Pydantic also names the alternatives of unions, which the body does not have."""
-    place, value = [], body
-    for part in problem["loc"][1:]:  # behind "body"
+    place, value, parts = list[str](), body, problem["loc"][1:]  # behind "body"
+    for index, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
             place.append(str(part))
             value = value[part]
-    return [*place, str(problem["loc"][-1])] if problem["type"] == "missing" and len(problem["loc"]) > 1 else place
+        elif problem["type"] == "missing" and index == len(parts) - 1:  # a field that is null is read as missing, too
+            place.append(str(part))
+    return place

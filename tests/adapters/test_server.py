@@ -97,6 +97,11 @@ def test_only_folders_below_the_root_are_loaded(served: Served, path: str) -> No
     assert served.post("/v1/completions", model="new", prompt="x").status_code == 404
 
 
+@pytest.mark.parametrize("body", [{"lora_name": "new"}, {"lora_name": "new", "lora_path": None}])
+def test_a_field_that_is_missing_or_null_is_named_once(served: Served, body: dict[str, Any]) -> None:
+    assert served.error("/v1/load_lora_adapter", **body)["message"] == "lora_path: Field required"
+
+
 def test_a_broken_adapter_is_refused_by_its_name(served: Served, texts: dict[str, str]) -> None:
     error = served.error("/v1/load_lora_adapter", lora_name="bad", lora_path="bad")
     assert "holds NaN or Inf" in error["message"]
