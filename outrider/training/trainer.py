@@ -21,6 +21,7 @@ from outrider.training.vocabulary import DraftVocabulary
 from outrider.training.workspace import Workspace
 
 LEAST_GAIN = 0.005  # of the mean run, to count as better
+LEAST_RUN = 1.1  # a run with a smaller mean run is still at its beginning, and has not stalled
 REPORT_SECONDS = 5.0
 
 
@@ -46,7 +47,8 @@ class Trainer:
 
     @property
     def best(self) -> Evaluation:
-        return max(self.evaluations, key=lambda evaluation: evaluation.acceptance.mean_run)
+        """The evaluation with the largest mean run, and of equal ones the last, whose loss is lower."""
+        return max(reversed(self.evaluations), key=lambda evaluation: evaluation.acceptance.mean_run)
 
     @property
     def num_steps_done(self) -> int:
@@ -109,7 +111,7 @@ class Trainer:
     def _evaluate(self) -> None:
         acceptance = self.measure()
         losses, state = self._state.losses, self._state
-        is_best = not state.evaluations or acceptance.mean_run > self.best.acceptance.mean_run
+        is_best = not state.evaluations or acceptance.mean_run >= self.best.acceptance.mean_run
         found = Evaluation(state.step, sum(losses) / max(1, len(losses)), acceptance)
         best = {name: weight.detach().clone() for name, weight in self._trainee.weights.items()}
         self._state = replace(state, best=best if is_best else state.best, losses=[],
@@ -130,9 +132,10 @@ class Trainer:
         return total
 
     def _has_stalled(self) -> bool:
-        """Whether the last `patience` evaluations brought nothing over the best before them."""
+        """Whether the last `patience` evaluations brought nothing over the best before them. A run of which no draft is
+        accepted yet goes on: its loss falls long before its acceptance rises."""
         runs, patience = [evaluation.acceptance.mean_run for evaluation in self.evaluations], self._settings.patience
-        if len(runs) <= patience:
+        if len(runs) <= patience or max(runs) < LEAST_RUN:
             return False
         return max(runs[-patience:]) < max(runs[:-patience]) + LEAST_GAIN
 

@@ -1,0 +1,27 @@
+"""When a run ends early, and which weights it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.training.loss import HeldOutAcceptance
+from outrider.training.trainer import Trainer
+from tests.training.runs import train
+
+
+def steps_of(folder: Path, accepted: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """(steps, best step) of a run of 6 steps whose every measurement is the same: accepted of 100 places."""
+    monkeypatch.setattr(Trainer, "measure", lambda self: HeldOutAcceptance(100, (accepted,)))
+    done = train(folder, passes=1, epochs=3, evaluations=6, patience=1)
+    return done.num_steps, done.best.step
+
+
+def test_a_run_ends_early_where_acceptance_no_longer_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps_of(tmp_path / "head", 50, monkeypatch) == (2, 2)
+
+
+def test_a_run_does_not_end_before_drafts_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance rises long after the loss begins to fall. Of equal weights the last are the best trained."""
+    assert steps_of(tmp_path / "head", 3, monkeypatch) == (6, 6)
