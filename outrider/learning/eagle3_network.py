@@ -48,7 +48,7 @@ class Eagle3Network(NamedLayers):
         """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds:
         [texts, length, hidden] embeddings of the tokens; taps: [texts, length, taps, hidden]."""
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds[:, 1:])
-        hidden = self._consume(taps[:, :-1])
+        hidden = self._consume(taps[:, :-1], embeds.dtype)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in range(num_passes):
@@ -70,11 +70,12 @@ class Eagle3Network(NamedLayers):
             yield output
             hidden = output if self._form.feeds_back_normed else stream
 
-    def _consume(self, taps: torch.Tensor) -> torch.Tensor:
+    def _consume(self, taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """dtype: of the weights; a target's states may be narrower or wider."""
         if self._form.norms_taps:
-            normed = [self._norm(f"fc_norm.{index}", tap) for index, tap in enumerate(taps.unbind(dim=2))]
+            normed = [self._norm(f"fc_norm.{index}", tap.to(dtype)) for index, tap in enumerate(taps.unbind(dim=2))]
             taps = torch.stack(normed, dim=2)
-        return wide(self._linear("fc", wide(taps.flatten(2))))
+        return wide(self._linear("fc", taps.flatten(2).to(dtype)))
 
     def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
         """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,

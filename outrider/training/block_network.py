@@ -26,10 +26,11 @@ class BlockNetwork(NamedLayers):
         known tokens and of masks; anchors: [texts, blocks] positions of the last known tokens; taps: [texts, length,
         taps, hidden]."""
         rows = embeds.shape[2]
-        context = self._norm("hidden_norm", self._linear("fc", wide(taps.flatten(2))))
+        dtype = self._weights["fc.weight"].dtype  # a target's states may be narrower or wider
+        context = self._norm("hidden_norm", self._linear("fc", taps.flatten(2).to(dtype)))
         places = anchors[..., None] + torch.arange(rows, device=anchors.device)  # [texts, blocks, rows]
         before = torch.arange(taps.shape[1], device=anchors.device) < anchors[..., None]  # [texts, blocks, length]
-        x = wide(embeds)
+        x = embeds.to(dtype)
         for index in range(self._sizes.num_layers):
             prefix = f"layers.{index}"
             mixed = self._attend(prefix, self._norm(f"{prefix}.input_layernorm", x), context, places, before)
