@@ -50,9 +50,13 @@ class AnswerPlan:
         return SamplingParams(temperature=temperature, seed=self.seed_of(index), detokenize=False,
                               max_tokens=self.settings.max_answer_tokens)
 
-    def prompt_params(self, index: int, has_passage: bool) -> SamplingParams:
-        """Sampling parameters of a request that writes a prompt."""
-        most = min(PASSAGE_TOKENS if has_passage else SELF_PROMPT_TOKENS, self.settings.max_prompt_tokens)
+    def prompt_params(self, index: int, own: SelfPrompts) -> SamplingParams:
+        """Sampling parameters of a request that writes a prompt: one that ends where the longest prompt does."""
+        room = self.settings.max_prompt_tokens - own.num_given_tokens(index)
+        if room < 1:
+            raise ValueError(f"prompts of {self.settings.max_prompt_tokens} tokens leave the model no room to write "
+                             "one: raise --max-prompt-tokens, or give prompts (--prompts FILE)")
+        most = min(PASSAGE_TOKENS if "\n" in own.opener(index) else SELF_PROMPT_TOKENS, room)
         return SamplingParams(temperature=1.0, seed=self.seed_of(index, is_prompt=True), max_tokens=most,
                               detokenize=False)
 
@@ -94,7 +98,7 @@ def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int
              known: set[tuple[int, ...]]) -> dict[int, list[int]]:
     """Prompts that the target writes, without those that it wrote before (`known`, which grows)."""
     seeds = [own.seed_prompt(index) for index in indexes]
-    params = [plan.prompt_params(index, "\n" in own.opener(index)) for index in indexes]
+    params = [plan.prompt_params(index, own) for index in indexes]
     outputs = _finished(llm, seeds, params)
     prompts: dict[int, list[int]] = {}
     for index, output in zip(indexes, outputs, strict=True):

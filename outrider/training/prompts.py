@@ -71,7 +71,7 @@ def _json(place: str, text: str) -> Any:
 def _encode(place: str, item: Any, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
     if isinstance(item, dict) and isinstance(item.get("prompt_token_ids"), list):
         ids = item["prompt_token_ids"]
-        if not all(isinstance(token, int) and 0 <= token < vocab_size for token in ids):
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             raise ValueError(f"{place}: prompt_token_ids must be token ids below {vocab_size}")
         return list(ids)
     messages = _messages(place, item)
@@ -122,6 +122,12 @@ class SelfPrompts:
         first = None if self._tokenizer is None else self._tokenizer.bos_token_id
         # Without a token that begins texts every token begins some.
         return [index % self._vocab_size if first is None else first]
+
+    def num_given_tokens(self, index: int) -> int:
+        """Tokens of prompt `index` that the target does not write: those of the template, and the words of a task."""
+        if self._turn and self._tokenizer is not None:
+            return len(self._tokenizer.encode_chat([{"role": "user", "content": self.opener(index)}]))
+        return len(self.seed_prompt(index))
 
     def prompt_from(self, index: int, written: list[int], eos_ids: tuple[int, ...]) -> list[int] | None:
         """Prompt `index`, of which the target wrote this; None if it wrote nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,20 @@ def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, cha
     assert len({text.prompt for text in texts}) == len(texts) > 6
     assert 3 < sum(text.is_greedy for text in texts) < len(texts)
     assert all(1 <= len(text.answer) <= 8 for text in texts)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_prompts_that_the_target_writes_end_at_the_longest_prompt(chat_model: Path, has_template: bool) -> None:
+    """A model that does not end its turn would otherwise write prompts that are too long, and all would be dropped."""
+    tokenizer = Tokenizer.from_folder(chat_model) if has_template else None
+    own, settings = SelfPrompts(tokenizer, 260), TrainingSettings(max_prompt_tokens=120, max_answer_tokens=8)
+    for index in (0, 2, 6):
+        most = AnswerPlan(settings, 12, []).prompt_params(index, own).max_tokens
+        assert most is not None
+        prompt = own.prompt_from(index, [65] * most, ())
+        assert prompt is not None and len(prompt) == 120
+    with pytest.raises(ValueError, match="leave the model no room to write one: raise --max-prompt-tokens"):
+        AnswerPlan(replace(settings, max_prompt_tokens=1), 12, []).prompt_params(0, own)
 
 
 def test_a_prompt_of_a_file_that_comes_again_is_answered_the_other_way() -> None:

@@ -91,6 +91,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path) -> None:
     for name, content, words in (
         ("a.jsonl", '{"prompt_token_ids": [1, 2]}\n{"answer": "x"}', r"line 2 must be a text, or an object"),
         ("a.jsonl", '{"prompt_token_ids": [128]}', "token ids below 128"),
+        ("a.jsonl", '{"prompt_token_ids": [1, true]}', "line 1: prompt_token_ids must be token ids"),
         ("a.jsonl", "{", "line 1 is not valid JSON"),
         ("a.json", '{"prompt": "x"}', "must hold a list"),
         ("a.txt", "Hello", "the model has no tokenizer files"),
