@@ -115,6 +115,9 @@ def _texts(target: ServedTarget, config: EngineConfig, settings: TrainingSetting
     if not texts.training or not texts.held_out:
         raise ValueError(f"{len(texts.training)} texts to train on and {len(texts.held_out)} greedy ones to measure "
                          "with are too few: raise --num-texts, or give more prompts (--prompts FILE)")
+    if not any(text.num_places(settings.passes) for text in texts.held_out):
+        raise ValueError(f"the held-out answers are too short to measure {settings.passes} drafts with: lower "
+                         "--passes, raise --max-answer-tokens, or give more prompts (--prompts FILE)")
     return texts
 
 

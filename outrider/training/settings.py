@@ -53,6 +53,9 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         check_fields("", self)
         self._check_method()
+        if self.passes > self.max_answer_tokens:
+            raise ValueError(f"answers of {self.max_answer_tokens} tokens are too short for {self.passes} drafts: "
+                             "lower passes, or raise max_answer_tokens")
         if self.max_text_tokens > self.micro_tokens:
             raise ValueError(f"a text may have {self.max_text_tokens} tokens (max_prompt_tokens + max_answer_tokens), "
                              f"and only {self.micro_tokens} are computed at once: raise micro_tokens, or lower those")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.training.workspace import replace_file
@@ -29,6 +29,10 @@ class TrainingText:
     @property
     def prompt(self) -> tuple[int, ...]:
         return self.tokens[: self.answer_from]
+
+    def num_places(self, num_drafts: int) -> int:
+        """Places where the next `num_drafts` tokens are the answer's. Nothing is drafted after a text's first token."""
+        return max(0, len(self.tokens) - num_drafts - max(1, self.answer_from - 1))
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -57,10 +61,14 @@ class TextStore:
         replace_file(self.shard_path(index), lambda path: save_file(values, path))
 
     def read(self, index: int) -> Iterator[TrainingText]:
-        with safe_open(self.shard_path(index), framework="pt") as file:
-            tokens, lengths, answer_from, is_greedy = (
-                file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_from", "is_greedy")
-            )
+        try:
+            with safe_open(self.shard_path(index), framework="pt") as file:
+                tokens, lengths, answer_from, is_greedy = (
+                    file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_from", "is_greedy")
+                )
+        except SafetensorError as error:
+            raise ValueError(f"{self.shard_path(index)} is damaged ({error}): delete it, and --resume generates its "
+                             "texts again") from None
         start = 0
         for length, first, greedy in zip(lengths, answer_from, is_greedy, strict=True):
             yield TrainingText(tuple(tokens[start : start + length]), first, greedy)

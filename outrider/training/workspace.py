@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from outrider.training.settings import changed_settings
 
 GIB = 1 << 30
@@ -37,21 +39,29 @@ class Workspace:
 
     def check_empty(self, *, resume: bool) -> None:
         """Refuse a folder that holds anything, unless the run resumes what is in it."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"--out: {self.folder} is not a folder")
-        if not self.folder.exists() or resume:
-            return
-        if any(self.folder.iterdir()):
-            advice = "--resume goes on with it; to begin anew, " if self._settings.exists() else ""
-            raise ValueError(f"--out: {self.folder} is not empty: {advice}name another folder")
+        existing = self._nearest_existing()
+        if not existing.is_dir():
+            raise ValueError(f"--out: {existing} is not a folder")
+        names = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
+        if self._settings.exists():
+            if not resume:
+                raise ValueError(f"--out: {self.folder} is not empty: --resume goes on with it; to begin anew, name "
+                                 "another folder")
+        elif names - {self.inner.name} or (names and not resume):  # a killed run may leave an empty inner folder
+            reason = "is not empty, and holds no run that could be resumed" if resume else "is not empty"
+            raise ValueError(f"--out: {self.folder} {reason}: name another folder")
 
     def check_room(self, needed: int, what: str) -> None:
         """Refuse to begin what would fill the disk."""
-        existing = next(path for path in (self.folder, *self.folder.resolve().parents) if path.exists())
+        existing = self._nearest_existing()
         free = shutil.disk_usage(existing).free
         if free < needed:
             raise ValueError(f"--out: {what} needs {needed / GIB:.2f} GiB, and {existing} has {free / GIB:.2f} GiB "
                              "free: free some, or name a folder on another disk")
+
+    def _nearest_existing(self) -> Path:
+        """The folder itself, or the first of its parents that exists."""
+        return next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
 
     def open(self, settings: dict[str, Any]) -> None:
         """Make the folders, and note the settings, or hold a resumed run to those that are noted."""
@@ -59,20 +69,31 @@ class Workspace:
         if not self._settings.exists():
             write_text(self._settings, json.dumps(settings, indent=2) + "\n")
             return
-        before = json.loads(self._settings.read_text(encoding="utf-8"))
+        try:
+            before = dict(json.loads(self._settings.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--resume: {self._settings} does not hold the settings of a run ({error}): name another "
+                             "folder to begin anew") from None
         if changed := changed_settings(before, settings):
             listed = ", ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in changed)
             raise ValueError(f"--resume: the run in {self.folder} has other settings: {listed}")
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: under another name first, then renamed. A killed process leaves the old file."""
+    """Write a file atomically: under another name first, then renamed. A killed process leaves the old file. Raises
+    OSError with the file's name if it cannot be written."""
     other = path.with_name(path.name + ".part")
     try:
+        other.touch()
+        mode = other.stat().st_mode  # safetensors would write a file that its owner alone can read
         write(other)
+        other.chmod(mode)
         with open(other, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(other, path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} cannot be written: {error}; once there is room, --resume goes on from what is "
+                      "there") from error
     finally:
         other.unlink(missing_ok=True)
 

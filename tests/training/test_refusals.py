@@ -14,6 +14,7 @@ from outrider.commands.loading import Loaded
 from outrider.config import EngineConfig
 from outrider.training.run import train_drafter
 from outrider.training.settings import TrainingSettings
+from outrider.training.texts import SplitTexts, TrainingText
 from outrider.training.workspace import Workspace
 from tests.engine.harness import tiny_model
 from tests.training.runs import ASSETS, SMALL, engine_config, loaded, prompts_of, train, write_prompts
@@ -32,6 +33,8 @@ def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     out = ("--out", tmp_path / "head")
     assert "--out" in refused(capsys, TARGET)
     assert "'medusa' is not one of eagle3" in refused(capsys, TARGET, *out, "--method", "medusa")
+    assert "too short for 9 drafts: lower passes" in refused(
+        capsys, TARGET, *out, "--passes", 9, "--max-answer-tokens", 8)
     assert "passes must be" in refused(capsys, TARGET, *out, "--passes", 99)
     assert "an integer from 0 to 4096, got 5000" in refused(capsys, TARGET, *out, "--markov-rank", 5000)
     assert "raise --micro-tokens" in refused(capsys, TARGET, *out, "--markov-rank", 0, "--micro-tokens", 64)
@@ -55,7 +58,21 @@ def test_a_folder_that_is_not_empty(capsys: pytest.CaptureFixture[str], tmp_path
     assert "is not empty: name another folder" in refused(capsys, TARGET, "--out", tmp_path)
     Workspace(tmp_path).open({})
     assert "--resume goes on with it; to begin anew, name another folder" in refused(capsys, TARGET, "--out", tmp_path)
-    assert "is not a folder" in refused(capsys, TARGET, "--out", tmp_path / "notes.txt")
+    for path in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "head"):
+        assert "notes.txt is not a folder" in refused(capsys, TARGET, "--out", path)
+
+
+def test_resume_does_not_write_into_a_folder_that_holds_no_run(capsys: pytest.CaptureFixture[str],
+                                                               tmp_path: Path) -> None:
+    """Another model's files would be replaced. An empty inner folder is what a run that was killed at once leaves."""
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no run that could be resumed" in refused(capsys, TARGET, "--out", tmp_path, "--resume")
+    (tmp_path / "training").mkdir()
+    assert "holds no run that could be resumed" in refused(capsys, TARGET, "--out", tmp_path, "--resume")
+    (tmp_path / "config.json").unlink()
+    Workspace(tmp_path).check_empty(resume=True)
+    with pytest.raises(ValueError, match="is not empty: name another"):
+        Workspace(tmp_path).check_empty(resume=False)
 
 
 def test_a_target_without_the_taps(tmp_path: Path) -> None:
@@ -107,3 +124,11 @@ def test_too_few_texts_to_hold_any_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="are too few: raise --num-texts"):
         train_drafter(loaded("target"), engine_config("target"), TrainingSettings(**SMALL),
                       Workspace(tmp_path / "head"), prompts_file=prompts)
+
+
+def test_held_out_answers_that_are_too_short_to_measure_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that was measured at no place would be chosen by nothing."""
+    monkeypatch.setattr("outrider.training.run.split_texts", lambda texts, share: SplitTexts(
+        texts, [TrainingText(text.tokens[: text.answer_from + 3], text.answer_from, True) for text in texts]))
+    with pytest.raises(ValueError, match="too short to measure 4 drafts with: lower --passes"):
+        train(tmp_path / "head", num_prompts=3, max_answer_tokens=5)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from outrider.training.checkpoint import TrainingCheckpoint
-from outrider.training.workspace import Workspace
+from outrider.training.texts import TextStore, TrainingText
+from outrider.training.workspace import Workspace, replace_file, write_text
 from tests.training.runs import train
 
 RUN: dict[str, Any] = {"passes": 2, "epochs": 3, "evaluations": 3}
@@ -85,3 +87,32 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         TrainingCheckpoint.read(tmp_path / "checkpoint.safetensors")
+
+
+def test_a_damaged_file_of_the_run_is_named(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    workspace.open({})
+    (workspace.inner / "settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"settings\.json does not hold the settings of a run"):
+        workspace.open({})
+    TextStore(tmp_path).shard_path(0).write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"texts-00000\.safetensors is damaged .*: delete it, and --resume"):
+        TextStore(tmp_path).read_all()
+
+
+def test_files_of_a_drafter_can_be_read_by_those_who_may_read_new_files(tmp_path: Path) -> None:
+    """A server often runs as another user than the one that trained the drafter."""
+    (tmp_path / "new").touch()
+    TextStore(tmp_path).write(0, [TrainingText((1, 2, 3), 1, True)])
+    write_text(tmp_path / "notes.txt", "")
+    modes = {(tmp_path / name).stat().st_mode for name in ("new", "notes.txt", "texts-00000.safetensors")}
+    assert len(modes) == 1
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
+    def full_disk(path: Path) -> None:
+        raise SafetensorError("No space left on device")
+
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left .* --resume goes on"):
+        replace_file(tmp_path / "model.safetensors", full_disk)
+    assert not list(tmp_path.iterdir())
