@@ -29,11 +29,13 @@ def drafter_source(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
 def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConfig:
     """The config with the method that the files of `model` are for, where the method is left to them. "mtp" is what
     vLLM calls a Gemma 4 assistant too."""
-    if config.model is None or config.method not in (AUTO_METHOD, "mtp"):
+    if config.model is None or not {AUTO_METHOD, "mtp"} & set(config.methods):
         return config
     source = drafter_source(config, build)
-    if config.method == "mtp":
-        return replace(config, method="gemma4_assistant") if is_assistant(source) else config
+    if config.method != AUTO_METHOD:
+        named = ["gemma4_assistant" if method == "mtp" and is_assistant(source) else method
+                 for method in config.methods]
+        return replace(config, method=named[0] if isinstance(config.method, str) else named)
     found = method_of(source, has_tensors=build.load_format != "dummy", is_target=_is_target(config.model, build))
     log.info("speculative_config: the files of %s are those of method %r", config.model, found)
     return replace(config, method=found)

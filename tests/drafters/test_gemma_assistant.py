@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from outrider.config import SpeculativeConfig
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import DraftBuild, Drafts, Step
+from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.gemma_assistant import AssistantDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.registry import make_drafter
 from outrider.models.config import ConfigError
 from outrider.models.sources.base import WeightError
@@ -182,6 +184,14 @@ def test_both_names_make_the_assistant(method: str) -> None:
     assert drafter.lookahead == 0 and not any(layer.writes for layer in drafter.attention_layers)
     assert [layer.reads for layer in drafter.cache_layers()] == [2, 3], "the last layer of each kind"
     assert [layer.layer for layer in drafter.cache_layers()] == [4, 5]
+
+
+@pytest.mark.parametrize("methods", [["ngram", "mtp"], ["gemma4_assistant", "suffix", "ngram"]])
+def test_both_names_make_the_assistant_of_a_combination(methods: list[str]) -> None:
+    config = SpeculativeConfig.parse(SPECULATIVE | {"method": methods})
+    drafter = make_drafter(config, DraftBuild(trained_target(), torch.float64, torch.device("cpu"), 128))
+    assert isinstance(drafter, CombinedDrafter)
+    assert {type(part) for part in drafter.drafters} == {AssistantDrafter, NgramDrafter}
 
 
 def changed(path: Path, text: dict[str, Any] | None = None, **changes: Any) -> Path:
