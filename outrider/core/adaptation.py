@@ -11,7 +11,8 @@ class RowEnd(NamedTuple):
     """A request has left its row: it ended, or it was preempted."""
 
     row: int
-    num_served: int  # tokens of its text, the prompt's included, that count; 0 for a request that was aborted or failed
+    # Tokens of its text, the prompt's included, that count. 0 for a request that was preempted, aborted or failed.
+    num_served: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -422,7 +422,8 @@ class Scheduler:
         if self.adapters is not None and request.input.adapter is not None:
             self.adapters.end(request.input.adapter)
         self._free_rows.append(request.row)
-        is_served = request.finish not in (Finish.ABORT, Finish.ERROR)
+        # A preempted request may still be aborted, and nothing of it must be learned then.
+        is_served = request.finish not in (Finish.NO, Finish.ABORT, Finish.ERROR)
         self._ends.append(RowEnd(request.row, request.settled.at_least if is_served else 0))
         # The row may be taken again in this very batch: nothing of its former owner must reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]
