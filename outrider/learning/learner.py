@@ -94,6 +94,7 @@ class DrafterLearner:
         self._last_step = 0.0  # when a step last began or ended
         self._num_trained_tokens = 0
         self._num_failures = 0  # since the last round that went well
+        self._must_restart = False  # a round has failed, and its copy is not to be trusted
         self._report = AdaptationReport()
         self._told: AdaptationReport | None = None
         self._is_recording = True
@@ -260,14 +261,17 @@ class DrafterLearner:
         except Exception as error:  # a trainer that fails must not end serving
             self._num_failures += 1
             self._fail(error)
+            self._must_restart = True
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-            with self._at_work():
-                self._candidate.restart()
 
     def _train_round(self) -> bool:
         """Some steps, a measurement, and perhaps a swap. Returns False while there is too little to learn from."""
         ring = self.ring
+        if self._must_restart:
+            with self._at_work():
+                self._candidate.restart()
+            self._must_restart = False
         training, held_out = ring.closed(is_held_out=False), ring.closed(is_held_out=True)[-MOST_HELD_OUT:]
         may_train = self._num_trained_tokens < MOST_EPOCHS * ring.num_tokens
         if len(training) < LEAST_TEXTS or len(held_out) < LEAST_HELD_OUT or not may_train:

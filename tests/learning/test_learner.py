@@ -23,7 +23,7 @@ from outrider.engine.start import start_engine
 from outrider.layers import Linear, RMSNorm, find_modules
 from outrider.layers.fuse import prepare
 from outrider.learning.candidate import Candidate
-from outrider.learning.learner import IDLE_SECONDS, MOST_FAILURES, DrafterLearner
+from outrider.learning.learner import IDLE_SECONDS, MOST_FAILURES, ROUND_STEPS, DrafterLearner
 from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
 from outrider.runner.worker import Worker
@@ -158,6 +158,24 @@ def not_finite(candidate: Candidate, *_: object) -> None:
     for weight in candidate.weights.values():
         assert weight.grad is not None
         weight.grad.fill_(float("nan"))
+
+
+def test_a_copy_that_cannot_begin_again_is_a_failure_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer tries again, and ends after as many failures as it may have, instead of at the first one."""
+    without_thread(monkeypatch)
+    with learning_rig(target(FLOAT32)) as rig:
+        learner = learner_of(rig)
+        serve(rig, prompts(16, seed=5), 8)
+        serve(rig, prompts(1, seed=5), 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(Candidate, "add_gradients", raises(ValueError("broken")))
+            broken.setattr(Candidate, "restart", raises(RuntimeError("broken twice")))
+            for _ in range(MOST_FAILURES):
+                learner._try_round()
+        assert learner._num_failures == learner.report.num_errors == MOST_FAILURES
+        assert learner.report.error == "RuntimeError: broken twice"
+        learner._try_round()
+        assert learner._num_failures == 0 and learner.report.num_steps == ROUND_STEPS
 
 
 @pytest.mark.parametrize("failure", ["raises", *(pytest.param(name, marks=pytest.mark.long)
