@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from outrider.core.fields import shown
+from outrider.core.fields import check_value, shown
+from outrider.engine.messages import with_plain_content
 from outrider.engine.text import Tokenizer
 
 FORMS = ("a text, or an object with one of \"prompt\", \"question\", \"turns\", \"messages\" and \"prompt_token_ids\"")
@@ -34,8 +35,8 @@ MARK = "\N{WHITE SQUARE}mark\N{WHITE SQUARE}"  # stands where the user's words b
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts of a file, each once, without those of more than `max_tokens` tokens. One prompt a
-    line, or JSON: a list (.json), an object or text a line (.jsonl)."""
+    """Token ids of the prompts of a file, each once, without empty ones and those of more than `max_tokens` tokens. One
+    prompt a line, or JSON: a list (.json), an object or text a line (.jsonl)."""
     prompts = [_encode(place, item, tokenizer, vocab_size) for place, item in _items(path)]
     unique = {tuple(prompt): prompt for prompt in prompts if prompt}
     kept = [prompt for prompt in unique.values() if len(prompt) <= max_tokens]
@@ -78,9 +79,16 @@ def _encode(place: str, item: Any, tokenizer: Tokenizer | None, vocab_size: int)
     if tokenizer is None:
         raise ValueError(f"{place} is text, and the model has no tokenizer files: give prompt_token_ids, or copy "
                          "tokenizer.json beside the weights")
-    if tokenizer.chat_templates:
-        return tokenizer.encode_chat(messages)
-    return tokenizer.encode("\n".join(str(message["content"]) for message in messages))
+    try:
+        check_value("messages", list[dict[str, Any]], messages)
+        messages = [dict(with_plain_content(message)) for message in messages]
+        if not any(str(message.get("content") or "").strip() for message in messages):
+            return []  # as an empty line of a text file
+        if tokenizer.chat_templates:
+            return tokenizer.encode_chat(messages)
+        return tokenizer.encode("\n".join(str(message.get("content") or "") for message in messages))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _messages(place: str, item: Any) -> list[dict[str, Any]]:

@@ -48,6 +48,28 @@ def test_prompts_of_every_form(tmp_path: Path, chat_model: Path) -> None:
     assert len(read_prompts(tmp_path / "lines.txt", tokenizer, vocab_size=260, max_tokens=64)) == 2
 
 
+@pytest.mark.parametrize("has_template", [True, False])
+def test_messages_that_cannot_be_read_are_named_by_their_line(tmp_path: Path, chat_model: Path,
+                                                              has_template: bool) -> None:
+    tokenizer = Tokenizer.from_folder(chat_model)
+    if not has_template:
+        tokenizer.chat_templates.clear()
+    path = tmp_path / "prompts.jsonl"
+
+    def read(*items: object) -> list[list[int]]:
+        path.write_text("".join(json.dumps(item) + "\n" for item in items))
+        return read_prompts(path, tokenizer, vocab_size=260, max_tokens=64)
+
+    said = read("Hi")
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
+    assert read(parts) == said
+    assert read("Hi", "", " ", {"prompt": ""}, {"turns": [""]}, {"messages": [{"role": "user"}]}) == said
+    for messages, words in ((["Hi"], "must be a list, each a dict"), ([{"content": "Hi"}], "needs a 'role'"),
+                            ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' of a message is not")):
+        with pytest.raises(ValueError, match=f"line 2: .*{words}"):
+            read("Hi", {"messages": messages})
+
+
 def test_a_chat_model_is_asked_with_the_beginning_of_a_users_turn(chat_model: Path) -> None:
     tokenizer = Tokenizer.from_folder(chat_model)
     own = SelfPrompts(tokenizer, 260)
