@@ -67,7 +67,7 @@ def device_seconds(batch: ScheduledBatch) -> float:
 
 @dataclass(frozen=True)
 class Front:
-    """What a server and its client take before a request reaches the engine, and after a token has left it."""
+    """The time of a server and its client before a request reaches the engine, and after a token has left it."""
 
     client_seconds: float = 0.5e-3  # to make a request: one after the other
     request_seconds: float = 0.7e-3  # to read and check one: one after the other

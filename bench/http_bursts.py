@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Seen:
-    """What the streams of one burst saw, in seconds."""
+    """The times that the streams of one burst saw, in seconds."""
 
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What sampling parameters cost a whole engine: each alone, all together, and one such request among greedy ones.
+"""The cost of sampling parameters in a whole engine: each alone, all together, and one such request among greedy ones.
 
     python bench/parameters.py bench/configs/qwen06b --load-format dummy [--batches 1,32,200] [--only greedy,top_p]
         [--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}']

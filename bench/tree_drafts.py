@@ -39,7 +39,7 @@ class Watched:
         self.drafts.append((int(keys.positions[index][0]), index, tokens.tolist()))
 
     def ranks(self, text: list[int]) -> list[Ranks]:
-        """Of the request that has just run; forgets it."""
+        """The ranks of the request that has just run, which is then forgotten."""
         found: list[Ranks] = []
         is_right = False
         for position, place, tokens in self.drafts:

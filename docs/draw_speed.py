@@ -39,7 +39,7 @@ class Ratios:
 
 
 def ratios(report: dict[str, Any], plain: str, drafted: str | None) -> Ratios:
-    """Of a model with a drafter, or of one without if `drafted` is None."""
+    """The ratios of a model with a drafter, or without one if `drafted` is None."""
     rows = {series["name"]: series["rows"] for series in report["series"]}
     ours = rows[drafted or plain]
     peers = [max(row["peer"], own["peer"]) for row, own in zip(rows[plain], ours, strict=True)]

@@ -87,7 +87,7 @@ def _class(name: str, value: type) -> str:
 
 
 def _members(value: type) -> dict[str, Any]:
-    """What a class and the classes of this package that it inherits from define."""
+    """The members that a class and its base classes in this package define."""
     own = [owner for owner in value.__mro__ if owner.__module__.startswith("outrider")]
     return {name: member for owner in reversed(own) for name, member in vars(owner).items()}
 

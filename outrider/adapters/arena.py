@@ -61,5 +61,5 @@ class AdapterArena:
 
     @property
     def reach(self) -> AdapterReach:
-        """What the adapters that are placed change, together."""
+        """The parts of the model that the placed adapters change together."""
         return reduce(operator.or_, self._reach.values(), AdapterReach.LINEARS)

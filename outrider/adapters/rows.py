@@ -84,7 +84,7 @@ class StepAdapters(RowAdapters):
 
 
 class Unchanged(ProductChange):
-    """Of a layer that adapters do not change."""
+    """The change of a product whose layer no adapter of this step changes: none."""
 
     def add_to(self, out: torch.Tensor) -> None: ...
 

@@ -387,7 +387,7 @@ class Targets:
 
     @property
     def reach(self) -> AdapterReach:
-        """What adapters may change."""
+        """The parts of the model that adapters may change."""
         return reduce(operator.or_, (target.reach for target in self.all if target.is_served), AdapterReach.LINEARS)
 
     @property

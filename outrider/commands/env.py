@@ -132,7 +132,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _code_of(architectures: list[str], model_impl: str) -> str:
-    """Whose code computes a model that could be built."""
+    """The code that computes a model which could be built: a family of this package, or transformers."""
     from outrider.models.registry import has_family
 
     if has_family(architectures) and model_impl != "transformers":

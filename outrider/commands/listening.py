@@ -1,5 +1,5 @@
-"""Where `outrider serve` listens: at an address or at a unix socket, with TLS or without. Known before the model is
-loaded: a port that is taken, a file that is not there, a key that is not the certificate's."""
+"""The socket that `outrider serve` listens at: an address or a unix socket, with TLS or without. A port that is taken,
+a file that is not there and a key that is not the certificate's are refused before the model is loaded."""
 
 from __future__ import annotations
 

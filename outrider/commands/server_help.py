@@ -1,4 +1,4 @@
-"""What the flags of `outrider serve` are for, in the words of its help."""
+"""The help texts of the flags of `outrider serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts written for vLLM expect: its settings by name (`settings.py`), and its modules at their places.
+"""The names that scripts written for vLLM use: its settings (`settings.py`), and its modules at their places.
 
 `modules/` lies on the search path of the package itself, behind the package's own folder (see `outrider/__init__.py`):
 `from outrider.sampling_params import SamplingParams` finds `compat/modules/sampling_params.py`. A module of vLLM that

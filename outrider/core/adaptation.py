@@ -1,5 +1,4 @@
-"""What a drafter that learns from the traffic has done so far, and which rows of a batch have lost their request. No
-torch."""
+"""The report of a drafter that learns from the traffic, and the rows that have lost their request. No torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ log = logging.getLogger("outrider")
 
 
 class FaultKind(enum.Enum):
-    """What a drafter did wrong; the values are labels of metrics."""
+    """The kinds of a drafter's faults; the values are labels of metrics."""
 
     RAISED = "raised"
     FORM = "form"

@@ -46,7 +46,7 @@ class DrafterReport(NamedTuple):
 
 
 class StepLearner(Protocol):
-    """What a drafter that learns while it serves sees of steps (`learning/learner.py`). It raises nothing."""
+    """The calls by which a drafter that learns while it serves follows steps (`learning/learner.py`). None raises."""
 
     def bind(self, limits: Limits) -> None: ...
 

@@ -76,7 +76,7 @@ class EventWriter:
 
 
 def _extra_keys(event: PageStored) -> list[str] | None:
-    """What a block is known by beside its tokens: the adapter's name in every block, salts in the first one."""
+    """The keys of a block beside its tokens: the adapter's name in every block, salts in the first one."""
     content = event.content
     if content is None:
         return None

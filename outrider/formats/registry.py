@@ -55,8 +55,8 @@ class FormatChoice:
     quantization: str | None = None  # codes into which layers of numbers are brought at load
 
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
-        """What makes the format, derived from `base`, that keeps the bits of all these matrices; None if the layer must
-        be dense."""
+        """A function that makes the format, derived from `base`, that keeps the bits of all these matrices; None if the
+        layer must be dense."""
         (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
         stored: list[StoredFormat] = []
         made, name = self._made(base, declared), ""

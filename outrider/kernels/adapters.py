@@ -1,4 +1,4 @@
-"""What adapters add to the products of a model, in plain torch: out += scale * (x A') B', by token row.
+"""The part that adapters add to a model's products, in plain torch: out += scale * (x A') B', by token row.
 
 A token row is computed alone and in one order of additions. Rows without an adapter are not written. The tables say
 where the factors lie; knows nothing of files, requests or layers.

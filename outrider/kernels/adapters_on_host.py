@@ -1,4 +1,4 @@
-"""What adapters add to the products of a model on the CPU, by the products of exact mode."""
+"""Adapters on the CPU: their part of a model's products, computed by the products of exact mode."""
 
 from __future__ import annotations
 

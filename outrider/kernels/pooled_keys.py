@@ -31,7 +31,7 @@ class PoolWeights(NamedTuple):
 
 
 class PoolCells(NamedTuple):
-    """Where token rows lie: a step's slots and places, and the caches."""
+    """The cells that token rows are written to: a step's slots and positions, and the caches."""
 
     slots: Tensor  # [tokens]
     positions: Tensor  # [tokens] in their requests

@@ -168,7 +168,7 @@ def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _channel_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of one chunk whose key channels decay each by itself, without the axis of chunks."""
+    """The products, scores and decays of one chunk (without the axis of chunks) whose key channels decay separately."""
     between = _decay_between(g.transpose(-1, -2)).permute(0, 2, 3, 1)  # [heads, i, j, k dim]
     decayed = between * k[:, None]  # the key of token j as it is left at token i
     return (decayed @ k[..., None])[..., 0], (decayed @ q[..., None])[..., 0], between[:, -1]

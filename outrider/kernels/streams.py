@@ -92,7 +92,7 @@ class StreamRule(NamedTuple):
 
 def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
                  rule: StreamRule) -> tuple[Tensor, Tensor, Tensor]:
-    """What a half of a layer reads of streams [tokens, n x hidden], and the weights by which it writes to them.
+    """The input of a half of a layer, read from streams [tokens, n x hidden], and the weights by which it writes back.
 
     logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
     yet, with a matrix; or twice as many columns, of which the first half and the second are to be added. scale [parts]

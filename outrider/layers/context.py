@@ -81,8 +81,8 @@ class RowAdapters(ABC):
         the adapter of each token row adds."""
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
-        """What the adapters will add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers
-        call it before they compute the product, beside which a part of the work may be done."""
+        """Begin what the adapters add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers
+        call this before they compute the product, beside which a part of the work may be done."""
         return ProductChange(self, linear, x, first)
 
     def change(self, module: object) -> bool:
@@ -111,7 +111,7 @@ class RowAdapters(ABC):
 
 @dataclass(frozen=True)
 class ProductChange:
-    """What adapters add to one product."""
+    """The adapters' part of one product, added when the product is there."""
 
     adapters: RowAdapters
     linear: LinearLayer
@@ -138,12 +138,12 @@ class LoadedAdapters(ABC):
 
     @property
     def reach(self) -> AdapterReach:
-        """What the adapters that are on the device now change."""
+        """The parts of the model that the adapters on the device change now."""
         return AdapterReach.LINEARS
 
     @property
     def possible_reach(self) -> AdapterReach:
-        """What adapters of this model may change."""
+        """The parts of the model that adapters may change."""
         return AdapterReach.LINEARS
 
     @abstractmethod

@@ -211,7 +211,7 @@ class ScaledInputMoE(MoE):
     are. The activation between an expert's products makes this another sum than that of weighted results."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """Those of x itself, which experts do not read."""
+        """The formats that read x itself: the shared expert's. The other experts read x multiplied by its score."""
         return () if self.shared is None else self.shared.readers()
 
     def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:

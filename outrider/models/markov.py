@@ -36,7 +36,7 @@ class MarkovHead(Module):
 
     def addition(self, tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor,
                  context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is added to the logits of the drafts after `tokens` [requests], whose rows of the block have the states
+        """The addition to the logits of the drafts after `tokens` [requests], whose rows of the block have the states
         `hidden`. Returns ([requests, outputs], the state for the next draft)."""
         x = self.before.look_up(tokens)
         if self.gate is not None:

@@ -58,8 +58,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
 
 def _make_learner(config: EngineConfig, drafter: Drafter | None,
                   limits: Limits) -> tuple[Limits, DrafterLearner | None]:
-    """What trains the drafter while it serves, if the config asks for that, and the limits with room for the texts that
-    it learns from."""
+    """The limits with room for the texts that a drafter learns from while it serves, and the learner that trains it;
+    None if the config does not ask for one."""
     if not config.adapt_drafter:
         return limits, None
     served = ServedHead.from_drafter(drafter, config.packed_weights)

@@ -1,4 +1,4 @@
-"""What results tell of prompts, for the requests that ask: log-probabilities of the tokens, and hidden states.
+"""Reports on prompts, for the requests that ask: log-probabilities of the prompt's tokens, and hidden states.
 
 A report of hidden states is the last token's vector, the sum over the tokens of each step, or a vector for every token.
 Requests whose report depends on every token take no prefix hits, so that every token passes through here once. Steps

@@ -60,8 +60,8 @@ def _read(found: Any) -> StepCosts | None:
 
 @torch.inference_mode()
 def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
-    """By which factor steps take longer now; None if it is not the same for a token, for one with all its drafts, and
-    for a token with a proposal behind it."""
+    """The factor by which steps take longer now; None if it is not the same for a token, for one with all its drafts,
+    and for a token with a proposal behind it."""
     drafts = limits.max_drafts
     one = step_seconds(step, limits, None, 1, 0) / known.step(1)
     most = step_seconds(step, limits, None, 1 + drafts, 0) / known.step(1 + drafts)

@@ -117,15 +117,15 @@ class DeviceStep:
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
     def reach_of_adapters(self) -> AdapterReach:
-        """What the adapters that are on the device now change."""
+        """The parts of the model that the adapters on the device change now."""
         return AdapterReach.NOTHING if self.adapters is None else self.adapters.reach
 
     def reach_of_any_adapters(self) -> AdapterReach:
-        """What any adapter of this model could change."""
+        """The parts of the model that any adapter could change."""
         return AdapterReach.NOTHING if self.adapters is None else self.adapters.possible_reach
 
     def reach_of_captures(self) -> AdapterReach:
-        """What adapters may change in a captured step: nothing, or all that those on the device now change."""
+        """The parts that adapters may change in a captured step: none, or all that those on the device change now."""
         is_served = self.adapters is not None and self.adapters.is_capturable
         return self.reach_of_adapters() if is_served else AdapterReach.NOTHING
 

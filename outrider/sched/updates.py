@@ -1,4 +1,4 @@
-"""What the scheduler tells others: each request's part of a settled step, and counts over its life."""
+"""The scheduler's reports: each request's part of a settled step, and counts over the scheduler's life."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class ServedAdapters:
         return None if adapter is None else adapter.request
 
     def card(self, name: str) -> dict[str, str]:
-        """What an adapter's card in /v1/models has beside that of the model."""
+        """The fields of /v1/models that only an adapter's card has: its folder and the model that it adapts."""
         adapter = self._named.get(name)
         return {} if adapter is None else {"root": adapter.path, "parent": adapter.base or self._model_names[0]}
 

@@ -1,4 +1,4 @@
-"""What is wrong with a body or a query, in one sentence that names the field."""
+"""Error messages for a wrong body or query: one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _place(problem: Problem, body: Any) -> list[str]:
-    """Where in the body a problem is. Pydantic also names the alternatives of unions, which the body does not have."""
+    """The path to a problem in the body. Pydantic also names alternatives of unions, which the body does not have."""
     place, value, parts = list[str](), body, problem["loc"][1:]  # behind "body"
     for index, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):

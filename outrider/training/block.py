@@ -68,8 +68,9 @@ class BlockTrainee(Trainee):
 
 
 def block_places(rows: list[torch.Tensor], num_texts: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where blocks begin: [texts, most blocks of a text] positions, with some of them repeated in texts that have
-    fewer; and the block of each row, by text * most blocks + block. rows: for each pass text * width + position."""
+    """The places where blocks begin: [texts, most blocks of a text] positions, with some of them repeated in texts that
+    have fewer; and the block of each row, by text * most blocks + block. rows: for each pass text * width +
+    position."""
     wanted = torch.zeros(num_texts, width, dtype=torch.bool, device=rows[0].device)
     for own in rows:
         wanted.view(-1)[own] = True

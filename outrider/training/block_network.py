@@ -39,7 +39,7 @@ class BlockNetwork(NamedLayers):
         return self._norm("norm", x)
 
     def addition(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the Markov head adds to the logits of drafts after `tokens` [rows]."""
+        """The Markov head's addition to the logits of drafts after `tokens` [rows]."""
         return self._linear("markov_head.markov_w2", self._weights["markov_head.markov_w1.weight"][tokens])
 
     def _attend(self, prefix: str, x: torch.Tensor, context: torch.Tensor, places: torch.Tensor,

@@ -124,7 +124,7 @@ class SelfPrompts:
         return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
     def seed_prompt(self, index: int) -> list[int]:
-        """What the target continues to write prompt `index`."""
+        """The tokens that the target continues when it writes prompt `index`."""
         if self._turn and self._tokenizer is not None:
             return self._tokenizer.encode(self._turn + self.opener(index), add_special_tokens=False)
         first = None if self._tokenizer is None else self._tokenizer.bos_token_id

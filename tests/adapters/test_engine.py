@@ -134,7 +134,7 @@ def test_captured_steps_take_adapters_of_every_product(family: str, tmp_path: Pa
 
 
 def test_the_largest_step_is_measured_with_adapters(tmp_path: Path) -> None:
-    """Of dead tokens, through all that an adapter may change: it computes, and changes no row."""
+    """Dead tokens pass through all that an adapter may change: it computes, and changes no row."""
     with Rig(make_model("deepseek_v3", None), **ADAPTERS | {"lora_memory_bytes": 16 << 20}) as rig:
         reach, changed = rig.step.reach_of_any_adapters(), list[AdapterReach]()
         assert reach == ~AdapterReach.NOTHING and rig.step.reach_of_adapters() == AdapterReach.LINEARS

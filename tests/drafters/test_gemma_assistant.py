@@ -130,7 +130,7 @@ def test_the_other_position_is_one_back(pair_of: Callable[[str, bool], Pair]) ->
 
 
 def test_captured_prompts_leave_the_states_that_the_assistant_reads() -> None:
-    """Of their last layer only the token rows that make logits are computed."""
+    """Their last layer computes only the token rows that make logits."""
     asks, proposed = trained_asks(1, (20, 37, 5), 8), []
     for is_captured in (False, True):
         with trained_rig(max_num_batched_tokens=24, overlap=False) as rig:

@@ -16,7 +16,7 @@ from tests.engine.harness import Ask, greedy, tokens_of
 
 
 def sixteen_asks() -> list[Ask]:
-    """Of several windows; neighbours are in different modes, which their first tokens name."""
+    """Prompts of several windows; neighbours are in different modes, which their first tokens name."""
     texts = trained_prompts(41, (33,) * 40)
     modes = [*[0, 1, 2] * 5, 1]
     chosen = [texts.pop(next(i for i, text in enumerate(texts) if text[0] == mode)) for mode in modes]

@@ -67,7 +67,7 @@ def test_an_output_in_a_file_that_promises_none_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_original", [True, False])
 def test_a_head_in_8_bit_rows_keeps_them_on_a_cpu(is_original: bool, tmp_path: Path) -> None:
-    """By the original's names of tensors and by those of the packed form; the same numbers without kept bits."""
+    """Tensors have the original's names or those of the packed form; without kept bits the numbers are the same."""
     drafter = make_drafter("eagle3", "llama", tmp_path)
     path = drafter.folder / "model.safetensors"
     codes, error = packed(load_file(path))

@@ -34,7 +34,7 @@ FLOOR = 2.5
 
 
 def make_prompts() -> list[list[int]]:
-    """Of the language, from a seed that training did not use; every third starts in the middle of a page."""
+    """Prompts of the language, from a seed that training did not use; every third starts in the middle of a page."""
     texts = language().texts(16, 40, torch.Generator().manual_seed(1234)).tolist()
     return [text[: 40 if i % 3 else 24] for i, text in enumerate(texts)]
 

@@ -33,7 +33,7 @@ def mean_run(outputs: Sequence[RequestOutput]) -> float:
 
 
 def drafts_of(rig: DraftRig) -> Drafts:
-    """By what was known; the rig forgets them."""
+    """The drafts by what was known; the rig forgets them."""
     taken = {p.known: p.drafts for p in rig.proposals}
     rig.proposals.clear()
     return taken

@@ -276,7 +276,7 @@ class BackendRig:
         return tuple(torch.cat(pair) for pair in zip(right, wrong, strict=True))
 
     def _check_outputs(self, layer: int, parts: Sequence[Part], y: torch.Tensor) -> None:
-        """Of live tokens, rejected ones too; dead and padded ones are zero."""
+        """Check the outputs of live tokens, rejected ones too; those of dead and padded tokens are zero."""
         start = 0
         for part in parts:
             count = part.known + part.drafts

@@ -112,7 +112,7 @@ def assert_entries(entries: list[dict[int, Logprob]], tokens: list[int], logits:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
 def test_logprobs_are_those_of_a_direct_computation(family: str, reference_of: Callable[[str], Reference]) -> None:
-    """Of outputs and of prompts; over chunks, with requests that ask for other numbers or for none beside them."""
+    """Outputs and prompts; over chunks, with requests that ask for other numbers or for none beside them."""
     reference = reference_of(family)
     wanted = [(3, 4), (None, 1), (0, None)]
     asks = [

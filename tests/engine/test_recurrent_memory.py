@@ -31,7 +31,7 @@ LARGE: dict[str, Any] = FAMILIES["nemotron_h"] | {
 
 
 def tensor_bytes(holder: object) -> int:
-    """Of every tensor that an object holds, directly, in lists or in its parts."""
+    """The bytes of every tensor that an object holds, directly, in lists or in its parts."""
     if isinstance(holder, torch.Tensor):
         return holder.numel() * holder.element_size()
     if isinstance(holder, (list, tuple)):

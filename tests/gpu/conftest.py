@@ -123,7 +123,7 @@ def _group(item: pytest.Item) -> str:
 
 
 def _folder() -> Path:
-    """Of the report and of what the processes print; the first process names it to the others."""
+    """The folder of the report and of what the processes print; the first process names it to the others."""
     given = os.environ.get("OUTRIDER_GPU_LOGS")
     if given is None:
         given = os.environ.get("OUT") or tempfile.mkdtemp(prefix="outrider-gpu-")
@@ -173,7 +173,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def summary_of(index: int) -> str:
-    """Of another process: counts, and what failed with its error."""
+    """Results of another process: counts, and what failed with its error."""
     process, log = _RUNNING[index]
     lines = log.read_text(errors="replace").splitlines() or ["nothing printed"]
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]

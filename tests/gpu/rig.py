@@ -157,7 +157,7 @@ def assert_same_tokens(outputs: Sequence[RequestOutput], expected: Sequence[Requ
 
 
 def margin(expected: RequestOutput, ask: Ask, position: int, token: int) -> float:
-    """By how much the reference prefers its own token, noise included."""
+    """The margin by which the reference prefers its own token, noise included."""
     right = expected.outputs[0].token_ids[position]
     logprobs = expected.outputs[0].logprobs
     assert logprobs is not None

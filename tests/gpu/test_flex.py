@@ -43,7 +43,7 @@ def on_card(view: BatchView) -> BatchView:
 
 
 def outputs(case: Case, backend: Backend, index: int, seed: int, mask: dict[str, Any]) -> torch.Tensor:
-    """Of the live token rows."""
+    """The outputs of the live token rows."""
     dtype, generator = case.pool.dtype, torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(case.view.num_tokens, heads, DIM, generator=generator).to(dtype).cuda()
                for heads in (HEADS, KV_HEADS, KV_HEADS))

@@ -86,7 +86,7 @@ def patch_language_once() -> None:
 
 
 def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
-    """Of numbers, of pointers or of blocks of them."""
+    """numpy's dtype of numbers, of pointers or of blocks of them."""
     scalar = dtype.scalar
     return plain_np_dtype(scalar) if scalar.is_ptr() else np_dtype_of(scalar)
 

@@ -344,7 +344,7 @@ def asks_with(*names: str, max_tokens: int = 6) -> list[Ask]:
 
 
 def logprobs_of(outputs: list[RequestOutput]) -> list[dict[int, float]]:
-    """Of every token of every output that has any."""
+    """The log-probabilities of every token of every output that has any."""
     samples = [sample for output in outputs for sample in output.outputs if sample.logprobs is not None]
     return [{token: entry.logprob for token, entry in named.items()} for one in samples for named in one.logprobs]
 

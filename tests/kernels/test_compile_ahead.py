@@ -213,7 +213,7 @@ def test_empty_memory_is_zeros_while_launches_are_collected() -> None:
                 x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.int32)]
 
     def are_zeros() -> bool:
-        """Of memory that was just given back by tensors of the same sizes, and would show them."""
+        """Whether new tensors are zeros in memory that tensors of the same sizes have just given back."""
         x = torch.ones(1 << 10)
         del (used := [tensor.fill_(7) for tensor in ways(x)])[:], used
         return not any(bool(tensor.any()) for tensor in ways(x))
@@ -244,8 +244,8 @@ def test_a_launch_goes_to_a_fork_without_its_tensors() -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case: [process, kernel, number, whether it was on disk] of each time that a kernel was compiled or loaded; and
-    under "launchers" the same, without the last, of each time that what launches it was."""
+    """For each case [process, kernel, number, whether it was on disk] of each time that a kernel was compiled or
+    loaded; and under "launchers" the same, without the last, of each time that what launches it was."""
     environment = {name: value for name, value in os.environ.items()
                    if name not in ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "OUTRIDER_COMPILE_THREADS")}
     folder = tmp_path_factory.mktemp("cache")

@@ -51,7 +51,7 @@ class Card:
 
 
 def compile_sampler() -> dict[str, int]:
-    """By kernel: vector loads in its code."""
+    """The vector loads in the code of each kernel."""
     from triton.runtime import driver
 
     from outrider.core import Limits

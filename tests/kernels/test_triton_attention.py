@@ -222,7 +222,7 @@ def test_padding_and_batch_mates_change_no_bit_of_a_list(device: torch.device, d
 
 
 def test_how_a_list_is_cut() -> None:
-    """By what was measured: many short splits of few requests; of many requests few long ones, which skew needs."""
+    """As measured: few requests have many short splits; many requests have few long ones, which skew needs."""
     def cut(requests: int, window: int | None = None, kv_heads: int = 8, dim: int = 128) -> tuple[int, int]:
         made = plan_launch(requests, 16, kv_heads, dim, 2, 132, max_query=1, max_length=4096, window=window,
                           is_listed=True)

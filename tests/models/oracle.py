@@ -465,7 +465,8 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
 
 
 def mean_of(name: str, architecture: str) -> float:
-    """Of a parameter's values. In Gemma layers must outweigh the scaled embedding, or every token predicts itself."""
+    """The mean of a parameter's values. In Gemma layers must outweigh the scaled embedding, or every token predicts
+    itself."""
     if name.endswith("A_log"):
         return -2.0  # a short memory is often almost empty, and the norm after it magnifies rounding
     if "norm" not in name:

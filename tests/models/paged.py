@@ -90,7 +90,7 @@ class PagedModel:
         return hidden
 
     def logits(self, pieces: Sequence[Piece], **padding: int) -> list[torch.Tensor]:
-        """Of every live token, piece by piece."""
+        """The logits of every live token, piece by piece."""
         logits, row, found = self.model.logits(self.forward(pieces, **padding).final, LOGIT_ROWS), 0, []
         for piece in pieces:
             found.append(logits[row : row + len(piece.tokens)])

@@ -304,7 +304,7 @@ def test_layers_say_what_they_keep_and_whose_they_read(folder_of: Folders) -> No
 
 
 def large_layout() -> CacheLayout:
-    """Of the 4B shapes with their assistant, without their weights."""
+    """The layout of the 4B shapes with their assistant, without their weights."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("meta"), "max_len": 16}
     target = build_model(read_config(BENCH / "gemma4-4b"), **options)
     config = ConfigReader(read_config(BENCH / "gemma4-4b-assistant"))

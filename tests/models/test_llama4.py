@@ -43,7 +43,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(folder_of: Folders) -> list[list[list[int]]]:
-    """Of the requests one by one, their prompts whole, without drafts and without hits."""
+    """The texts of the requests one by one, their prompts whole, without drafts and without hits."""
     with Rig(load(folder_of("llama4_dense"), torch.float64), **SETTINGS | {"max_num_batched_tokens": 80},
              enable_prefix_caching=False) as rig:
         return tokens_of(rig.run_one_by_one(ASKS))

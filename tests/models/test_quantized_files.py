@@ -77,7 +77,7 @@ def test_experts_on_the_cpu_keep_their_bits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["fp8 blocks", "FP8_DYNAMIC", "W4A16_ASYM", "NVFP4"])
 def test_a_rank_keeps_its_part_of_the_inputs(name: str, ranks: int) -> None:
-    """Of matrices whose outputs are no whole blocks, one below the other."""
+    """Matrices whose outputs are no whole blocks, one below the other."""
     found, sizes = read_quantization(files.FORMS[name].settings), {"a": 192, "b": 130}
     stored, numbers = {}, []
     for segment, size in sizes.items():
@@ -530,7 +530,7 @@ def test_the_cpu_multiplies_as_the_reference_says(rounds: bool) -> None:
 @pytest.mark.parametrize(("quantization", "error"), [("fp8", 0.04), ("int4", 0.2)])
 @pytest.mark.parametrize("is_joint", [False, True], ids=["by expert", "joint"])
 def test_experts_are_coded_matrix_by_matrix(quantization: str, error: float, is_joint: bool, tmp_path: Path) -> None:
-    """By files that have experts joint or by themselves, whichever of these the model has slots for."""
+    """Files have experts joint or one by one, whichever of these the model has slots for."""
     experts = Experts(3, 64, 32, activation="silu", is_fused=is_joint, dtype=torch.float64, device=torch.device("cpu"))
     first, down = torch.randn(3, 64, 64), torch.randn(3, 64, 32)
     stored = {"mlp.experts.gate_up_proj": first, "mlp.experts.down_proj": down}

@@ -103,8 +103,8 @@ def summary(output: str) -> str:
 
 
 def merged(selections: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """By selection: the tests to run in its place without a mutant. Selections without options share one run, because
-    to start a process and to import torch takes longer than most of the tests."""
+    """For each selection the tests to run in its place without a mutant. Selections without options share one run,
+    because to start a process and to import torch takes longer than most of the tests."""
     selections = list(selections)
     plain = [tests for tests in selections if not any(test.startswith("-") for test in tests)]
     together = tuple(sorted({test for tests in plain for test in tests}))

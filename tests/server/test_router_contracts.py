@@ -58,7 +58,7 @@ def test_routers_find_the_metrics_that_they_read() -> None:
 
 
 def test_routers_find_the_adapters_in_use(tmp_path: Path) -> None:
-    """By the labels of one gauge, as llm-d's scorer of adapters reads them."""
+    """They are the labels of one gauge, as llm-d's scorer of adapters reads them."""
     write_adapter(tmp_path / "sql", tiny_model("llama", torch.float32), 1)
     write_adapter(tmp_path / "law", tiny_model("llama", torch.float32), 2)
     pattern = (r'^vllm:lora_requests_info\{.*max_lora="1",running_lora_adapters="(.*)",waiting_lora_adapters="(.*)"\} '

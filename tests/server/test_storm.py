@@ -80,7 +80,7 @@ async def with_a_death(storm: Storm, process: subprocess.Popen[str], num_request
 
 
 async def ended_in_the_middle(process: subprocess.Popen[str], url: str) -> None:
-    """Whoever was admitted when the server was told to end gets a whole answer."""
+    """Requests that were admitted when the server was told to end get whole answers."""
     storm = Storm(url, seed=3, max_len=96, key="k")
     clients = [asyncio.ensure_future(storm.patient(max_tokens=60, n=1)) for _ in range(40)]
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer k"}, timeout=PATIENCE) as http:

@@ -89,7 +89,7 @@ def assert_gradients(trainee: MTPTrainee, arguments: tuple[Any, ...]) -> None:
 
 @pytest.mark.long
 def test_a_module_with_gated_attention_and_offset_norms(tmp_path: Path) -> None:
-    """Of a recurrent target: Qwen3.5's module, whose norms scale by 1 + weight. Drafts and gradients."""
+    """A recurrent target: Qwen3.5's module, whose norms scale by 1 + weight. Drafts and gradients."""
     folder = save_folder(tmp_path / "target", FAMILIES["qwen3_5"], seed=4)
     model = load_model(resolve(folder), dtype=torch.float64, device="cpu")
     (head,) = mtp_of(model, 2).modules()

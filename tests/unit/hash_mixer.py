@@ -45,7 +45,7 @@ def salt_of(seed: int) -> str:
 
 
 def state_before(seed: int) -> int:
-    """Of the first token."""
+    """The state before the first token."""
     return mix(seed % len(SALTS))
 
 
@@ -442,7 +442,7 @@ class HashMixerRunner:
         return run, len(run) - 1, Finish.NO
 
     def _complete_pages(self, live: Live, computed: int) -> None:
-        """Of a drafter's groups, those whose last token the step computed."""
+        """Mark the pages of the drafter's groups whose last token the step computed."""
         for group in self.groups:
             valid_from = live.state.valid_from.get(group.index)
             if valid_from is not None:

@@ -400,7 +400,7 @@ def test_graphs_of_start_up_stand_in_for_steps_with_prompts() -> None:
 
 
 def test_sizes_that_take_longer_than_larger_ones_are_left_out() -> None:
-    """Whoever asks for as many tokens as fit into a time gets the larger size."""
+    """The larger size is given where as many tokens are asked for as fit into a time."""
     assert useful_sizes({64: 5.0, 128: 6.0, 192: 9.0, 256: 9.5, 320: 8.0}) == {64: 5.0, 128: 6.0, 320: 8.0}
     assert list(useful_sizes({64: 1.0, 128: 1.0})) == [64, 128]
 

@@ -38,7 +38,7 @@ def text(index: int, length: int) -> Request:
 
 
 def steps_until_computed(sched: Scheduler, lengths: dict[int, int], most: int = 60) -> dict[int, int]:
-    """By request, the number of steps after which its whole prompt has been scheduled."""
+    """For each request the number of steps after which its whole prompt has been scheduled."""
     done: dict[int, int] = {}
     seen: Counter[int] = Counter()
     for step in range(1, most):

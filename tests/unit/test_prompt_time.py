@@ -311,7 +311,7 @@ def test_requests_that_no_row_is_free_for_lengthen_no_step() -> None:
 
 
 def established(burst: Burst, step: int, arrived_at: int) -> list[int]:
-    """Of requests whose prompts were done in steps 0 to `step`, those that count as established beside a prompt."""
+    """Requests that count as established beside a prompt, among those whose prompts were done in steps 0 to `step`."""
     decoding = [request(index, 2) for index in range(step)]
     for index, own in enumerate(decoding):
         own.prompt_done_at = index

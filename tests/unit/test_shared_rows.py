@@ -143,7 +143,7 @@ def fixed_gains(gains: list[list[float]], seconds: tuple[float, float, float], *
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 8, 11])
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
-    """Of all counts of nine requests, a step costing what its captured size costs."""
+    """All counts of nine requests are tried, where a step costs what its captured size costs."""
     chance, count = random.Random(seed), 9
     gains = [list(itertools.accumulate((chance.random() for _ in range(2)), float.__mul__)) for _ in range(count)]
     seconds = tuple(itertools.accumulate((1.0, chance.random(), 4 * chance.random())))

@@ -181,7 +181,7 @@ def test_the_header_agrees_with_the_library(tmp_path: Path) -> None:
 
 
 def rope_factors(theta: float = 50000.0, factor: float = 8.0) -> np.ndarray:
-    """By Llama 3.1's rule, written out frequency by frequency."""
+    """Llama 3.1's rule, written out frequency by frequency."""
     out = []
     for i in range(0, HEAD_DIM, 2):
         wavelength = 2 * np.pi * theta ** (i / HEAD_DIM)

@@ -1,4 +1,4 @@
-"""What adapters add to products, by the C code. `kernels/adapters.py` is the specification."""
+"""Adapters in C code. `kernels/adapters.py` is the specification."""
 
 from __future__ import annotations
 

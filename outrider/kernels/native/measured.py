@@ -27,7 +27,7 @@ def remembered(name: str, measure: Callable[[], bool]) -> bool:
 
 
 def recall(name: str) -> Any:
-    """What was remembered by this name, as JSON holds it; None if nothing was."""
+    """The JSON value that was remembered under this name; None if there is none."""
     return _read(_path()).get(name)
 
 

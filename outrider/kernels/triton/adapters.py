@@ -1,4 +1,4 @@
-"""What adapters add to the product of a linear layer: two launches, one for each factor. `kernels/adapters.py` is the
+"""Adapters of linear layers: two launches, one for each factor. `kernels/adapters.py` is the
 specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a

@@ -1,4 +1,4 @@
-"""What adapters add to a latent expansion, head by head: one launch for both factors. `kernels/adapters.py` is the
+"""Adapters of latent expansions, head by head: one launch for both factors. `kernels/adapters.py` is the
 specification.
 
 The product with one factor has as many numbers for a token row and head as the adapter's rank, so it never leaves the

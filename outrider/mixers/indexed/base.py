@@ -64,7 +64,7 @@ class StretchInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedPlan:
-    """What the layers of one group share in one step."""
+    """The tensors and sizes that the layers of one group share in one step."""
 
     slots: torch.Tensor  # [tokens]
     positions: torch.Tensor  # [tokens] in their requests

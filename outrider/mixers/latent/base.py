@@ -98,7 +98,7 @@ class LatentLayer:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What the layers of one group share in one step."""
+    """The tensors and sizes that the layers of one group share in one step."""
 
     slots: torch.Tensor  # [tokens]
     contexts: TokenContexts

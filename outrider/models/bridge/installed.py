@@ -1,4 +1,4 @@
-"""What the installed transformers offers for a config: a model class and its config object, or a refusal by name.
+"""The installed transformers' model class and config object for a config, or a refusal by name.
 
 No code of a checkpoint is run: `auto_map` is never followed, and classes come from the installed package alone.
 """

@@ -226,7 +226,7 @@ def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = 
 
 
 def _result(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """What the module returns; None if it cannot be called so, which then is no module that is known here."""
+    """The module's result; None if it cannot be called with these arguments, so that it is no module known here."""
     try:
         with torch.no_grad(), torch.device("cpu"):
             return module(*args, **options)
