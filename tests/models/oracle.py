@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import zlib
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from outrider.kernels.latent import TokenContexts
@@ -267,6 +269,9 @@ _KDA: dict[str, Any] = {
 }
 # Families whose oracle came with this version of transformers.
 KDA_SINCE = "5.22"
+needs_kda = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < tuple(map(int, KDA_SINCE.split("."))),
+    reason=f"transformers has these families since {KDA_SINCE}")
 KDA_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinear", _KDA | {"linear_head_dim": 8, "linear_num_heads": 4}),
     "kimi_linear_groups": (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.drafters.base import DraftBuild, Drafts, Step
+from outrider.config import EngineConfig
 from outrider.drafters.draft_model import DraftModelNetwork
-from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import KDAShape, StepContext
 from outrider.mixers.latent.base import step_offsets
 from outrider.models.base import Model
@@ -29,10 +26,7 @@ from outrider.models.sources.folder import read_config
 from outrider.runner.target import with_index_keys
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
-from tests.engine.harness import Ask, Rig, greedy, prompt_of
-from tests.engine.harness import tokens_of as texts_of
 from tests.models.oracle import (
-    KDA_SINCE,
     POOLED_FAMILIES,
     DenseAttend,
     assert_chunked_equals_whole,
@@ -40,15 +34,12 @@ from tests.models.oracle import (
     assert_logits_equal,
     load,
     make_folder,
-    tokens_of,
+    needs_kda,
 )
-from tests.models.test_hybrid_mtp import drafts_of, head_of
+from tests.models.prediction_modules import assert_drafts_equal, drafts_in_an_engine
 
 Folders = Callable[[str], Path]
-_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    _INSTALLED < tuple(int(part) for part in KDA_SINCE.split(".")),
-    reason=f"transformers has this family since {KDA_SINCE}")
+pytestmark = needs_kda
 H, HEADS, NOPE, VALUE, INDEX_HEADS, INDEX_DIM, TOP, EPS, LIMIT = 64, 4, 24, 20, 16, 32, 3, 1e-5, 1.0
 STRETCH, CHOSEN = 4, 3  # tokens of a stretch, and stretches that are chosen
 QUICK = ["glm5_next", pytest.param("glm5_next_free", marks=pytest.mark.long)]
@@ -253,15 +244,8 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafts_of_the_module_equal_a_naive_reference(module_folder: Path) -> None:
     """Behind contexts of which everything is chosen, and behind longer ones."""
     target = load(module_folder, torch.float64)
-    head, reference, seen = head_of(module_folder, target), NaiveModule(module_folder, target), set()
-    for seed, count, chunks in ((1, 12, ()), (2, 30, (1, 5))):
-        known = tokens_of(seed, count).tolist()
-        expected, expected_logits = reference.drafts(known, 3)
-        chosen, logits = drafts_of(head, target, known, 3, chunks)
-        assert chosen == expected
-        assert (logits - expected_logits).abs().max() < 1e-9
-        seen |= set(chosen)
-    assert len(seen) > 2, "constant drafts would hide mistakes"
+    contexts = ((1, 12, ()), (2, 30, (1, 5)))
+    assert_drafts_equal(module_folder, target, NaiveModule(module_folder, target).drafts, contexts, least_distinct=3)
 
 
 @torch.inference_mode()
@@ -272,29 +256,9 @@ def test_drafts_and_text_of_an_engine(module_folder: Path, is_shared: bool, tmp_
     if is_shared:
         module_folder = make_module(tmp_path, index_share_for_mtp_iteration=True)
     target = load(module_folder, torch.float64)
-    asks = [Ask(prompt_of(seed, count), greedy(8, ignore_eos=True)) for seed, count in ((1, 37), (2, 7))]
-    with Rig(target) as plain:
-        texts = texts_of(plain.run(asks))
-    build = DraftBuild(target, torch.float64, torch.device("cpu"), max_len=96, target_source=str(module_folder))
-    drafter = mtp_drafter(SpeculativeConfig(method="mtp", num_speculative_tokens=3), build)
-    proposed: dict[tuple[int, ...], list[int]] = {}
-    propose = drafter.propose
-
-    def watched(step: Step) -> Drafts:
-        made = propose(step)
-        rows = step.batch.padded.rows.tolist()
-        for at, (row, goes_on) in enumerate(zip(rows, step.goes_on.tolist(), strict=True)):
-            if goes_on and int(made.counts[at]) == 3:
-                proposed[tuple(step.tokens[row, : step.known[row]].tolist())] = made.tokens[at].tolist()
-        return made
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    with Rig(target, drafter=drafter, max_num_batched_tokens=24) as rig:
-        assert texts_of(rig.run(asks, after_step=rig.preempt)) == texts_of(rig.run(asks)) == texts
-        assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
-    assert len(proposed) > 6
+    proposed = drafts_in_an_engine(module_folder, target)
     reference, other = (NaiveModule(module_folder, target, way) for way in (is_shared, not is_shared))
-    some = list(proposed.items())[::4]
+    some = proposed[::4]
     assert all(drafts == reference.drafts(known, 3)[0] for known, drafts in some)
     assert any(drafts != other.drafts(known, 3)[0] for known, drafts in some)
 

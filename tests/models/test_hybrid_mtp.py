@@ -15,15 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.config import SpeculativeConfig
-from outrider.drafters.base import DraftBuild
-from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import StepContext
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
-from outrider.models.mtp import MTPHead, build_mtp_modules
+from outrider.models.mtp import build_mtp_modules
 from outrider.models.sources.folder import read_config
-from tests.models.oracle import LOGIT_ROWS, DenseAttend, load, make_folder, tokens_of
+from tests.models.oracle import DenseAttend, load, make_folder
+from tests.models.prediction_modules import assert_drafts_equal, head_of
 
 H, HEADS, KV, DIM = 64, 4, 2, 16  # of the tiny families
 EXPERTS, TOP, WIDTH, SHARED, DENSE = 8, 3, 24, 40, 128
@@ -231,50 +229,11 @@ class Naive:
         return routed + self.plain(x, f"{prefix}.shared_experts")
 
 
-def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:
-    """As the engine makes it."""
-    build = DraftBuild(target, torch.float64, torch.device("cpu"), max_len=128, target_source=str(folder))
-    network = mtp_drafter(SpeculativeConfig(method="mtp", num_speculative_tokens=k), build).network
-    assert isinstance(network, MTPHead)
-    return network
-
-
-def drafts_of(head: MTPHead, target: Model, known: Sequence[int], k: int, chunks: tuple[int, ...]) -> Any:
-    """Positions in chunks, then drafts one by one over what is cached."""
-    history = torch.tensor(known[:-1])
-    before = DenseAttend(target)
-    context = StepContext(before, torch.arange(len(history)), history=before.history(history))
-    hidden = head.consume(target.forward(history, context))
-    attend: Any = DenseAttend(head)  # type: ignore[arg-type]
-    tokens, positions, start = torch.tensor(known[1:]), torch.arange(1, len(known)), 0
-    for size in (*chunks, len(tokens) - sum(chunks)):
-        part = slice(start, start + size)
-        output, feedback = head.forward(tokens[part], hidden[part], StepContext(attend, positions[part]))
-        start += size
-    chosen: list[int] = []
-    logits = [head.logits(output[-1:], LOGIT_ROWS)[0]]
-    for index in range(k):
-        chosen.append(int(logits[-1].argmax()))
-        slot = torch.tensor([len(known) + index])
-        output, feedback = head.forward(torch.tensor(chosen[-1:]), feedback[-1:], StepContext(attend, slot))
-        logits.append(head.logits(output, LOGIT_ROWS)[0])
-    return chosen, torch.stack(logits[:k])
-
-
 @pytest.mark.parametrize(("family", "pattern"), CASES.items(), ids=CASES)
 def test_drafts_equal_a_naive_reference(family: str, pattern: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, pattern, tmp_path)
     target = load(folder, torch.float64)
-    head, reference = head_of(folder, target), Naive(folder, target, pattern)
-    seen = set()
-    for seed, chunks in ((1, ()), (2, (1, 5)), (3, (7,))):
-        known = tokens_of(seed, 12).tolist()
-        expected, expected_logits = reference.drafts(known, 3)
-        chosen, logits = drafts_of(head, target, known, 3, chunks)
-        assert chosen == expected
-        assert (logits - expected_logits).abs().max() < 1e-9
-        seen |= set(chosen)
-    assert len(seen) > 4, "constant drafts would hide mistakes"
+    assert_drafts_equal(folder, target, Naive(folder, target, pattern).drafts)
 
 
 def test_attention_of_a_module_is_numbered_after_the_targets_layers(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
 from tests.models.oracle import (
     KDA_FAMILIES,
-    KDA_SINCE,
     DenseAttend,
     all_logits,
     assert_chunked_equals_whole,
@@ -28,15 +26,13 @@ from tests.models.oracle import (
     hf_logits,
     load,
     make_folder,
+    needs_kda,
     tokens_of,
 )
-from tests.models.test_hybrid_mtp import drafts_of, head_of
+from tests.models.prediction_modules import assert_drafts_equal
 
 Folders = Callable[[str], Path]
-_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    _INSTALLED < tuple(int(part) for part in KDA_SINCE.split(".")),
-    reason=f"transformers has these families since {KDA_SINCE}")
+pytestmark = needs_kda
 
 
 @pytest.mark.parametrize("family", KDA_FAMILIES)
@@ -190,12 +186,4 @@ class NaiveModule:
 def test_drafts_of_the_module_equal_a_naive_reference(tmp_path: Path) -> None:
     folder = make_module(tmp_path)
     target = load(folder, torch.float64)
-    head, reference, seen = head_of(folder, target), NaiveModule(folder, target), set()
-    for seed, chunks in ((1, ()), (2, (1, 5)), (3, (7,))):
-        known = tokens_of(seed, 12).tolist()
-        expected, expected_logits = reference.drafts(known, 3)
-        chosen, logits = drafts_of(head, target, known, 3, chunks)
-        assert chosen == expected
-        assert (logits - expected_logits).abs().max() < 1e-9
-        seen |= set(chosen)
-    assert len(seen) > 4, "constant drafts would hide mistakes"
+    assert_drafts_equal(folder, target, NaiveModule(folder, target).drafts)

@@ -5,7 +5,6 @@ against a naive one-request reference, alone and in an engine. `tests/engine/tes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.config import SpeculativeConfig
-from outrider.drafters.base import DraftBuild, Drafts, Step
 from outrider.drafters.draft_model import DraftModelNetwork
-from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import StepContext
 from outrider.layers.ngram_embedding import NgramShape
 from outrider.models.base import Model
@@ -27,10 +23,7 @@ from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import read_config
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
-from tests.engine.harness import Ask, Rig, greedy, prompt_of
-from tests.engine.harness import tokens_of as texts_of
 from tests.models.oracle import (
-    KDA_SINCE,
     STREAM_FAMILIES,
     DenseAttend,
     all_logits,
@@ -39,15 +32,13 @@ from tests.models.oracle import (
     assert_logits_equal,
     load,
     make_folder,
+    needs_kda,
     tokens_of,
 )
-from tests.models.test_hybrid_mtp import drafts_of, head_of
+from tests.models.prediction_modules import assert_drafts_equal, drafts_in_an_engine
 
 Folders = Callable[[str], Path]
-_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    _INSTALLED < tuple(int(part) for part in KDA_SINCE.split(".")),
-    reason=f"transformers has this family since {KDA_SINCE}")
+pytestmark = needs_kda
 H, STREAMS, HEADS, KV, DIM, INDEX_HEADS, INDEX_DIM, TOP, EPS = 64, 4, 4, 2, 16, 16, 16, 3, 1e-6
 QUICK = ["qwen4_exp", pytest.param("qwen4_exp_sigmoid", marks=pytest.mark.long)]
 STRETCH, CHOSEN = 4, 3  # tokens of a stretch, and stretches that are chosen
@@ -242,15 +233,8 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafts_of_the_module_equal_a_naive_reference(module_folder: Path) -> None:
     """Behind contexts of which everything is chosen, and behind longer ones."""
     target = load(module_folder, torch.float64)
-    head, reference, seen = head_of(module_folder, target), NaiveModule(module_folder, target), set()
-    for seed, count, chunks in ((1, 12, ()), (2, 30, (1, 5))):
-        known = tokens_of(seed, count).tolist()
-        expected, expected_logits = reference.drafts(known, 3)
-        chosen, logits = drafts_of(head, target, known, 3, chunks)
-        assert chosen == expected
-        assert (logits - expected_logits).abs().max() < 1e-9
-        seen |= set(chosen)
-    assert len(seen) > 2, "constant drafts would hide mistakes"
+    contexts = ((1, 12, ()), (2, 30, (1, 5)))
+    assert_drafts_equal(module_folder, target, NaiveModule(module_folder, target).drafts, contexts, least_distinct=3)
 
 
 @torch.inference_mode()
@@ -258,29 +242,9 @@ def test_drafts_and_text_of_an_engine(module_folder: Path) -> None:
     """In ragged batches, in chunks, after preemptions and prefix hits, drafts are those of the naive reference, and the
     text is the one without drafts."""
     target = load(module_folder, torch.float64)
-    asks = [Ask(prompt_of(seed, count), greedy(8, ignore_eos=True)) for seed, count in ((1, 37), (2, 7))]
-    with Rig(target) as plain:
-        texts = texts_of(plain.run(asks))
-    build = DraftBuild(target, torch.float64, torch.device("cpu"), max_len=96, target_source=str(module_folder))
-    drafter = mtp_drafter(SpeculativeConfig(method="mtp", num_speculative_tokens=3), build)
-    proposed: dict[tuple[int, ...], list[int]] = {}
-    propose = drafter.propose
-
-    def watched(step: Step) -> Drafts:
-        made = propose(step)
-        rows = step.batch.padded.rows.tolist()
-        for at, (row, goes_on) in enumerate(zip(rows, step.goes_on.tolist(), strict=True)):
-            if goes_on and int(made.counts[at]) == 3:
-                proposed[tuple(step.tokens[row, : step.known[row]].tolist())] = made.tokens[at].tolist()
-        return made
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    with Rig(target, drafter=drafter, max_num_batched_tokens=24) as rig:
-        assert texts_of(rig.run(asks, after_step=rig.preempt)) == texts_of(rig.run(asks)) == texts
-        assert rig.scheduler.stats.num_preemptions > 0 and rig.scheduler.cache.stats.hit_tokens > 0
-    assert len(proposed) > 6
+    proposed = drafts_in_an_engine(module_folder, target)
     reference = NaiveModule(module_folder, target)
-    for known, drafts in list(proposed.items())[::3]:
+    for known, drafts in proposed[::3]:
         assert drafts == reference.drafts(known, 3)[0]
 
 
