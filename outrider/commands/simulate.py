@@ -30,6 +30,7 @@ from outrider.simulation.trace import (
 
 MOST_RANKS = 72  # GPUs that one NVLink domain connects
 LEAST = 1e-9  # a smaller rate or chance counts as 0
+LONG_WAIT = 0.25  # median wait for a first token, as a share of the time in which all requests arrive
 SHOWN = ("replicas", "load", "request_throughput", "output_throughput", "utilisation", "mean_page_use",
          "prefix_hit_rate", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_e2el_ms")
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     table = _table(args)
     rows: list[dict[str, Any]] = []
-    print("  ".join(f"{name:>18}" for name in SHOWN))
+    print("  ".join(SHOWN))
     for replicas in args.replicas:
         for amount, make_load in _loads(args, table):
             start = time.perf_counter()
@@ -47,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
             summary = cluster.run(make_load()).summary()
             rows.append({"replicas": replicas, "load": amount, **summary,
                          "simulated_in": time.perf_counter() - start})
-            print("  ".join(f"{rows[-1].get(name, 0.0):18.4g}" for name in SHOWN), flush=True)
+            print("  ".join(f"{_shown(rows[-1].get(name, 0.0)):>{len(name)}}" for name in SHOWN), flush=True)
     print("load: requests per second, or clients of a closed loop; times in ms: ttft to the first token, itl between "
           "tokens, e2el of a whole request")
+    if args.rate is not None:
+        _report_overload(rows)
     if args.plot:
         for path in plot_capacity(rows, Path(args.plot), f"{table.model.name}, simulated"):
             print(f"wrote {path}")
@@ -59,6 +62,20 @@ def run(args: argparse.Namespace) -> int:
         Path(args.save_result).write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
+
+
+def _shown(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _report_overload(rows: list[dict[str, Any]]) -> None:
+    """Name the rows in which the median wait is so long that the queue grew for as long as requests arrived."""
+    for row in rows:
+        arrivals = row["completed"] / row["load"]
+        if row["p50_ttft_ms"] * 1e-3 > LONG_WAIT * arrivals:
+            print(f"replicas {row['replicas']}, load {row['load']:g}: half of the requests wait for more than "
+                  f"{LONG_WAIT:.0%} of the {arrivals:.3g} s in which all arrive. The load is more than can be served, or "
+                  "--num-requests is too small to tell")
 
 
 def _table(args: argparse.Namespace) -> CostTable:

@@ -301,14 +301,27 @@ def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
     made_table().save(tmp_path / "costs.json")
     words = ["simulate", str(tmp_path / "costs.json"), "--rate", "5,20", "--replicas", "1,2", "--num-requests", "20"]
     assert main([*words, "--input-len", "lognormal:50:0.5", "--output-len", "20", "--ranks", "2"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
     assert [(row["replicas"], row["load"]) for row in result["rows"]] == [(1, 5), (1, 20), (2, 5), (2, 20)]
+    assert "more than can be served" not in printed
     assert all(row["completed"] == 20 for row in result["rows"])
     assert main(words[:2]) == 2 and "--concurrency" in capsys.readouterr().err
     for flag, value in (("--rate", "inf"), ("--rate", "1e-320"), ("--front-ms", "nan"), ("--link-gb-s", "nan"),
                         ("--link-us", "inf"), ("--zipf", "-1000"), ("--zipf", "nan")):
         assert main([*words, flag, value]) == 2 and flag in capsys.readouterr().err
     assert main([*words, "--input-len", "9999"]) == 2 and "is no length" in capsys.readouterr().err
+
+
+def test_the_command_names_loads_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Waits then grow with the number of requests; they are printed in whole milliseconds."""
+    made_table().save(tmp_path / "costs.json")
+    words = ["simulate", str(tmp_path / "costs.json"), "--rate", "1,4000", "--num-requests", "400", "--input-len", "500"]
+    assert main([*words, "--output-len", "100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "more than can be served" in line] == ["replicas 1, load 4000"]
+    names, low, high = (line.split() for line in lines[:3])
+    assert len(low) == len(high) == len(names) and not any("e+" in number for number in high)
 
 
 def test_what_cannot_be_written_is_told_before_anything_is_simulated(
