@@ -74,8 +74,8 @@ def _report_overload(rows: list[dict[str, Any]]) -> None:
         arrivals = row["completed"] / row["load"]
         if row["p50_ttft_ms"] * 1e-3 > LONG_WAIT * arrivals:
             print(f"replicas {row['replicas']}, load {row['load']:g}: half of the requests wait for more than "
-                  f"{LONG_WAIT:.0%} of the {arrivals:.3g} s in which all arrive. The load is more than can be served, or "
-                  "--num-requests is too small to tell")
+                  f"{LONG_WAIT:.0%} of the {arrivals:.3g} s in which all arrive. The load is more than can be served, "
+                  "or --num-requests is too small to tell")
 
 
 def _table(args: argparse.Namespace) -> CostTable:

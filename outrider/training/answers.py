@@ -64,8 +64,12 @@ class AnswerPlan:
 def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *,
                    report: Callable[[str], None]) -> None:
     """Generate all shards that are missing."""
-    known = {text.prompt for text in store.read_all()}
-    for shard in plan.missing_shards(store):
+    known, missing = {text.prompt for text in store.read_all()}, plan.missing_shards(store)
+    if missing:
+        count, settings = sum(len(plan.indexes_of(shard)) for shard in missing), plan.settings
+        report(f"generating {count} of {plan.num_texts} texts with answers of up to {settings.max_answer_tokens} "
+               f"tokens; a line follows after every {settings.shard_texts}")
+    for shard in missing:
         began, indexes = time.perf_counter(), plan.indexes_of(shard)
         given = {index: prompt for index in indexes if (prompt := plan.prompt_of(index)) is not None}
         prompts = given | _written(llm, plan, own, [index for index in indexes if index not in given], known)

@@ -113,7 +113,8 @@ def test_generated_texts_are_the_same_in_any_order_of_shards(tmp_path: Path, cha
         stores[1].write(0, list(stores[0].read(0)))
         generate_texts(llm, plan, stores[1], own, report=lines.append)
     texts = stores[0].read_all()
-    assert texts == stores[1].read_all() and len(lines) == 3 + 2
+    assert texts == stores[1].read_all() and len(lines) == 1 + 3 + 1 + 2  # the plan, and a line for each shard
+    assert "generating 12 of 12 texts" in lines[0] and "generating 7 of 12 texts" in lines[4]
     assert len({text.prompt for text in texts}) == len(texts) > 6
     assert 3 < sum(text.is_greedy for text in texts) < len(texts)
     assert all(1 <= len(text.answer) <= 8 for text in texts)

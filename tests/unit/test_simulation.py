@@ -316,8 +316,8 @@ def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
 def test_the_command_names_loads_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Waits then grow with the number of requests; they are printed in whole milliseconds."""
     made_table().save(tmp_path / "costs.json")
-    words = ["simulate", str(tmp_path / "costs.json"), "--rate", "1,4000", "--num-requests", "400", "--input-len", "500"]
-    assert main([*words, "--output-len", "100"]) == 0
+    words = ["simulate", str(tmp_path / "costs.json"), "--rate", "1,4000", "--num-requests", "400"]
+    assert main([*words, "--input-len", "500", "--output-len", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines if "more than can be served" in line] == ["replicas 1, load 4000"]
     names, low, high = (line.split() for line in lines[:3])
