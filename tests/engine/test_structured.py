@@ -316,6 +316,29 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         has_failed.set()
 
 
+def test_the_tokenizer_is_prepared_before_a_grammars_time_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it may take longer than any grammar may, and no simpler grammar would help."""
+    from outrider.engine.grammar import compiler
+
+    limits: list[float] = []
+    prepared_within: list[float] = []
+
+    def run(work: Callable[[], Any], seconds: float) -> Any:
+        limits.append(seconds)
+        return work()
+
+    def load_tokenizer() -> Any:
+        prepared_within.append(limits[-1])
+        return byte_tokenizer()
+
+    monkeypatch.setattr(compiler, "run_deep", run)
+    own = GrammarCompiler(load_tokenizer, (END,))
+    for regex in ("a+", "b+"):
+        own.check(form(regex=regex).to_plain())
+    assert prepared_within == [compiler.VOCABULARY_SECONDS]
+    assert limits == [compiler.VOCABULARY_SECONDS, compiler.COMPILE_SECONDS, compiler.COMPILE_SECONDS]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [({}, "must be exactly one of json, .* got none"), ({"regex": "a", "choice": ["a"]}, "got regex and choice"),

@@ -22,7 +22,8 @@ from outrider.engine.grammar.matcher import TokenMatcher
 from outrider.engine.grammar.schemas import subschemas
 from outrider.engine.text import Tokenizer
 
-COMPILE_SECONDS = 10.0
+COMPILE_SECONDS = 10.0  # of one grammar
+VOCABULARY_SECONDS = 300.0  # of the tokenizer, once: 1 to 3 seconds, and more on a busy machine
 NUM_KEPT = 64  # compiled grammars
 NUM_STARTING = 4  # matchers that are made at the same time
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
@@ -119,6 +120,8 @@ class GrammarCompiler:
         if self._announce is not None:
             self._announce(asked)
         try:
+            if self._tokenizer is None:  # before the grammar's own time begins
+                run_deep(self._vocabulary, VOCABULARY_SECONDS)
             matcher, wrong = run_deep(lambda: self._compile(text), COMPILE_SECONDS)
         except TimeoutError:
             raise ValueError(f"{where} takes longer than {COMPILE_SECONDS:g} seconds to compile: make it "
