@@ -1,5 +1,5 @@
-"""Draws bench/results/h200.json as docs/h200.svg and .png: tokens per second beside the peer's, by batch; and
-bench/results/spec_cpu.json, the last line of `outrider bench spec`, as docs/spec_cpu.svg and .png.
+"""Draws bench/results/h200.json as docs/h200.svg: tokens per second beside the peer's, by batch; and
+bench/results/spec_cpu.json, the last line of `outrider bench spec`, as docs/spec_cpu.svg.
 
 A series has rows of "batch" and "tok_s"; with "peer" in every row bars are relative to the peer, and a "floor" (tokens
 per second at the bandwidth of memory, as `outrider bench throughput` prints it) is a mark above them where it is near
@@ -48,13 +48,6 @@ def draw(axis: Any, entry: dict[str, Any]) -> None:
         axis.spines[side].set_visible(False)
 
 
-def save(figure: Any, name: str) -> None:
-    figure.tight_layout()
-    for suffix in ("svg", "png"):
-        figure.savefig(ROOT / f"docs/{name}.{suffix}", dpi=130)
-    print(f"docs/{name}.svg, docs/{name}.png")
-
-
 def main() -> None:
     import matplotlib
 
@@ -62,7 +55,8 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     spec = json.loads((ROOT / "bench/results/spec_cpu.json").read_text())
-    plot_spec(spec["results"], ROOT / "docs/spec_cpu", spec["model"])
+    picture, _ = plot_spec(spec["results"], ROOT / "docs/spec_cpu", spec["model"])
+    picture.unlink()  # the pages show the drawings
 
     report = json.loads((ROOT / "bench/results/h200.json").read_text())
     series = report["series"]
@@ -77,7 +71,9 @@ def main() -> None:
     label = "speed relative to vLLM 0.26 (dashed)" + ("; floor in red" if has_floor else "")
     axes[0].set_ylabel(label, fontsize=8.5)
     figure.suptitle(f"Output tokens per second, 128 in, 256 out, {report['card']}, {report['date']}", fontsize=10)
-    save(figure, "h200")
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs/h200.svg", dpi=130)
+    print("docs/h200.svg, docs/spec_cpu.svg")
 
 
 if __name__ == "__main__":
