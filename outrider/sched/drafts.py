@@ -283,45 +283,54 @@ def shared_choices(gains: list[list[float]], most: int) -> Iterator[tuple[DraftC
 
 
 class IndividualDrafts(_LearningDrafts):
-    """A count of its own for each request."""
+    """A count of its own for each request. Where proposals cost time, the drafter guesses no more than will be checked,
+    and rests while no request drafts."""
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
         super().__init__(k, costs)
         if not always_propose:
             self.acceptance = Acceptance(k, FIRST_WEIGHT)
         self._always_propose = always_propose
-        self._since_drafts = 0  # steps in which drafting did not pay
+        self._depth = ProposedDepth(k)
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
-        wanted = [0] * len(requests)
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
-        if not running:  # a drafter must see the prompts if it is to guess what follows them
-            candidates = self._candidates(requests, range(len(requests)), is_exact=False)
-            return DraftPlan(wanted, self._proposal(self._best_count(len(requests), candidates)))
-        candidates = self._candidates(requests, running, is_exact)
-        best = self._best_count(len(running), candidates)
-        for _, index in candidates[:best]:
-            wanted[index] += 1
         if self._always_propose:
-            for index in dict.fromkeys(index for _, index in candidates[best:]):
-                if not wanted[index]:
-                    wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
-        elif best == 0 and self._since_drafts and self._since_drafts % PROBE_ALL_AFTER == 0:
-            # The drafter rests while no request drafts, so all try together.
-            for _, index in candidates:
-                wanted[index] = 1
-        return DraftPlan(wanted, self._proposal(best))
+            return DraftPlan(self._counts_of_guesses(requests, running, is_exact), self._k)
+        counts = self._counts(requests, running, is_exact=False)
+        # The drafter must see prompts that are being computed if it is to guess what follows them.
+        ahead = self._counts(requests, [i for i, request in enumerate(requests) if not request.yields_tokens], False)
+        most, best = max(counts, default=0), max([*counts, *ahead], default=0)
+        depth = self._depth.next(best)
+        wanted = [0] * len(requests)
+        for index in running:  # for a try, requests that have the most get one more
+            count = counts[index] + 1 if depth > best and counts[index] == most else counts[index]
+            wanted[index] = clamp_drafts(requests[index], min(count, depth), is_exact)
+        return DraftPlan(wanted, self._depth.proposed)
 
-    def _candidates(self, requests: list[Request], indices: range | list[int],
-                    is_exact: bool) -> list[tuple[float, int]]:
-        """(chance of being reached and accepted, index of the request) of every draft there may be, likeliest first."""
-        found = [(gain, index) for index in indices for gain in self._gains(requests[index], is_exact)]
-        found.sort(key=lambda pair: -pair[0])
-        return found
+    def _counts_of_guesses(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
+        """Counts of drafts that cost nothing to guess: a request that has had none for a while tries one."""
+        wanted = self._counts(requests, running, is_exact)
+        for index in running:
+            if not wanted[index] and self._gains(requests[index], is_exact):
+                wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
+        return wanted
+
+    def _counts(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
+        """Drafts of each request, none of those that are not running. Drafts are taken by falling chance of being
+        reached and accepted, as many as give the most expected tokens per second."""
+        counts = [0] * len(requests)
+        if not running:
+            return counts
+        candidates = [(gain, index) for index in running for gain in self._gains(requests[index], is_exact)]
+        candidates.sort(key=lambda pair: -pair[0])
+        for _, index in candidates[: self._best_count(len(running), candidates)]:
+            counts[index] += 1
+        return counts
 
     def _best_count(self, running: int, candidates: list[tuple[float, int]]) -> int:
         """Drafts over all requests, taken by falling chance: where expected tokens per second are most."""
-        plain = running / self._costs.step(max(running, 1), max(running, 1))
+        plain = running / self._costs.step(running, running)
         best, best_rate, expected = 0, plain * MIN_GAIN, float(running)
         deepest: dict[int, int] = {}
         most = 0
@@ -333,9 +342,3 @@ class IndividualDrafts(_LearningDrafts):
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
-
-    def _proposal(self, best: int) -> int:
-        """Cold when drafting does not pay, but for the step before everyone tries again."""
-        self._since_drafts = 0 if best else self._since_drafts + 1
-        is_before_probe = self._since_drafts % PROBE_ALL_AFTER == 0
-        return self._k if self._always_propose or best or is_before_probe else 0
