@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from outrider.core.draft_confidence import NUM_LEVELS
+
 PAGE_TOKENS = (16, 32, 64, 128)  # sizes that a page may have
 NULL_PAGE = 0  # never owned by a request; padded and forgotten table entries point here
 NULL_ROW = 0  # never owned by a request; padded rows point here
@@ -28,6 +30,8 @@ class Axis(enum.Enum):
     ADAPTER_SLOTS = "adapter slots"  # adapters on the device
     ADAPTER_TARGETS = "adapter targets"  # products that adapters may change
     ADAPTER_NUMBERS = "adapter numbers"  # numbers of all adapters on the device together
+    BATCHES = "batches"  # one: numbers of a whole batch
+    CHANCES = "chances"  # levels of confidence of every draft of one request
     SERVED_TOKENS = "served tokens"  # tokens that a drafter learns from, and a place for the states of no such token
 
 
@@ -67,6 +71,8 @@ class Limits:
             Axis.ADAPTER_SLOTS: self.max_adapters,
             Axis.ADAPTER_TARGETS: self.num_adapter_targets,
             Axis.ADAPTER_NUMBERS: self.num_adapter_numbers,
+            Axis.BATCHES: 1,
+            Axis.CHANCES: self.max_drafts * NUM_LEVELS,
             Axis.SERVED_TOKENS: self.num_served_tokens + 1,
         }[axis]
 

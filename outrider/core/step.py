@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core.adaptation import AdaptationReport, RowEnd
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.draft_confidence import DraftSharing
 from outrider.core.drafter_faults import DrafterFault
 from outrider.core.params import SamplingParams
 from outrider.core.spans import MarkedSpan
@@ -186,6 +187,7 @@ class ScheduledBatch:
     shares_pages: bool = False  # several of its requests hold the same leading pages, for hundreds of tokens
     adapters: list[AdapterPlacement] = field(default_factory=list)  # that must be on the device before the admissions
     ends: list[RowEnd] = field(default_factory=list)  # rows that requests have left; admissions may take them again
+    sharing: DraftSharing | None = None  # how a captured step shares its token rows out; num_drafts are the most then
     is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
 
     @property
@@ -222,6 +224,7 @@ class RequestResult(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     hidden: NDArray[np.float32] | None = None  # [vectors, hidden size], as the request's HiddenReport says
+    levels: int = 0  # how sure the drafter is of the drafts that wait (`core/draft_confidence.py`)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,11 +79,11 @@ class NetworkDrafter(Drafter):
         return self.network.weight_bytes()
 
     def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
-              drafts: torch.Tensor) -> None:
-        """Draw draft `index` of every request into drafts[index]."""
+              drafts: torch.Tensor, levels: torch.Tensor) -> None:
+        """Draw draft `index` of every request into drafts[index], and add its level to levels [requests]."""
         context = StepContext(NothingAttends(), keys.positions[index])
         draw_drafts(self.network.logits(hidden, context), keys, index, target_ids=self.network.target_ids,
-                    any_sampled=step.any_sampled, out=drafts[index])
+                    any_sampled=step.any_sampled, out=drafts[index], levels=levels)
 
 
 class AutoregressiveDrafter(NetworkDrafter):
@@ -162,14 +162,14 @@ class AutoregressiveDrafter(NetworkDrafter):
         else:
             output, feedback = self.network.forward(view.token_ids, hidden, context)
             output, feedback = ops.take_rows(output, feedback, last)
-        drafts = torch.empty_like(passes.keys.positions)
-        self._draw(step, passes.keys, output, 0, drafts)
+        drafts, levels = torch.empty_like(passes.keys.positions), torch.empty_like(passes.keys.counts)
+        self._draw(step, passes.keys, output, 0, drafts, levels)
         for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             attend = self._cached.bind_after(first, passes.keys.last, view)
             output, feedback = self.network.forward(view.token_ids, feedback, StepContext(attend, view.positions))
-            self._draw(step, passes.keys, output, index, drafts)
-        return Drafts(drafts.t(), passes.keys.counts)
+            self._draw(step, passes.keys, output, index, drafts, levels)
+        return Drafts(drafts.t(), passes.keys.counts, levels)
 
     # Admission: the slot before the first one that a step fills
 

@@ -89,6 +89,7 @@ ViewOf = Callable[[Sequence[Admission]], BatchView]
 class Drafts:
     tokens: torch.Tensor  # [requests, step.num_wanted] int64
     counts: torch.Tensor  # [requests] int64, how many of the tokens are drafts; the others are ignored
+    levels: torch.Tensor | None = None  # [requests] int64, how sure it is of each: see `core/draft_confidence.py`
 
 
 class Drafter:

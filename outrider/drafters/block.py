@@ -120,17 +120,19 @@ class BlockDrafter(Drafter):
         hidden = head.forward(self._block_tokens(passes, num_rows), block)
         by_draft = hidden.view(view.num_requests, num_rows, -1)[:, head.first_row :].transpose(0, 1).contiguous()
         drafts = torch.empty_like(passes.keys.positions)  # [drafts, requests]
-        counts = self._draw(step, passes, by_draft, drafts)
-        return Drafts(drafts.t(), counts)
+        levels = torch.empty_like(passes.keys.counts)
+        counts = self._draw(step, passes, by_draft, drafts, levels)
+        return Drafts(drafts.t(), counts, levels)
 
     def _block_tokens(self, passes: BlockPasses, num_rows: int) -> torch.Tensor:
         tokens = torch.full_like(passes.block.positions, self.head.config.mask_token).view(-1, num_rows)
         tokens[:, 0] = passes.anchors
         return tokens.view(-1)
 
-    def _draw(self, step: Step, passes: BlockPasses, hidden: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Draw all drafts from hidden [drafts, requests, hidden], left to right. Returns the number of drafts of each
-        request."""
+    def _draw(self, step: Step, passes: BlockPasses, hidden: torch.Tensor, drafts: torch.Tensor,
+              levels: torch.Tensor) -> torch.Tensor:
+        """Draw all drafts from hidden [drafts, requests, hidden], left to right, and note the levels [requests].
+        Returns the number of drafts of each request."""
         head, keys = self.head, passes.keys
         num_drafts, num_requests, _ = hidden.shape
         at_once = max(1, MOST_LOGITS // max(1, num_requests * head.num_outputs))
@@ -147,7 +149,7 @@ class BlockDrafter(Drafter):
                     added, state = head.markov.addition(before, hidden[index], state, context)
                     own = own + added
                 draw_drafts(own, keys, index, target_ids=head.target_ids, any_sampled=step.any_sampled,
-                            out=drafts[index])
+                            out=drafts[index], levels=levels)
                 if self._min_confidence > 0:
                     reached = reached * head.confidence_of(hidden[index], before, context)
                     counts += reached >= self._min_confidence  # never rises again, so that these are the first drafts

@@ -62,9 +62,9 @@ class ChainedDrafter(AutoregressiveDrafter):
         self._note_gaps(step)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step),
                                        self._batches.tables(step.batch.padded), self._state, num_wanted=step.num_wanted)
-        drafts = torch.empty_like(passes.keys.positions)
+        drafts, levels = torch.empty_like(passes.keys.positions), torch.empty_like(passes.keys.counts)
         latest = self._run_known(step, passes, hidden)
-        self._draw(step, passes.keys, latest[0], 0, drafts)
+        self._draw(step, passes.keys, latest[0], 0, drafts, levels)
         for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             own = min(index, self._last)
@@ -72,8 +72,8 @@ class ChainedDrafter(AutoregressiveDrafter):
             for module in range(own, min(step.num_wanted, len(self._modules))):
                 consumed = before[module] if index > self._last else before[module - 1]
                 latest = {**latest, module: self._run(module, view, consumed)}
-            self._draw(step, passes.keys, latest[own], index, drafts)
-        return Drafts(drafts.t(), passes.keys.counts)
+            self._draw(step, passes.keys, latest[own], index, drafts, levels)
+        return Drafts(drafts.t(), passes.keys.counts, levels)
 
     def _run_known(self, step: Step, passes: DraftPasses, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Run all modules over the step's token rows. Returns each one's output at the requests' last tokens."""

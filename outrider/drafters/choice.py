@@ -82,7 +82,7 @@ class ProposalChoice:
         rows, num_wanted = step.batch.padded.rows, proposals[0].tokens.shape[1]
         columns = torch.arange(num_wanted, device=rows.device)
         gains, sound = [], []
-        for index, (own, (tokens, counts)) in enumerate(zip(self._drafters, proposals, strict=True)):
+        for index, (own, (tokens, counts, _)) in enumerate(zip(self._drafters, proposals, strict=True)):
             is_wrong = (columns < counts[:, None]) & ((tokens < 0) | (tokens >= self._vocab_size))
             is_sound = (counts >= 0) & (counts <= num_wanted) & ~is_wrong.any(dim=1)
             is_offered = is_sound & (counts > 0) & (is_on[index] > 0) & step.goes_on
@@ -90,8 +90,8 @@ class ProposalChoice:
             sound.append(is_sound)
             own.keep(rows, tokens, torch.where(is_offered, counts, 0))
         best = torch.stack(gains).argmax(dim=0)
-        return [Proposal(tokens, torch.where(is_sound & (best != index), 0, counts))
-                for index, ((tokens, counts), is_sound) in enumerate(zip(proposals, sound, strict=True))]
+        return [Proposal(tokens, torch.where(is_sound & (best != index), 0, counts), levels)
+                for index, ((tokens, counts, levels), is_sound) in enumerate(zip(proposals, sound, strict=True))]
 
     def _grade(self, step: Step) -> None:
         rows, accepted = step.batch.padded.rows, step.accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.core.draft_confidence import LEVEL_BITS, MOST_PLACES, TOP_LEVEL
 from outrider.kernels.drafting import DraftSamplingKeys
 from outrider.kernels.ops import Exactness, Operation, triton_kernel
 from outrider.kernels.ops.operation import FLOAT32
@@ -11,16 +12,28 @@ from outrider.sample.philox import gumbel
 
 
 def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None,
-                 any_sampled: bool, out: torch.Tensor) -> None:
+                 any_sampled: bool, out: torch.Tensor, levels: torch.Tensor) -> None:
     """Write to `out` [requests] the likeliest tokens of logits [requests, outputs]; for a request with a temperature,
     the tokens that the noise of draft `index` favours. target_ids: the drafter's tokens as the target's ids, if they
-    differ."""
+    differ. levels [requests]: gets the level of this draft (`core/draft_confidence.py`) beside those of the drafts
+    before it; the first draft begins it anew."""
+    scores = logits
     if any_sampled:
         heat = keys.temperature[:, None].to(logits.dtype)
         noise = gumbel(keys.seed, keys.sample_index, keys.positions[index], target_ids, logits.shape[1], logits.dtype)
-        logits = torch.where(heat > 0, logits / heat + noise, logits)
-    best = logits.argmax(dim=1)
+        scores = torch.where(heat > 0, logits / heat + noise, logits)
+    best = scores.argmax(dim=1)
     out.copy_(best if target_ids is None else target_ids[best])
+    if index < MOST_PLACES:
+        level = _levels(logits, best) << LEVEL_BITS * index
+        levels.copy_(level if index == 0 else levels | level)
+
+
+def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """[requests] the level of each chosen token, by its probability at temperature 1: at a temperature, too, this says
+    most about whether the target picks it. Level 1 where the logits are not finite."""
+    probability = (logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(dim=1)).exp()
+    return 1 + (probability * TOP_LEVEL).nan_to_num(0.0).long().clamp(0, TOP_LEVEL - 1)
 
 
 draw_drafts = Operation(

@@ -46,13 +46,13 @@ class AssistantDrafter(NetworkDrafter):
         reading = self.reading_pass(step)
         keys, tokens, positions = reading.keys, reading.tokens, reading.rope_positions
         context = StepContext(self._cached.bind(self._batches.reading(step, reading)), positions)
-        drafts = torch.empty_like(keys.positions)
+        drafts, levels = torch.empty_like(keys.positions), torch.empty_like(keys.counts)
         feedback = step.last_final(keys.last)
         for index in range(step.num_wanted):
             output, feedback = self.network.forward(tokens, feedback, context)
-            self._draw(step, keys, output, index, drafts)
+            self._draw(step, keys, output, index, drafts, levels)
             tokens = drafts[index]
-        return Drafts(drafts.t(), keys.counts)
+        return Drafts(drafts.t(), keys.counts, levels)
 
     def reading_pass(self, step: Step) -> ReadingPass:
         return ops.plan_reading_pass(committed_requests(step), drafting_rows(step), num_wanted=step.num_wanted,

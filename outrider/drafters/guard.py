@@ -138,7 +138,10 @@ def _checked(drafts: object, step: Step) -> Proposal:
     rows = step.batch.padded.rows
     if not isinstance(drafts, Drafts):
         raise WrongForm(f"{type(drafts).__name__}, not Drafts")
-    for name, shape in (("tokens", (rows.shape[0], step.num_wanted)), ("counts", (rows.shape[0],))):
+    shapes = {"tokens": (rows.shape[0], step.num_wanted), "counts": (rows.shape[0],)}
+    if drafts.levels is not None:
+        shapes["levels"] = (rows.shape[0],)
+    for name, shape in shapes.items():
         tensor = getattr(drafts, name)
         wanted = f"int64 {list(shape)} on {rows.device}"
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -146,7 +149,8 @@ def _checked(drafts: object, step: Step) -> Proposal:
         if tensor.dtype is not torch.int64 or tensor.device != rows.device or tuple(tensor.shape) != shape:
             found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
             raise WrongForm(f"{name} of {found}, where {wanted} is wanted")
-    return Proposal(_plain(drafts.tokens), _plain(drafts.counts).contiguous())
+    levels = None if drafts.levels is None else _plain(drafts.levels).contiguous()
+    return Proposal(_plain(drafts.tokens), _plain(drafts.counts).contiguous(), levels)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,10 +256,14 @@ class DrafterGuards:
     def _drafts_of_rank_0(self, own: list[Proposal], group: RankGroup) -> list[Proposal]:
         num_rows, width = own[0].tokens.shape
         flags = self.is_on.expand(num_rows, -1)
-        packed = torch.cat([*(part for tokens, counts in own for part in (tokens, counts[:, None])), flags], 1)
-        *parts, flags = integers_of_rank_0(group, packed).split([1 + width] * len(own) + [len(own)], 1)
+        packed: list[torch.Tensor] = []
+        for tokens, counts, levels in own:
+            packed += [tokens, counts[:, None], (torch.zeros_like(counts) if levels is None else levels)[:, None]]
+        found = integers_of_rank_0(group, torch.cat([*packed, flags], 1))
+        *parts, flags = found.split([width + 2] * len(own) + [len(own)], 1)
         self.is_on.copy_(flags[0])
-        return [Proposal(part[:, :width], part[:, width].contiguous()) for part in parts]
+        return [Proposal(part[:, :width], part[:, width].contiguous(), part[:, width + 1].contiguous())
+                for part in parts]
 
     @property
     def _trusts_all(self) -> bool:

@@ -54,11 +54,15 @@ class EngineStats:
         for admission in batch.admissions:
             self.num_hit_tokens += admission.computed
             self.num_computed_prompt_tokens += max(0, admission.prompt_len - admission.computed)
-        num_tokens = batch.num_tokens
+        num_tokens, num_drafts = batch.num_tokens, batch.num_drafts
+        if batch.sharing is not None:  # the device knows which request gets how many: as if all got equally many
+            num_tokens = batch.num_requests + batch.sharing.total
+            least, more = divmod(batch.sharing.total, batch.num_requests)
+            num_drafts = [least + (index < more) for index in range(batch.num_requests)]
         self.num_step_tokens += num_tokens
         _count(self.steps_by_tokens, bisect_left(STEP_TOKENS, num_tokens))
         num_not_drafted = sum(batch.samples)
-        for drafts, times in Counter(batch.num_drafts).items():
+        for drafts, times in Counter(num_drafts).items():
             if drafts:  # only requests that sample have some
                 _count(self.chosen, drafts, times)
                 num_not_drafted -= times

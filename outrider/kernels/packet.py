@@ -14,12 +14,15 @@ from typing import Annotated, NamedTuple, get_type_hints
 import torch
 
 from outrider.core import NULL_ROW, Axis
+from outrider.core.draft_confidence import NUM_LEVELS
 from outrider.kernels.buffers import to_device
 
 PerRequest = Annotated[torch.Tensor, Axis.REQUESTS]
 PerStart = Annotated[torch.Tensor, Axis.STARTS]
 PerToken = Annotated[torch.Tensor, Axis.TOKENS]
 PerLogitRow = Annotated[torch.Tensor, Axis.LOGIT_ROWS]
+PerBatch = Annotated[torch.Tensor, Axis.BATCHES]
+PerChance = Annotated[torch.Tensor, Axis.CHANCES]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class StepExtents:
                 return self.tokens
             case Axis.LOGIT_ROWS:
                 return self.logit_rows
+            case Axis.BATCHES:
+                return 1
+            case Axis.CHANCES:
+                return self.max_drafts * NUM_LEVELS
             case _:
                 raise ValueError(f"a step's integers have no axis of {axis.value}")
 
@@ -64,6 +71,9 @@ class StepPacket(NamedTuple):
     logit_draft: PerLogitRow  # drafts before it; more than any request has for padded logit rows
     logit_token: PerLogitRow  # token row whose hidden state makes the logit row
     boundaries: PerRequest  # tokens after which the request writes the checkpoint that its row lists; or -1
+    num_shared: PerBatch  # drafts that `share_drafts` shares out: see `DraftSharing`. 0: num_drafts and all else hold
+    weights: PerRequest
+    chances: PerChance
 
 
 @cache
@@ -76,7 +86,7 @@ def pack(extents: StepExtents, fields: Sequence[Sequence[int]]) -> list[int]:
     """The scheduled values of every field, in order, each padded to its extent. Padded tokens and logit rows belong to
     the last request, at offsets past all that it can have, so that they are never live."""
     last = extents.requests - 1
-    padding = (NULL_ROW, 0, 0, 0, 0, last, extents.tokens, last, extents.max_drafts + 1, 0, -1)
+    padding = (NULL_ROW, 0, 0, 0, 0, last, extents.tokens, last, extents.max_drafts + 1, 0, -1, 0, 0, 0)
     ints: list[int] = []
     for values, size, fill in zip(fields, extents.field_sizes, padding, strict=True):
         ints += values

@@ -1,6 +1,7 @@
-"""A step's bookkeeping: `prepare_step` before the forward, `commit_step` after the sampler, `store_drafts` at the end.
+"""A step's bookkeeping: `prepare_step` before the forward, `commit_step` after the sampler, `store_drafts` at the end;
+`share_drafts` before all others, in a captured step that has to share its token rows out.
 
-Plain torch, any device, the specification: `kernels.triton.step` and `kernels.triton.draft_entry` do the same in one
+Plain torch, any device, the specification: `kernels.triton.step`, `draft_entry` and `share_drafts` do the same in one
 launch each, integer for integer, and take and return the types declared here. Nothing here knows models or caches.
 """
 
@@ -13,12 +14,23 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outrider.core import NULL_ROW
+from outrider.core.draft_confidence import (
+    CHANCE_BITS,
+    GAIN_BITS,
+    LEVEL_BITS,
+    MOST_CHANCE,
+    MOST_PLACES,
+    NUM_LEVELS,
+    TOP_LEVEL,
+    WEIGHT_BITS,
+)
 from outrider.kernels.accept import Accepted, StopRules, accept
 from outrider.kernels.packet import StepPacket
 
 # Columns of a result's counts: run length, finish, computed, drafted, accepted, and these.
-PROPOSED, FAULT, FAULT_VALUE = 5, 6, 7
-NUM_COUNTS = 8
+PROPOSED, FAULT, FAULT_VALUE, LEVELS = 5, 6, 7, 8
+NUM_COUNTS = 9
+_MOST_CHANCE = int(MOST_CHANCE * (1 << CHANCE_BITS))
 
 
 class RowFields(Protocol):
@@ -31,6 +43,7 @@ class RowFields(Protocol):
     alive: torch.Tensor
     drafts: torch.Tensor  # [ROWS, DRAFTS]
     num_drafts: torch.Tensor  # [ROWS]
+    levels: torch.Tensor  # [ROWS] how sure the drafter is of its drafts: see `core/draft_confidence.py`
 
     @property
     def sampling(self) -> StopRules: ...
@@ -88,6 +101,7 @@ class Proposal(NamedTuple):
 
     tokens: torch.Tensor  # [requests, num_wanted]
     counts: torch.Tensor  # [requests] how many of the tokens are drafts
+    levels: torch.Tensor | None = None  # [requests] how sure the drafter is of them, if it says
 
 
 class WrongValue(NamedTuple):
@@ -139,6 +153,46 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
     )
 
 
+def share_drafts(packet: StepPacket, state: RowFields, *, max_drafts: int) -> None:
+    """Share `packet.num_shared` token rows out among the drafts that wait in the rows, likeliest first, and lay the
+    batch out anew: writes the packet's counts of drafts, owners, offsets and logit rows. A request gets at most its
+    `num_drafts` before. Does nothing if num_shared is 0. All requests of the batch decode: each has one known token.
+
+    The gain of a draft is the chance that it is reached and accepted, the product of the chances of the drafts up to
+    it, by their levels and the weight of the request. It never rises along a chain, so that the likeliest drafts of a
+    request are its first ones; of equals the first are taken. Whole numbers, so that every kernel and rank agrees."""
+    rows, (requests,), (tokens,) = packet.rows, packet.rows.shape, packet.request_of.shape
+    is_shared = packet.num_shared > 0  # [1]
+    room = (state.sampling.end_len[rows] - state.known[rows] - 1).clamp_min(0)
+    most = torch.minimum(torch.minimum(packet.num_drafts, state.num_drafts[rows]), room)
+    most = torch.where(state.alive[rows] & (rows != NULL_ROW) & (packet.samples > 0), most, 0)
+    reached, columns = torch.full_like(rows, 1 << GAIN_BITS), []
+    for place in range(max_drafts):
+        level = state.levels[rows] >> LEVEL_BITS * min(place, MOST_PLACES) & TOP_LEVEL
+        level = level if place < MOST_PLACES else torch.zeros_like(level)
+        chance = packet.chances[place * NUM_LEVELS + level] * packet.weights >> WEIGHT_BITS
+        reached = reached * chance.clamp(0, _MOST_CHANCE) >> CHANCE_BITS
+        columns.append(torch.where(place < most, reached, -1))
+    gains = torch.stack(columns, dim=1).flatten()
+    order = gains.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=rows.device))
+    is_taken = (rank < packet.num_shared) & (gains >= 0)
+    counts = torch.where(is_shared, is_taken.view(requests, max_drafts).sum(dim=1), packet.num_drafts)
+
+    ends = (packet.num_known + counts).cumsum(0)
+    at = torch.arange(tokens, device=rows.device)
+    owner = torch.searchsorted(ends, at, right=True).clamp_max(requests - 1)
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    is_padding = at >= ends[-1]
+    offset = torch.where(is_padding, tokens, at - starts[owner])
+    made = {"num_drafts": counts, "query_starts": starts, "request_of": owner, "offset": offset,
+            "logit_request": owner, "logit_draft": torch.where(is_padding, max_drafts + 1, offset),
+            "logit_token": torch.where(is_padding, 0, at)}
+    for name, values in made.items():
+        own: torch.Tensor = getattr(packet, name)
+        own.copy_(torch.where(is_shared, values, own))
+
+
 def _first_logits(packet: StepPacket) -> torch.Tensor:
     """[requests] each request's first logit row. Other logit rows are written to a cell past the requests."""
     requests, logit_rows = packet.rows.shape[0], packet.logit_request.shape[0]
@@ -174,24 +228,25 @@ def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, s
     goes_on = (accepted.run_len > 0) & (accepted.finish == 0)
     nothing = torch.zeros_like(computed)
     counts = torch.stack([accepted.run_len, accepted.finish, computed, batch.num_drafts, accepted.num_accepted, nothing,
-                          nothing, nothing], dim=1)
+                          nothing, nothing, nothing], dim=1)
     return CommittedStep(accepted, computed, goes_on, counts)
 
 
 def store_drafts(rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: torch.Tensor, is_on: torch.Tensor, *,
-                 vocab_size: int, fills: bool, drafts: torch.Tensor, num_drafts: torch.Tensor,
+                 vocab_size: int, fills: bool, drafts: torch.Tensor, num_drafts: torch.Tensor, levels: torch.Tensor,
                  counts: torch.Tensor) -> None:
     """Store proposals in their rows: a request that goes on gets the drafts of the first drafter that has any for it.
 
     Any value is taken. A count outside of 0 to num_wanted, or a token id outside of the vocabulary among so many
     tokens, is a fault: that request gets nothing of that drafter, and the first fault of every request is written to
-    its columns FAULT and FAULT_VALUE of `counts`. is_on [proposals]: 0 for a drafter that is switched off.
+    its columns FAULT and FAULT_VALUE of `counts`. is_on [proposals]: 0 for a drafter that is switched off. levels go
+    to the rows and to the column LEVELS with the drafts that they speak of; 0 without any.
     fills: requests that go on get num_wanted drafts in any case, of token 0 where no drafter had one."""
     num_wanted = proposals[0].tokens.shape[1]
     columns, nothing = torch.arange(num_wanted, device=rows.device), torch.zeros_like(rows)
-    count, code, value = nothing, nothing, nothing
+    count, code, value, level = nothing, nothing, nothing, nothing
     chosen = torch.zeros_like(proposals[0].tokens)
-    for index, (tokens, offered) in enumerate(proposals):
+    for index, (tokens, offered, own_levels) in enumerate(proposals):
         is_asked = goes_on & (is_on[index] > 0)
         is_count = (offered >= 0) & (offered <= num_wanted)
         is_draft = (columns < offered[:, None]) & is_count[:, None]
@@ -205,8 +260,11 @@ def store_drafts(rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: tor
         is_taken = is_asked & (own_code == 0) & (count == 0)
         count = torch.where(is_taken, offered, count)
         chosen = torch.where(is_taken[:, None] & is_draft, tokens, chosen)
+        if own_levels is not None:
+            level = torch.where(is_taken & (offered > 0), own_levels, level)
     if fills:
         count = torch.where(goes_on, num_wanted, 0)
     drafts.index_put_((rows[:, None], columns), chosen)
     num_drafts.index_copy_(0, rows, count)
-    counts[:, PROPOSED], counts[:, FAULT], counts[:, FAULT_VALUE] = count, code, value
+    levels.index_copy_(0, rows, level)
+    counts[:, PROPOSED], counts[:, FAULT], counts[:, FAULT_VALUE], counts[:, LEVELS] = count, code, value, level

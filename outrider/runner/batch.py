@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
 from outrider.core.checked_request import PromptEmbeds
+from outrider.core.draft_confidence import DraftSharing
 from outrider.kernels import ops
 from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -97,6 +98,12 @@ class CapturedShape(StepExtents):
 
 
 StepShape = EagerShape | CapturedShape
+
+
+def shares_drafts(shape: StepShape) -> bool:
+    """Whether a step of this shape shares its token rows out among drafts, if a batch asks for it. Other steps check as
+    many drafts of each request as are scheduled."""
+    return isinstance(shape, CapturedShape) and shape.logit_rows_are_tokens and shape.max_drafts > 0
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,11 @@ def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
         if len(by_row) < len(scheduled.checkpoints):
             raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
         boundaries = [by_row.get(row, -1) for row in scheduled.rows]
-    return _packed(scheduled, shape, *_lens(scheduled), boundaries)
+    sharing = scheduled.sharing if shares_drafts(shape) else None
+    if sharing is None:
+        return _packed(scheduled, shape, *_lens(scheduled), boundaries)
+    # The device lays out the token rows of drafts (`share_drafts`).
+    return _packed(scheduled, shape, scheduled.num_known, scheduled.num_known, boundaries, sharing)
 
 
 def _lens(scheduled: ScheduledBatch) -> tuple[list[int], list[int]]:
@@ -188,7 +199,7 @@ def _lens(scheduled: ScheduledBatch) -> tuple[list[int], list[int]]:
 
 
 def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[int], logit_counts: list[int],
-            boundaries: list[int]) -> list[int]:
+            boundaries: list[int], sharing: DraftSharing | None = None) -> list[int]:
     starts = [0, *accumulate(query_lens)]
     num_tokens = starts[-1]
     request_of, offset = _spread(query_lens)
@@ -199,8 +210,9 @@ def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[in
         first = [start + known - 1 for start, known in zip(starts, scheduled.num_known, strict=False)]
         logit_token = [first[request] + draft for request, draft in zip(logit_request, logit_draft, strict=True)]
     starts += [num_tokens] * (extents.requests - scheduled.num_requests)
+    shared = ([sharing.total], sharing.weights, sharing.chances) if sharing is not None else ([0], [], [])
     return pack(extents, (scheduled.rows, scheduled.num_known, scheduled.num_drafts, [*map(int, scheduled.samples)],
-                          starts, request_of, offset, logit_request, logit_draft, logit_token, boundaries))
+                          starts, request_of, offset, logit_request, logit_draft, logit_token, boundaries, *shared))
 
 
 def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
@@ -219,6 +231,8 @@ def build_inputs(shape: StepShape, ints: torch.Tensor, state: RowState, groups: 
                  max_len: int) -> Inputs:
     """`ints` on the device, as `pack_eager` or `pack_captured` made them."""
     packet = unpack(shape, ints)
+    if shares_drafts(shape):
+        ops.share_drafts(packet, state, max_drafts=shape.max_drafts)
     page_tokens = tuple(group.page_tokens for group in groups)
     made = ops.prepare_step(packet, state, max_drafts=shape.max_drafts, page_tokens=page_tokens, max_len=max_len)
     logit_rows = LogitRows(packet.logit_request, made.logit_row, packet.logit_draft, made.logit_position)

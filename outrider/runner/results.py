@@ -27,13 +27,13 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
     counts, nothing = result.counts.tolist(), [None] * scheduled.num_requests
     # Counts and runs are padded.
     parts = zip(scheduled.request_ids, scheduled.epochs, counts, result.run.tolist(),
-                _run_logprobs(scheduled, result, [own[0] for own in counts]) or nothing,
+                _run_logprobs(scheduled, result, counts) or nothing,
                 _prompt_logprobs(result) or nothing, strict=False)
     requests = [
         RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
-                      logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None)
-        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, *_), run, logprobs, prompt
-        in parts
+                      logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None, None, levels)
+        for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, _, _, levels), run, logprobs,
+        prompt in parts
     ]
     if result.failures:
         requests = [part._replace(error=result.failures.get(index, NAN_LOGITS)) if part.finish is Finish.ERROR else part
@@ -58,18 +58,21 @@ def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: Row
 
 
 def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
-                  lengths: list[int]) -> list[list[TokenLogprobs] | None] | None:
+                  counts: list[list[int]]) -> list[list[TokenLogprobs] | None] | None:
     """Each request's log-probabilities of its run, None for one that did not ask."""
     if result.params is None or result.logprobs is None:
         return None
     nums = [params.logprobs for params in result.params]
     asked = [num for num in nums if num is not None]
+    num_drafts = scheduled.num_drafts
+    if scheduled.sharing is not None and result.shares_drafts:  # then the device knows, and all of them were alive
+        num_drafts = [own[3] for own in counts[: scheduled.num_requests]]
     sampled = [1 + drafts if samples else 0
-               for drafts, samples in zip(scheduled.num_drafts, scheduled.samples, strict=True)]  # logit rows
+               for drafts, samples in zip(num_drafts, scheduled.samples, strict=True)]  # logit rows
     host = HostLogprobs(result.logprobs.to("cpu"), min(asked) if min(asked) < 0 else max(asked), sum(sampled))
     reported: list[list[TokenLogprobs] | None] = []
     first = 0  # logit row
-    for num, length, count in zip(nums, lengths, sampled, strict=False):
+    for num, (length, *_), count in zip(nums, counts, sampled, strict=False):
         reported.append(None if num is None else host.between(first, first + length, num))
         first += count
     return reported

@@ -121,6 +121,7 @@ class RowState:
         self.alive = rows(dtype=torch.bool)
         self.drafts = rows(Axis.DRAFTS)
         self.num_drafts = rows()
+        self.levels = rows()  # how sure the drafter is of the row's drafts
         self.sampling = SamplingRows(limits, device)
         self.params = RowParams()
         self.page_tables = [
@@ -202,6 +203,7 @@ class RowState:
         # Where nothing is left of it, a device drafter's guess stays.
         self.drafts.index_copy_(0, rows, torch.where((left > 0)[:, None], shifted, self.drafts[rows]))
         self.num_drafts.index_copy_(0, rows, torch.where(left > 0, left, self.num_drafts[rows]))
+        self.levels.index_copy_(0, rows, torch.where(left > 0, 0, self.levels[rows]))
 
 
 def _add_cells(writes: list[PageWrite], columns: list[int], pages: list[int]) -> None:

@@ -37,6 +37,7 @@ from outrider.runner.batch import (
     dead_view,
     logit_view,
     pack_eager,
+    shares_drafts,
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
 from outrider.runner.grammars import GrammarRows
@@ -69,6 +70,7 @@ class DeviceResult:
     params: list[SamplingParams] | None = None  # those of the scheduled requests, if log-probabilities are reported
     hidden: HiddenRows | None = None
     drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
+    shares_drafts: bool = False  # counts of drafts may be the device's: those of a batch that has a `DraftSharing`
     failures: Mapping[int, str] = field(default_factory=dict)  # of logits processors, by the scheduled request's index
 
 
@@ -249,7 +251,7 @@ class DeviceStep:
             self.draft(inputs, hidden, committed, plan)
             self.clock.lap("draft")
         return DeviceResult(committed.counts, run, logprobs, None, plan.checkpoints, written, self.recurrent.nothing,
-                            drafting=self.drafting)
+                            drafting=self.drafting, shares_drafts=shares_drafts(inputs.shape))
 
     def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
         """Both halves, one after the other."""
@@ -307,7 +309,7 @@ class DeviceStep:
             return
         ops.store_drafts(rows, proposals, goes_on, self.drafting.is_on, vocab_size=self.model.vocab_size,
                          fills=self.fills_drafts, drafts=state.drafts, num_drafts=state.num_drafts,
-                         counts=committed.counts)
+                         levels=state.levels, counts=committed.counts)
 
 
 def _has_sampler_kernels(dtype: torch.dtype, device: torch.device) -> bool:

@@ -45,6 +45,7 @@ class Acceptance:
     """Rates of every request that has drafted, and those that all requests share."""
 
     probe_after = PROBE_AFTER
+    decay = DECAY
 
     def __init__(self, k: int, first_weight: float = PRIOR_WEIGHT) -> None:
         """first_weight: observations that the rate of the first request is worth."""
@@ -54,9 +55,21 @@ class Acceptance:
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
         rates = self._rates_of(request_id, idle=0)
-        self._count(rates, num_drafted, num_accepted)
+        rates.observe(num_drafted, num_accepted, self.decay)
         rates.gains = []
         self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
+
+    def expect(self, request_id: int, gains: list[float]) -> None:
+        """Count drafts that were proposed, by their chances of being reached and accepted. Which of them are checked
+        depends on the chances, so that what was accepted of those checked would say too much of the others."""
+        rates = self._rates_of(request_id, idle=0)
+        for own, decay in ((rates, self.decay), (self._shared, SHARED_DECAY)):
+            tried, hit, reached = own.tried, own.hit, 1.0
+            for place, gain in enumerate(gains):
+                tried[place] = tried[place] * decay + reached
+                hit[place] = hit[place] * decay + gain
+                reached = gain
+        rates.gains = []
 
     def forget(self, request_id: int) -> None:
         self._rates.pop(request_id, None)
@@ -89,10 +102,6 @@ class Acceptance:
             return False
         rates.idle = 0
         return True
-
-    def _count(self, rates: Rates, num_drafted: int, num_accepted: int) -> None:
-        """Count the drafts of one step of a request."""
-        rates.observe(num_drafted, num_accepted, DECAY)
 
     def _fade(self, rates: Rates) -> None:
         """Let the counts of a request fade after a step without drafts."""

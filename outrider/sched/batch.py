@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from outrider.cache.checkpoints import StateProgress
 from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, RowEnd, ScheduledBatch, StepForm
+from outrider.core.draft_confidence import DraftSharing
 from outrider.core.spans import MarkedSpan
 from outrider.core.step import AdapterPlacement
 from outrider.sched.request import Request
@@ -54,6 +55,11 @@ class BatchBuilder:
         request.unsettled += num_known + num_drafts
         request.in_flight_samples += samples
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every request has one known token and samples."""
+        return all(entry.samples and entry.num_known == 1 for entry in self._entries)
+
     def mark(self, start: int, end: int) -> None:
         """A span of the request that was added last."""
         self._spans.append(MarkedSpan(len(self._entries) - 1, start, end))
@@ -78,7 +84,8 @@ class BatchBuilder:
     def build(self, admissions: Iterable[Admission], pages: PageChanges, host_drafts: list[HostDraft],
               checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
               form: StepForm = StepForm.WHOLE, *, shares_pages: bool = False,
-              adapters: list[AdapterPlacement] | None = None, ends: list[RowEnd]) -> ScheduledBatch:
+              adapters: list[AdapterPlacement] | None = None, ends: list[RowEnd],
+              sharing: DraftSharing | None = None) -> ScheduledBatch:
         # By column: the hot part of a step of hundreds of requests.
         columns = zip(*self._entries, strict=True) if self._entries else ((),) * 6
         requests, num_known, num_drafts, samples, num_pending, _ = map(list, columns)
@@ -104,4 +111,5 @@ class BatchBuilder:
             shares_pages=shares_pages,
             adapters=adapters or [],
             ends=ends,
+            sharing=sharing,
         )

@@ -7,15 +7,17 @@ acceptance is learned as steps go by. Knows no drafter by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, islice, zip_longest
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
+from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
 from outrider.sched.acceptance import Acceptance
+from outrider.sched.draft_chances import DraftChances
 from outrider.sched.request import Request
 from outrider.sched.spread_acceptance import SpreadAcceptance
 
@@ -31,7 +33,16 @@ KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
 FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
+RateOf: TypeAlias = Callable[[float, int, int], float]
 HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+
+
+class SharingPlan(NamedTuple):
+    """A `DraftSharing` before its batch is made."""
+
+    total: int
+    weights: dict[int, int]  # by request
+    chances: list[int]
 
 
 class DraftPlan(NamedTuple):
@@ -39,6 +50,7 @@ class DraftPlan(NamedTuple):
 
     num_drafts: list[int]  # drafts to check, of each request that was asked about
     num_wanted: int  # most drafts to guess for the step after; 0 leaves the drafter out
+    sharing: SharingPlan | None = None  # then num_drafts are the most, and the device shares token rows out
 
 
 class DraftCounts(ABC):
@@ -48,8 +60,8 @@ class DraftCounts(ABC):
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
-        """A step of the request has ended, for which so many drafts were scheduled."""
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
+        """A step of the request has ended, for which so many drafts were scheduled; is_shared: by the device."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -89,15 +101,29 @@ class _LearningDrafts(DraftCounts):
         self._k = k
         self._costs = costs
         self.acceptance = Acceptance(k)
+        self.chances = DraftChances(k)
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         """Learn how many of the scheduled drafts a step has accepted. A draft that was scheduled but did not exist (a
         lookup found nothing) counts as rejected, because it has cost as much."""
-        if num_scheduled:
+        if request.checked_levels and num_scheduled:
+            self._learn_chances(request, result)
+        elif num_scheduled:
             self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
+        if request.levels and not result.finish:
+            self.acceptance.expect(request.id, self._waiting_gains(request))
+
+    def _learn_chances(self, request: Request, result: RequestResult) -> None:
+        if not result.finish:  # the end may have cut off accepted drafts
+            self.chances.observe(request.id, request.checked_levels, result.num_drafted, result.num_accepted)
 
     def forget(self, request: Request) -> None:
         self.acceptance.forget(request.id)
+        self.chances.forget(request.id)
+
+    def _waiting_gains(self, request: Request) -> list[float]:
+        """The chance that each draft which waits on the device is reached and accepted, by how sure its drafter is."""
+        return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
     def _gains(self, request: Request, is_exact: bool) -> list[float]:
         gains = self.acceptance.gains(request.id)
@@ -136,12 +162,13 @@ class DraftChoice(NamedTuple):
 
 
 class HeldCounts(NamedTuple):
-    """Drafts of each request, as planned for some steps of the same requests."""
+    """Drafts of each request, as planned for some steps of the same requests. With `sharing`, the most of each."""
 
     request_ids: list[int]
     counts: list[int]
     depth: int  # the most drafts of a request
     last_step: int  # number of the last step that it holds for
+    sharing: SharingPlan | None = None
 
 
 class Foresight:
@@ -170,8 +197,9 @@ class Foresight:
 
 class SizedDrafts(_LearningDrafts):
     """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
-    among them, likeliest drafts first. If requests are alike, it is one number for all, whose graphs start-up captures.
-    The drafter rests while no request drafts."""
+    among them, likeliest drafts first. Either the scheduler shares them out, by each request's acceptance, or the
+    device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
+    all, whose graphs start-up captures. The drafter rests while no request drafts."""
 
     def __init__(self, k: int, costs: StepCosts) -> None:
         super().__init__(k, costs)
@@ -182,6 +210,7 @@ class SizedDrafts(_LearningDrafts):
         self._last = DraftChoice(0, 0)  # the last that was shared out
         self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
         self._foresight = Foresight()
+        self._level_foresight = Foresight()  # the same, of drafts that the device chose
         self._next_learning = 0  # number of the step
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
@@ -189,28 +218,42 @@ class SizedDrafts(_LearningDrafts):
         request_ids = [request.id for request in requests]
         if self._step > self._held.last_step or request_ids != self._held.request_ids:
             self._held = self._plan(requests, request_ids, self._k)
-        counts, most = self._held.counts, self._held.depth
+        counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
         depth = self._depth.next(most)
         if depth < most:  # no more was proposed before
-            counts = self._plan(requests, request_ids, depth).counts
+            _, counts, _, _, sharing = self._plan(requests, request_ids, depth)
         elif depth > most:  # for a try: requests that have the most get one more
             counts = [count + (count == most) for count in counts]
         wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens else 0
                   for request, count in zip(requests, counts, strict=True)]
-        return DraftPlan(wanted, self._depth.proposed)
+        return DraftPlan(wanted, self._depth.proposed, sharing)
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
+        if is_shared:
+            gains = self.chances.gains(request.id, request.checked_levels, result.num_drafted)
+            self._level_foresight.observe(sum(gains), result.num_accepted)
+            super().observe(request, result, num_scheduled)
+            return
+        if request.checked_levels and num_scheduled:
+            self._learn_chances(request, result)
         count, expected = self._expected.get(request.id, (0, 0.0))
         if count and count == num_scheduled:
             self._foresight.observe(expected, result.num_accepted)
-        super().observe(request, result, num_scheduled)
+        if num_scheduled:
+            self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
 
     def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
         if self._step >= self._next_learning:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
             self.acceptance.learn_spread(request_ids)
         gains = [self._gains(request, is_exact=False) for request in requests]
-        choice = self._best(requests, gains, most)
+        choice, rate = self._best(requests, gains, most)
+        shared = self._best_by_levels(requests, gains, most, rate)
+        if shared is not None:
+            self._expected.clear()
+            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HOLD - 1,
+                              self._sharing(request_ids, shared.total))
+        self._level_foresight.fade()
         if choice.total == choice.depth * len(requests):
             self._foresight.fade()
             self._expected.clear()
@@ -220,12 +263,9 @@ class SizedDrafts(_LearningDrafts):
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
         return HeldCounts(request_ids, counts, choice.depth, self._step + HOLD - 1)
 
-    def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> DraftChoice:
-        """The choice with the most expected tokens per second, of at most `most` drafts for a request. Requests that
-        still compute their prompts count too: they will run soon, and the drafter must see them."""
+    def _rate_of(self, requests: list[Request]) -> RateOf:
+        """Tokens per second of a step of these requests, by expected tokens, most drafts of a request, token rows."""
         count, costs = len(requests), self._costs
-        if not count:
-            return DraftChoice(0, 0)
         reading = costs.read([request.bound.at_most for request in requests])
         sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
 
@@ -233,7 +273,15 @@ class SizedDrafts(_LearningDrafts):
             drafting = costs.draft(depth, count)
             return tokens / (costs.step(rows, count) + reading + drafting + sampling * rows / count)
 
-        tokens = float(count)
+        return rate
+
+    def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> tuple[DraftChoice, float]:
+        """The choice with the most expected tokens per second, of at most `most` drafts for a request, and its rate.
+        Requests that still compute their prompts count too: they will run soon, and the drafter must see them."""
+        count = len(requests)
+        if not count:
+            return DraftChoice(0, 0), 0.0
+        rate, tokens = self._rate_of(requests), float(count)
         best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * MIN_GAIN
         for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
             tokens += sum(column)
@@ -241,7 +289,7 @@ class SizedDrafts(_LearningDrafts):
             if own_rate > best_rate:
                 best, best_rate = DraftChoice(depth, depth * count), own_rate
         if count <= FEW or self.acceptance.are_alike:
-            return best
+            return best, best_rate
         share = self._foresight.share
         shared = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                   for choice, expected in shared_choices(gains, most)}
@@ -249,8 +297,38 @@ class SizedDrafts(_LearningDrafts):
         if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:
             choice = self._last  # its graph is there
         if shared.get(choice, 0.0) > best_rate * SHARE_GAIN:
-            best = self._last = choice
-        return best
+            best, best_rate = choice, shared[choice]
+            self._last = choice
+        return best, best_rate
+
+    def _best_by_levels(self, requests: list[Request], gains: list[list[float]], most: int,
+                        best_rate: float) -> DraftChoice | None:
+        """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
+        next step are not known yet: those that waited at the last result stand for them."""
+        count = len(requests)
+        # A grammar's masks are made by the host, which must know the logit rows.
+        if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
+            return None
+        if 2 * sum(request.levels != 0 for request in requests) < count:
+            return None
+        rate, share = self._rate_of(requests), self._level_foresight.share
+        waiting = [extended(self._waiting_gains(request), own) if request.levels else own
+                   for request, own in zip(requests, gains, strict=True)]
+        rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
+                 for choice, expected in shared_choices(waiting, most)}
+        choice = max(rates, key=rates.__getitem__, default=self._last)
+        if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
+            choice = self._last  # its graph is there
+        if rates.get(choice, 0.0) <= best_rate * SHARE_GAIN:
+            return None
+        self._last = choice
+        return choice
+
+    def _sharing(self, request_ids: list[int], total: int) -> SharingPlan:
+        chances, most = self.chances, (1 << WEIGHT_BITS + 3)
+        weights = {one: min(round(chances.factor(one) * (1 << WEIGHT_BITS)), most) for one in request_ids}
+        table = [min(round(chance * (1 << CHANCE_BITS)), 1 << CHANCE_BITS) for own in chances.table() for chance in own]
+        return SharingPlan(total, weights, table)
 
     def _share_out(self, requests: list[Request], gains: list[list[float]], choice: DraftChoice) -> list[int]:
         """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""
@@ -266,6 +344,15 @@ class SizedDrafts(_LearningDrafts):
             counts[least_likely] -= 1
             counts[index] = 1
         return counts
+
+
+def extended(waiting: list[float], usual: list[float]) -> list[float]:
+    """Gains of drafts that wait, and of the further ones that there would be if more were proposed: these are as likely
+    to be accepted, once reached, as they usually are."""
+    if not waiting:
+        return usual
+    reached = usual[len(waiting) - 1]
+    return waiting + [waiting[-1] * gain / reached if reached else 0.0 for gain in usual[len(waiting) :]]
 
 
 def shared_choices(gains: list[list[float]], most: int) -> Iterator[tuple[DraftChoice, float]]:
@@ -303,6 +390,8 @@ class IndividualDrafts(_LearningDrafts):
         most, best = max(counts, default=0), max([*counts, *ahead], default=0)
         depth = self._depth.next(best)
         wanted = [0] * len(requests)
+        if is_exact and depth <= best and any(requests[index].levels for index in running):
+            return DraftPlan(self._likely_counts(requests, running), self._depth.proposed)
         for index in running:  # for a try, requests that have the most get one more
             count = counts[index] + 1 if depth > best and counts[index] == most else counts[index]
             wanted[index] = clamp_drafts(requests[index], min(count, depth), is_exact)
@@ -325,6 +414,26 @@ class IndividualDrafts(_LearningDrafts):
         candidates = [(gain, index) for index in running for gain in self._gains(requests[index], is_exact)]
         candidates.sort(key=lambda pair: -pair[0])
         for _, index in candidates[: self._best_count(len(running), candidates)]:
+            counts[index] += 1
+        return counts
+
+    def _likely_counts(self, requests: list[Request], running: list[int]) -> list[int]:
+        """Counts of drafts that wait and whose drafter says how sure it is of each. A draft is checked if the tokens
+        that it is expected to add take longer to get without it: at the rate of steps with drafts of the usual
+        chances."""
+        usual = sorted((gain for index in running for gain in self._gains(requests[index], False)), reverse=True)
+        found = [(gain, index) for index in running
+                 for gain in (self._waiting_gains(requests[index]) if requests[index].levels
+                              else self._gains(requests[index], True))]
+        found.sort(key=lambda pair: -pair[0])
+        count, step = len(running), [self._costs.step(len(running) + n, len(running)) for n in range(1 + len(usual))]
+        drafting = self._costs.draft(self._depth.proposed, count)
+        rate = max(expected / (step[n] + (drafting if n else 0.0))
+                   for n, expected in enumerate(accumulate(usual, initial=float(count))))
+        values = [expected - rate * step[n]
+                  for n, expected in enumerate(accumulate((gain for gain, _ in found), initial=0.0))]
+        counts = [0] * len(requests)
+        for _, index in found[: values.index(max(values))]:
             counts[index] += 1
         return counts
 

@@ -36,8 +36,8 @@ class Request:
     __slots__ = (
         "id", "input", "end_len", "eos_ids", "sample_index", "stats", "token_ids", "prompt_len", "max_drafts",
         "sampler_load", "state", "epoch", "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled",
-        "covered", "next_event", "num_proposed", "folded", "num_pending", "arrived_at", "prompt_done_at",
-        "shares_promises", "finish", "error",
+        "covered", "next_event", "num_proposed", "levels", "checked_levels", "folded", "num_pending", "arrived_at",
+        "prompt_done_at", "shares_promises", "finish", "error",
     )
 
     def __init__(self, request_id: int, asked: CheckedRequest, end_len: int, eos_ids: tuple[int, ...] = (),
@@ -66,6 +66,8 @@ class Request:
         self.arrived_at = 0  # number of steps that had settled when it arrived
         self.prompt_done_at = 0  # number of the step that computes the last token of its prompt
         self.num_proposed = 0  # drafts that wait on the device, as the last result said
+        self.levels = 0  # how sure their drafter is of them (`core/draft_confidence.py`)
+        self.checked_levels = 0  # the same, of the drafts that the last settled step checked
         self.shares_promises = True  # until it had to start again because a promise was broken
         self.finish = Finish.NO
         self.error: str | None = None
@@ -76,6 +78,7 @@ class Request:
         self.settled.at_least = self.bound.at_most = self.covered = self.folded = hit
         self.stats.num_hit_tokens = hit
         self.in_flight_samples = self.unsettled = self.num_proposed = self.num_pending = 0
+        self.levels = self.checked_levels = 0
 
     def admission(self, checkpoint: list[int]) -> Admission:
         """Everything that the device must learn of the request before its first step in this row. checkpoint: pages of
@@ -88,6 +91,7 @@ class Request:
         settled = self.settled
         settled.at_least += part.num_computed
         self.num_proposed = part.num_proposed
+        self.checked_levels, self.levels = self.levels, part.levels
         self.unsettled -= num_scheduled
         self.in_flight_samples -= sampled
         self.folded = settled.at_least - part.num_accepted

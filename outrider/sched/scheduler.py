@@ -22,6 +22,7 @@ from outrider.core import (
     StepForm,
     StepResult,
 )
+from outrider.core.draft_confidence import DraftSharing
 from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
@@ -128,7 +129,7 @@ class Scheduler:
                 short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
             self._admit(step, batch)
-        return self._finish_batch(batch, plan.num_wanted)
+        return self._finish_batch(batch, plan)
 
     def update(self, result: StepResult) -> list[Update]:
         """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
@@ -153,7 +154,9 @@ class Scheduler:
                 continue
             if self._host_drafts is not None:
                 self._host_drafts.observe(request, part, row in from_host)
-            self._settle(request, part, known, drafts, sampled)
+                if row in from_host:  # they took the place of the device's drafts
+                    request.levels = 0
+            self._settle(request, part, known, drafts, sampled, is_shared=batch.sharing is not None)
             updates.append(Update(request, part))
         return updates
 
@@ -360,7 +363,7 @@ class Scheduler:
                 self._preempt(request)
         self._waiting.hold_back_all_but(on_trial)
 
-    def _finish_batch(self, batch: BatchBuilder, num_wanted: int) -> ScheduledBatch | None:
+    def _finish_batch(self, batch: BatchBuilder, plan: DraftPlan) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
@@ -370,23 +373,34 @@ class Scheduler:
         pages = self.cache.take_changes()
         form = batch.form if self._num_with_form else StepForm.WHOLE
         host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
-        scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, num_wanted, form,
+        scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, plan.num_wanted, form,
                                 shares_pages=self.cache.shares_pages,
                                 adapters=None if self.adapters is None else self.adapters.take_changes(),
-                                ends=self._ends)
+                                ends=self._ends, sharing=self._sharing_of(batch, plan))
         self._admissions, self._ends = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
         self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
         return scheduled
 
+    def _sharing_of(self, batch: BatchBuilder, plan: DraftPlan) -> DraftSharing | None:
+        """How the device shares token rows out, in the order of the batch. A batch with prompts checks the most drafts
+        of each request: it has not been planned for."""
+        if plan.sharing is None or not batch.only_decodes:
+            return None
+        weights = plan.sharing.weights
+        return DraftSharing(plan.sharing.total, [weights[request.id] for request in batch.requests],
+                            plan.sharing.chances)
+
     # Inside: after a result
 
-    def _settle(self, request: Request, part: RequestResult, known: int, drafts: int, sampled: bool) -> None:
-        """known, drafts: tokens that the step was scheduled with."""
+    def _settle(self, request: Request, part: RequestResult, known: int, drafts: int, sampled: bool, *,
+                is_shared: bool) -> None:
+        """known, drafts: tokens that the step was scheduled with, at most if the device shares them out."""
         request.settle(part, known + drafts, sampled)
         if part.run and self._drafts is not None:  # drafts that the request's end cut off were not tried
-            self._drafts.observe(request, part, part.num_drafted if part.finish else drafts)
+            self._drafts.observe(request, part, part.num_drafted if part.finish or is_shared else drafts,
+                                 is_shared=is_shared)
         settled = request.settled
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)

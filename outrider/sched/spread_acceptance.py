@@ -27,6 +27,7 @@ class SpreadAcceptance(Acceptance):
     towards the requests' mean by as much as chance could have moved them away from it. A plan holds for some steps."""
 
     probe_after = PROBE_PLANS
+    decay = OWN_DECAY
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
@@ -73,9 +74,6 @@ class SpreadAcceptance(Acceptance):
         if rates is not None:
             rates.gains = gains
         return gains
-
-    def _count(self, rates: Rates, num_drafted: int, num_accepted: int) -> None:
-        rates.observe(num_drafted, num_accepted, OWN_DECAY)
 
     def _fade(self, rates: Rates) -> None:
         rates.fade(IDLE_DECAY)

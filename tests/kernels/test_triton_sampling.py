@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import Limits
+from outrider.core.draft_confidence import LEVEL_BITS, MOST_PLACES, TOP_LEVEL
 from outrider.core.params import SamplingParams
 from outrider.drafters import synthetic as acceptance
 from outrider.drafters.synthetic import SyntheticAcceptance
@@ -142,6 +143,28 @@ def test_wrapper_names_what_is_wrong(device: torch.device) -> None:
         good |= {"seed": zeros, "sample_index": zeros, "position": zeros}
         with pytest.raises(ValueError, match=f"sample_logits: {argument} "):
             sample_logits(**(good | change))
+
+
+@pytest.mark.parametrize("vocab", [5, 9000])
+def test_levels_are_the_probability_of_the_drawn_tokens(device: torch.device, vocab: int) -> None:
+    """Greedy and sampled, over several spans of a vocabulary, beside the levels of drafts before; NaN and infinities
+    have the lowest level."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.tensor([[0.1], [2], [9], [30], [4], [1]]) * torch.randn(6, vocab, generator=generator)).to(device)
+    logits[4, 3], logits[5, 2] = float("nan"), float("inf")
+    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.0, 0.0], device=device)
+    packed = torch.full((6,), 77, device=device)
+    for place in (0, 1, MOST_PLACES - 1, MOST_PLACES):
+        key = (*keys(device, 6)[:2], torch.full((6,), place, device=device))
+        before = packed.clone()
+        tokens = sample_logits(logits, temperature, *key, levels=sampling.DraftLevels(packed, place))
+        share = logits.double().softmax(1).gather(1, tokens[:, None]).squeeze(1).nan_to_num(0.0) * TOP_LEVEL
+        found = packed >> LEVEL_BITS * place & TOP_LEVEL if place < MOST_PLACES else 1 + share.long()
+        near = (share - share.round()).abs() < 1e-4  # an edge between two levels
+        assert bool(((found == 1 + share.long().clamp_max(TOP_LEVEL - 1)) | near).all())
+        mask = (1 << LEVEL_BITS * place) - 1
+        assert bool((packed & mask == before & mask).all()) or not place
+    assert bool((packed > 0).all()), "the first place begins anew"
 
 
 def test_mapped_ids_have_the_noise_of_what_they_stand_for(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from outrider.sched.drafts import (
     PROBE_ALL_AFTER,
     PROBE_DEPTH_AFTER,
     DraftCounts,
+    DraftPlan,
     FixedDrafts,
     ProposedDepth,
     auto_drafts,
@@ -74,8 +75,8 @@ def test_a_drafter_that_costs_guesses_no_more_than_is_checked() -> None:
     chooser, request = auto_drafts(4, costs, always_propose=False), running(0)
     observed(chooser, request, 4, 2, times=100)
     plans = [chooser.choose([request], is_exact=False) for _ in range(20)]
-    assert plans[0] == ([0], 2), "nothing was proposed before"
-    assert plans[1:] == [([2], 2)] * 19
+    assert plans[0] == DraftPlan([0], 2), "nothing was proposed before"
+    assert plans[1:] == [DraftPlan([2], 2)] * 19
     waits = running(1, proposed=1)
     assert chooser.choose([waits], is_exact=True).num_drafts == [1], "the device is known to have one"
 
@@ -85,9 +86,9 @@ def test_a_drafter_that_costs_sees_a_prompt_beside_a_request_that_does_not_draft
     chooser, bad, prompt = auto_drafts(2, costs, always_propose=False), running(0), running(1)
     observed(chooser, prompt, 2, 2)
     observed(chooser, bad, 2, 0)
-    assert chooser.choose([bad], is_exact=False) == ([0], 0)
+    assert chooser.choose([bad], is_exact=False) == DraftPlan([0], 0)
     prompt.admitted_len = 10
-    assert chooser.choose([bad, prompt], is_exact=False) == ([0, 0], 2)
+    assert chooser.choose([bad, prompt], is_exact=False) == DraftPlan([0, 0], 2)
 
 
 def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
@@ -148,8 +149,8 @@ def test_a_prompt_that_is_being_computed_has_no_drafts() -> None:
     for costs in (FLAT, replace(FLAT, is_padded=True)):
         chooser = auto_drafts(4, costs, always_propose=False)
         for _ in range(2):
-            assert chooser.choose([request], is_exact=False) == ([0], 4), "a drafter must see the prompt"
-    assert auto_drafts(4, STEEP, always_propose=False).choose([request], is_exact=False) == ([0], 0)
+            assert chooser.choose([request], is_exact=False) == DraftPlan([0], 4), "a drafter must see the prompt"
+    assert auto_drafts(4, STEEP, always_propose=False).choose([request], is_exact=False) == DraftPlan([0], 0)
 
 
 def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed() -> None:

@@ -20,6 +20,7 @@ from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
+from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
 from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
@@ -369,7 +370,7 @@ def test_a_split_step_has_a_graph_of_its_own() -> None:
 
 def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
     batch = replace(batch_of([0, 0, 0]), checkpoints=writes((3, 48), (1, 32)), folds=writes((9, 16)))
-    counts, run = torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64)
+    counts, run = torch.zeros(4, NUM_COUNTS, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64)
     for flags, ids in (([1, 0, 0, 0, 0], [11]), ([0, 1, 1, 1, 0], [10]), ([1, 1, 1, 1, 1], [10, 11, 10])):
         written, folded = torch.tensor(flags, dtype=torch.bool).split((4, 1))
         result = DeviceResult(counts, run, None, None, RowCheckpoints(), written, folded)

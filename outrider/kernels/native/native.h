@@ -422,9 +422,10 @@ typedef struct {
     uint8_t *goes_on;
 } Committed;
 
-/* What one drafter returned: tokens [requests, num_wanted] and counts [requests], with any values. */
+/* What one drafter returned: tokens [requests, num_wanted], counts and levels [requests] (levels perhaps NULL), with any
+ * values. */
 typedef struct {
-    const int64_t *tokens, *counts;
+    const int64_t *tokens, *counts, *levels;
     int64_t request_stride, index_stride;
 } Proposal;
 
@@ -432,7 +433,7 @@ typedef struct {
 typedef struct {
     const int64_t *rows, *is_on; /* is_on [num_proposals] */
     const uint8_t *goes_on;
-    int64_t *drafts, *num_drafts, *counts; /* drafts [num_rows, at least num_wanted], counts [requests, NUM_COUNTS] */
+    int64_t *drafts, *num_drafts, *levels, *counts; /* drafts [num_rows, at least num_wanted], counts [requests, NUM_COUNTS] */
     int64_t requests, num_proposals, num_wanted, num_rows, draft_stride, counts_stride, vocab_size, fills;
 } StoredDrafts;
 

@@ -4,7 +4,7 @@
 #include "native.h"
 
 enum { FINISH_NO = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_ERROR = 4 }; /* codes of Finish in core/step.py */
-enum { PROPOSED = 5, FAULT = 6, FAULT_VALUE = 7, NUM_COUNTS = 8 }; /* columns of counts, as in kernels/step.py */
+enum { PROPOSED = 5, FAULT = 6, FAULT_VALUE = 7, LEVELS = 8, NUM_COUNTS = 9 }; /* columns of counts, as in kernels/step.py */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -122,7 +122,7 @@ static void update_row(const RowState *s, const SampledStep *in, const Committed
     s->num_drafts[row] = 0; /* consumed, or stale */
     out->num_computed[r] = computed;
     out->goes_on[r] = length > 0 && out->finish[r] == FINISH_NO;
-    int64_t counts[] = {length, out->finish[r], computed, in->num_drafts[r], out->num_accepted[r], 0, 0, 0};
+    int64_t counts[NUM_COUNTS] = {length, out->finish[r], computed, in->num_drafts[r], out->num_accepted[r]};
     memcpy(out->counts + r * NUM_COUNTS, counts, sizeof counts);
 }
 
@@ -154,7 +154,7 @@ int store_drafts(const StoredDrafts *in, const Proposal *proposals) {
         if (in->rows[r] < 0 || in->rows[r] >= in->num_rows) return 1;
     for (int64_t r = 0; r < in->requests; r++) {
         int64_t *counts = in->counts + r * in->counts_stride, *drafts = in->drafts + in->rows[r] * in->draft_stride;
-        int64_t count = 0;
+        int64_t count = 0, levels = 0;
         memset(drafts, 0, in->num_wanted * sizeof(int64_t));
         counts[FAULT] = counts[FAULT_VALUE] = 0;
         for (int64_t p = 0; p < in->num_proposals && in->goes_on[r]; p++) {
@@ -165,10 +165,12 @@ int store_drafts(const StoredDrafts *in, const Proposal *proposals) {
             if (wrong && !counts[FAULT]) counts[FAULT] = wrong + 2 * p, counts[FAULT_VALUE] = value;
             if (wrong || count) continue;
             count = from->counts[r];
+            if (count && from->levels) levels = from->levels[r];
             for (int64_t i = 0; i < count; i++) drafts[i] = from->tokens[r * from->request_stride + i * from->index_stride];
         }
         if (in->fills) count = in->goes_on[r] ? in->num_wanted : 0;
         counts[PROPOSED] = in->num_drafts[in->rows[r]] = count;
+        counts[LEVELS] = in->levels[in->rows[r]] = levels;
     }
     return 0;
 }

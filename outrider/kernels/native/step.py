@@ -57,12 +57,14 @@ def takes_commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: 
 
 
 def takes_store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, is_on: Tensor, *, vocab_size: int,
-                       fills: bool, drafts: Tensor, num_drafts: Tensor, counts: Tensor) -> bool:
+                       fills: bool, drafts: Tensor, num_drafts: Tensor, levels: Tensor, counts: Tensor) -> bool:
     num_requests, num_wanted = rows.shape[0], proposals[0].tokens.shape[1]
     return (
-        all(map(_is_packed, (rows, is_on, num_drafts, *(proposal.counts for proposal in proposals))))
+        all(map(_is_packed, (rows, is_on, num_drafts, levels, *(proposal.counts for proposal in proposals))))
+        and all(map(_is_packed, [p.levels for p in proposals if p.levels is not None]))
         and all(wide.is_cpu and wide.dtype is torch.int64 for wide in (drafts, counts, *(p.tokens for p in proposals)))
-        and all(tuple(p.tokens.shape) == (num_requests, num_wanted) and p.counts.shape == rows.shape for p in proposals)
+        and all(tuple(p.tokens.shape) == (num_requests, num_wanted) and p.counts.shape == rows.shape
+                and (p.levels is None or p.levels.shape == rows.shape) for p in proposals)
         and goes_on.dtype is torch.bool and goes_on.stride(0) == drafts.stride(1) == counts.stride(1) == 1
         and num_wanted <= drafts.shape[1] and counts.shape == (num_requests, NUM_COUNTS)
         and is_on.shape[0] == len(proposals)
@@ -175,15 +177,15 @@ def commit_step(sampled: Tensor, bad: Tensor, batch: VerifiedStep, state: RowFie
 
 
 def store_drafts(rows: Tensor, proposals: Sequence[Proposal], goes_on: Tensor, is_on: Tensor, *, vocab_size: int,
-                 fills: bool, drafts: Tensor, num_drafts: Tensor, counts: Tensor) -> None:
+                 fills: bool, drafts: Tensor, num_drafts: Tensor, levels: Tensor, counts: Tensor) -> None:
     offered = b"".join(
         PROPOSAL.pack(tokens=tokens.data_ptr(), counts=own.data_ptr(), request_stride=tokens.stride(0),
-                      index_stride=tokens.stride(1))
-        for tokens, own in proposals
+                      index_stride=tokens.stride(1), levels=0 if own_levels is None else own_levels.data_ptr())
+        for tokens, own, own_levels in proposals
     )
     stored = STORED_DRAFTS.pack(
         rows=rows.data_ptr(), is_on=is_on.data_ptr(), goes_on=goes_on.data_ptr(), drafts=drafts.data_ptr(),
-        num_drafts=num_drafts.data_ptr(), counts=counts.data_ptr(), requests=rows.shape[0],
+        num_drafts=num_drafts.data_ptr(), levels=levels.data_ptr(), counts=counts.data_ptr(), requests=rows.shape[0],
         num_proposals=len(proposals), num_wanted=proposals[0].tokens.shape[1], num_rows=drafts.shape[0],
         draft_stride=drafts.stride(0), counts_stride=counts.stride(0), vocab_size=vocab_size, fills=int(fills),
     )

@@ -135,12 +135,13 @@ COMMITTED = Structure(
     counts=POINTER, goes_on=POINTER,
 )
 
-PROPOSAL = Structure("Proposal", tokens=POINTER, counts=POINTER, request_stride=INT64, index_stride=INT64)
+PROPOSAL = Structure("Proposal", tokens=POINTER, counts=POINTER, levels=POINTER, request_stride=INT64,
+                     index_stride=INT64)
 
 STORED_DRAFTS = Structure(
-    "StoredDrafts", rows=POINTER, is_on=POINTER, goes_on=POINTER, drafts=POINTER, num_drafts=POINTER, counts=POINTER,
-    requests=INT64, num_proposals=INT64, num_wanted=INT64, num_rows=INT64, draft_stride=INT64, counts_stride=INT64,
-    vocab_size=INT64, fills=INT64,
+    "StoredDrafts", rows=POINTER, is_on=POINTER, goes_on=POINTER, drafts=POINTER, num_drafts=POINTER, levels=POINTER,
+    counts=POINTER, requests=INT64, num_proposals=INT64, num_wanted=INT64, num_rows=INT64, draft_stride=INT64,
+    counts_stride=INT64, vocab_size=INT64, fills=INT64,
 )
 
 SAMPLING_ROWS = Structure(

@@ -506,6 +506,10 @@ prepare_step = Operation(
     triton_kernel("outrider.kernels.triton.step:prepare_step"),
     subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC,
 )
+share_drafts = Operation(
+    step.share_drafts, triton_kernel("outrider.kernels.triton.share_drafts:share_drafts"),
+    subject=lambda packet, *_, **__: packet.rows, exact=NO_ARITHMETIC,
+)
 commit_step = Operation(
     step.commit_step,
     native_kernel("outrider.kernels.native.step:commit_step", takes="outrider.kernels.native.step:takes_commit_step"),

@@ -24,7 +24,7 @@ from outrider.kernels.drafting import (
 )
 from outrider.kernels.triton.common import next_power_of_two, require, require_tensor
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import sample_logits
+from outrider.kernels.triton.sampling import DraftLevels, sample_logits
 
 BLOCK_ROWS = 256  # token rows, or pages, of a request at a time
 NUM_KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, before the positions
@@ -330,8 +330,8 @@ def plan_reading_pass(
 
 def draw_drafts(
     logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
-    out: torch.Tensor,
+    out: torch.Tensor, levels: torch.Tensor,
 ) -> None:
     """See `drafters.draw.draw_drafts`. The kernel is the same for any temperature, 0 included."""
     key = (keys.seed, keys.sample_index, keys.positions[index])
-    sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out)
+    sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out, levels=DraftLevels(levels, index))

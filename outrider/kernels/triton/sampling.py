@@ -13,6 +13,7 @@ import torch
 
 import triton
 import triton.language as tl
+from outrider.core.draft_confidence import LEVEL_BITS, MOST_PLACES, TOP_LEVEL
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.triton.common import (
@@ -38,6 +39,7 @@ from outrider.kernels.triton.scans import (
     scan,
     scan_all,
     scan_greedy,
+    scan_mass,
 )
 
 QUADS = 256  # Philox calls per tile; each serves four token ids
@@ -45,6 +47,7 @@ TILE = 4 * QUADS  # token ids that are read at a time
 GROUP = 128  # token ids of a tile whose greatest logit is kept for top-k
 _LONGEST_SPAN = 8  # tiles
 _EDITED = tl.constexpr(flags.EDITED)
+_TOP_LEVEL = tl.constexpr(TOP_LEVEL)
 
 
 class Spans(NamedTuple):
@@ -61,6 +64,17 @@ class Spans(NamedTuple):
     def most(self) -> int:
         """An extent that no number of spans exceeds: one kernel serves all lengths of a span."""
         return next_power_of_two(self.num_tiles)
+
+
+class DraftLevels(NamedTuple):
+    """Where the levels of drafts go: [logit rows] int64, and the place of these drafts in their chains."""
+
+    packed: torch.Tensor
+    place: int
+
+    @property
+    def shift(self) -> int:
+        return LEVEL_BITS * self.place
 
 
 # Tensors that may begin anywhere in a buffer: no reason to compile anew.
@@ -105,9 +119,9 @@ def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
 
 @kernel(do_not_specialize=["span"], do_not_specialize_on_alignment=SLICES)
 def _score_kernel(
-    logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, logit_stride,
-    vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr, QUADS: tl.constexpr,
-    SPANS: tl.constexpr, PDL: tl.constexpr,
+    logits, row, temperature, seed, sample_index, position, ids, span_greatest, span_scores, span_tokens, span_mass,
+    logit_stride, vocab, num_tiles, span, HAS_ROWS: tl.constexpr, SCALE: tl.constexpr, MAPPED: tl.constexpr,
+    LEVELLED: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -141,12 +155,30 @@ def _score_kernel(
             top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)
     tl.store(span_scores + at * num_spans + tl.program_id(0), top)
     tl.store(span_tokens + at * num_spans + tl.program_id(0), chosen)
+    if LEVELLED:
+        greatest, mass = scan_mass(own, first, last, vocab, 4 * QUADS)
+        tl.store(span_greatest + at * num_spans + tl.program_id(0), greatest)
+        tl.store(span_mass + at * num_spans + tl.program_id(0), mass)
 
 
-@kernel(do_not_specialize=["num_spans"], do_not_specialize_on_alignment=["row", "ids", "tokens"])
+@triton.jit
+def _level_of(logit, span_greatest, span_mass, num_spans, SPANS: tl.constexpr):
+    """The level of a chosen token (`core/draft_confidence.py`); 1 where the logits are not finite."""
+    span = tl.arange(0, SPANS)
+    valid = span < num_spans
+    greatest = tl.load(span_greatest + span, mask=valid, other=float("-inf"))
+    mass = tl.load(span_mass + span, mask=valid, other=0.0)
+    top = tl.max(greatest, axis=0)
+    total = tl.sum(tl.where(greatest == float("-inf"), 0.0, mass * tl.exp(greatest - top)), axis=0)
+    share = tl.exp(logit - top) / total * _TOP_LEVEL
+    share = tl.where(share >= 0, tl.minimum(share, _TOP_LEVEL - 1), 0.0)  # 0 for a NaN as well
+    return 1 + share.to(tl.int64)
+
+
+@kernel(do_not_specialize=["num_spans", "shift"], do_not_specialize_on_alignment=["row", "ids", "tokens", "levels"])
 def _pick_kernel(
-    span_scores, span_tokens, logits, ids, tokens, bad, logit_stride, num_spans, CHECKED: tl.constexpr,
-    MAPPED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    span_scores, span_tokens, logits, ids, tokens, bad, span_greatest, span_mass, levels, logit_stride, num_spans,
+    shift, CHECKED: tl.constexpr, MAPPED: tl.constexpr, LEVELLED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -161,6 +193,10 @@ def _pick_kernel(
         is_bad = (tl.abs(logit) < float("inf")) == 0  # also where it is a NaN
         tl.store(bad + at, is_bad)
         chosen = tl.where(is_bad, 0, chosen)
+    if LEVELLED:
+        logit = tl.load(logits + at * logit_stride + chosen).to(tl.float32)
+        level = _level_of(logit, span_greatest + at * num_spans, span_mass + at * num_spans, num_spans, SPANS) << shift
+        tl.store(levels + at, level | tl.load(levels + at, mask=shift > 0, other=0))
     if MAPPED:
         tl.store(tokens + at, tl.load(ids + chosen))
     else:
@@ -200,6 +236,7 @@ def plan_spans(logits: torch.Tensor) -> Spans:
 def _launch(
     logits: torch.Tensor, keys: SamplingKeys, position: torch.Tensor, row: torch.Tensor | None,
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
+    levels: DraftLevels | None = None,
 ) -> None:
     """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
     num_logit_rows, vocab = logits.shape
@@ -209,6 +246,7 @@ def _launch(
     spans, stride = plan_spans(logits), logits.stride(0)
     scores = torch.empty_like(spans.greatest)
     best = torch.empty(scores.shape, dtype=torch.int32, device=logits.device)
+    mass = scores if levels is None else torch.empty_like(scores)
     # Without fusion every kernel that scores a token rounds alike.
     options = {"PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
     if scale.value == SHIFT.value:
@@ -219,13 +257,15 @@ def _launch(
         )
     row = position if row is None else row
     _score_kernel[spans.grid](
-        logits, row, *keys, position, position if ids is None else ids, spans.greatest, scores, best, stride, vocab,
-        spans.num_tiles, spans.length, HAS_ROWS=row is not position, SCALE=scale.value, MAPPED=ids is not None,
-        QUADS=QUADS, SPANS=spans.most, num_warps=4, **options,
+        logits, row, *keys, position, position if ids is None else ids, spans.greatest, scores, best, mass, stride,
+        vocab, spans.num_tiles, spans.length, HAS_ROWS=row is not position, SCALE=scale.value, MAPPED=ids is not None,
+        LEVELLED=levels is not None, QUADS=QUADS, SPANS=spans.most, num_warps=4, **options,
     )
     _pick_kernel[(num_logit_rows,)](
-        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, stride,
-        spans.grid[0], CHECKED=bad is not None, MAPPED=ids is not None, SPANS=spans.most, num_warps=1, **options,
+        scores, best, logits, tokens if ids is None else ids, tokens, tokens if bad is None else bad, spans.greatest,
+        mass, tokens if levels is None else levels.packed, stride, spans.grid[0], 0 if levels is None else levels.shift,
+        CHECKED=bad is not None, MAPPED=ids is not None, LEVELLED=levels is not None, SPANS=spans.most, num_warps=1,
+        **options,
     )
 
 
@@ -237,13 +277,13 @@ def _tiles_per_span(num_tiles: int, sms: int) -> int:
 def sample_logits(
     logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, sample_index: torch.Tensor,
     position: torch.Tensor, *, ids: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    pdl: bool | None = None,
+    levels: DraftLevels | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """logits [logit rows, vocabulary] -> tokens [logit rows] int64: the greatest of logit / temperature + noise.
 
     Greedy where temperature (float32) is 0. Noise of token id t is lane t % 4 of Philox 4x32-10 with counter
     (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary] a column stands for that
-    id, by which its noise goes and which is returned; ties go to the first column.
+    id, by which its noise goes and which is returned; ties go to the first column. levels: gets those of the tokens.
     """
     name, device, keys = "sample_logits", logits.device, SamplingKeys(temperature, seed, sample_index)
     _check(name, logits, keys, position, None)
@@ -253,7 +293,10 @@ def sample_logits(
         require_tensor(name, "out", out, (logits.shape[0],), device, (torch.int64,))
     if ids is not None:
         require_tensor(name, "ids", ids, (logits.shape[1],), device, (torch.int64,))
-    _launch(logits, keys, position, None, ids, DIVIDE, out, None, pdl)
+    if levels is not None:
+        require_tensor(name, "levels", levels.packed, (logits.shape[0],), device, (torch.int64,))
+        levels = levels if levels.place < MOST_PLACES else None
+    _launch(logits, keys, position, None, ids, DIVIDE, out, None, pdl, levels)
     return out
 
 

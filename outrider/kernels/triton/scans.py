@@ -146,6 +146,21 @@ def scan_all(
 
 
 @triton.jit
+def scan_mass(logits, first, last, vocab, SIZE: tl.constexpr):
+    """(greatest logit, sum of exp(logit - greatest)) of tiles [first, last)."""
+    greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        greatest = tl.maximum(greatest, load_logits(logits, token, token < vocab))
+    top = tl.max(greatest, axis=0)
+    mass = tl.zeros([SIZE], dtype=tl.float32)
+    for tile in range(first, last):
+        token = tile * SIZE + tl.arange(0, SIZE)
+        mass += tl.exp(load_logits(logits, token, token < vocab) - top)
+    return top, tl.sum(mass, axis=0)
+
+
+@triton.jit
 def scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
     """The best (logit, token) of tiles [first, last), without noise; tokens are read in order."""
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.core import NULL_ROW, Axis, Finish
+from outrider.core.draft_confidence import NUM_LEVELS
 from outrider.kernels.accept import Accepted
 from outrider.kernels.packet import StepPacket, packet_axes
 from outrider.kernels.step import NUM_COUNTS, CommittedStep, PreparedStep, RowFields, VerifiedStep
@@ -153,14 +154,15 @@ _SLICES = [*StepPacket._fields, "sampled", "bad"]
 @kernel(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
 def _prepare_kernel(
     rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
-    boundaries, state, tables, out, slots, own_tables, requests, tokens, logit_rows, max_drafts,
-    first_token_block, first_logit_block, first_copy, tiles, max_len, token_stride, draft_stride, widths, table_strides,
+    boundaries, num_shared, weights, chances, state, tables, out, slots, own_tables, requests, tokens, logit_rows,
+    max_drafts, first_token_block, first_logit_block, first_copy, tiles, max_len, token_stride, draft_stride, widths,
+    table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Programs in turn: blocks of requests, of token rows, of logit rows, then tiles of page tables."""
     packet = StepPacket(
         rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
-        boundaries,
+        boundaries, num_shared, weights, chances,
     )
     program = tl.program_id(0)
     if program < first_token_block:
@@ -282,7 +284,8 @@ def prepare_step(
     """See `kernels.step.prepare_step`."""
     name, device = "prepare_step", packet.rows.device
     requests, tokens, logits = (t.shape[0] for t in (packet.rows, packet.request_of, packet.logit_request))
-    extents = {Axis.REQUESTS: requests, Axis.STARTS: requests + 1, Axis.TOKENS: tokens, Axis.LOGIT_ROWS: logits}
+    extents = {Axis.REQUESTS: requests, Axis.STARTS: requests + 1, Axis.TOKENS: tokens, Axis.LOGIT_ROWS: logits,
+               Axis.BATCHES: 1, Axis.CHANCES: max_drafts * NUM_LEVELS}
     for field, tensor, axis in zip(packet._fields, packet, packet_axes(), strict=True):
         require_tensor(name, f"packet.{field}", tensor, (extents[axis],), device, (torch.int64,))
     state, tables = _state(name, rows), tuple(rows.page_tables)

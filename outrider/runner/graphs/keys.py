@@ -114,13 +114,14 @@ class GraphKeys:
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.num_wanted
-        is_unequal = requests > FEW and not shares and min(batch.num_drafts) < drafts
+        num_tokens = batch.num_tokens if batch.sharing is None else batch.num_requests + batch.sharing.total
+        is_unequal = requests > FEW and not shares and num_tokens < batch.num_requests * (1 + drafts)
         if not self._is_costly:
             num_wanted = self.limits.max_drafts if num_wanted or drafts else 0
         elif drafts or requests <= FEW:  # tokens of few requests cost nothing: one graph less
             num_wanted = max(drafts, num_wanted)
             drafts = drafts if is_unequal else num_wanted
-        tokens = size_for(requests, batch.num_tokens, drafts) if is_unequal else requests * (1 + drafts)
+        tokens = size_for(requests, num_tokens, drafts) if is_unequal else requests * (1 + drafts)
         return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.form, sampler=sampler,
                         shares_pages=shares, adapters=adapters,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)

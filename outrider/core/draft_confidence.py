@@ -1,0 +1,33 @@
+"""How sure a drafter is of each draft, as small integers that cross from the device to the scheduler.
+
+A drafter with a network gives every draft a probability. It is kept as a *level*: 1 to 15 for fifteenths of the range
+from 0 to 1, and 0 where a drafter says nothing (a lookup). The levels of a request's drafts are one integer, four bits
+for each place, the first draft's lowest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVEL_BITS = 4
+NUM_LEVELS = 1 << LEVEL_BITS
+TOP_LEVEL = NUM_LEVELS - 1
+MOST_PLACES = 15  # drafts of a request whose levels are kept: those behind have level 0
+# Chances as the device computes with them: in whole numbers, so that all ranks and all kernels agree.
+CHANCE_BITS, WEIGHT_BITS, GAIN_BITS = 15, 10, 30
+MOST_CHANCE = 0.99  # of one draft
+
+
+def levels_of(packed: int, count: int) -> list[int]:
+    """The levels of a request's first `count` drafts."""
+    return [packed >> LEVEL_BITS * place & TOP_LEVEL for place in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSharing:
+    """Token rows that the device shares out among the drafts of a step, likeliest first. It knows how sure the drafter
+    is of the drafts that wait; the scheduler, which runs ahead, does not."""
+
+    total: int  # drafts of all requests together
+    weights: list[int]  # of each request: its factor on the chances of its drafts, in units of 2 ** -WEIGHT_BITS
+    chances: list[int]  # [place, level] of a draft that was reached, in units of 2 ** -CHANCE_BITS
