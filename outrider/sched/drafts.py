@@ -7,6 +7,7 @@ acceptance is learned as steps go by. Knows no drafter by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, islice, zip_longest
 from operator import itemgetter
@@ -33,8 +34,11 @@ KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
 FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
-RateOf: TypeAlias = Callable[[float, int, int], float]
+CHAINS = 256  # chains of drafts that stand for those of the next step
 HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+
+
+RateOf: TypeAlias = Callable[[float, int, int], float]
 
 
 class SharingPlan(NamedTuple):
@@ -161,6 +165,14 @@ class DraftChoice(NamedTuple):
     total: int
 
 
+class ProposedChain(NamedTuple):
+    """Drafts that were proposed for a request: how sure the drafter is of them, and how many they are."""
+
+    request_id: int
+    levels: int
+    count: int
+
+
 class HeldCounts(NamedTuple):
     """Drafts of each request, as planned for some steps of the same requests. With `sharing`, the most of each."""
 
@@ -211,6 +223,7 @@ class SizedDrafts(_LearningDrafts):
         self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
         self._foresight = Foresight()
         self._level_foresight = Foresight()  # the same, of drafts that the device chose
+        self._chains: deque[ProposedChain] = deque(maxlen=CHAINS)  # the last of all requests
         self._next_learning = 0  # number of the step
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
@@ -229,6 +242,8 @@ class SizedDrafts(_LearningDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
+        if request.levels:
+            self._chains.append(ProposedChain(request.id, request.levels, request.num_proposed))
         if is_shared:
             gains = self.chances.gains(request.id, request.checked_levels, result.num_drafted)
             self._level_foresight.observe(sum(gains), result.num_accepted)
@@ -248,7 +263,7 @@ class SizedDrafts(_LearningDrafts):
             self.acceptance.learn_spread(request_ids)
         gains = [self._gains(request, is_exact=False) for request in requests]
         choice, rate = self._best(requests, gains, most)
-        shared = self._best_by_levels(requests, gains, most, rate)
+        shared = self._best_by_levels(requests, most, rate)
         if shared is not None:
             self._expected.clear()
             return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HOLD - 1,
@@ -292,7 +307,7 @@ class SizedDrafts(_LearningDrafts):
             return best, best_rate
         share = self._foresight.share
         shared = {choice: rate(count + share * expected, choice.depth, count + choice.total)
-                  for choice, expected in shared_choices(gains, most)}
+                  for choice, expected in shared_choices(gains, most, count)}
         choice = max(shared, key=shared.__getitem__, default=best)
         if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:
             choice = self._last  # its graph is there
@@ -301,21 +316,20 @@ class SizedDrafts(_LearningDrafts):
             self._last = choice
         return best, best_rate
 
-    def _best_by_levels(self, requests: list[Request], gains: list[list[float]], most: int,
-                        best_rate: float) -> DraftChoice | None:
+    def _best_by_levels(self, requests: list[Request], most: int, best_rate: float) -> DraftChoice | None:
         """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
-        next step are not known yet: those that waited at the last result stand for them."""
+        next step are not known yet: the last that were proposed stand for them, also if the drafter rests since."""
         count = len(requests)
         # A grammar's masks are made by the host, which must know the logit rows.
         if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
             return None
-        if 2 * sum(request.levels != 0 for request in requests) < count:
+        if 2 * len(self._chains) < count:
             return None
         rate, share = self._rate_of(requests), self._level_foresight.share
-        waiting = [extended(self._waiting_gains(request), own) if request.levels else own
-                   for request, own in zip(requests, gains, strict=True)]
+        sample = [extended(self.chances.gains(own.request_id, own.levels, own.count),
+                           self.acceptance.gains(own.request_id)) for own in self._chains]
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
-                 for choice, expected in shared_choices(waiting, most)}
+                 for choice, expected in shared_choices(sample, most, count)}
         choice = max(rates, key=rates.__getitem__, default=self._last)
         if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
             choice = self._last  # its graph is there
@@ -351,22 +365,25 @@ def extended(waiting: list[float], usual: list[float]) -> list[float]:
     to be accepted, once reached, as they usually are."""
     if not waiting:
         return usual
-    reached = usual[len(waiting) - 1]
+    waiting = waiting[: len(usual)]
+    reached = usual[len(waiting) - 1] if waiting else 0.0
     return waiting + [waiting[-1] * gain / reached if reached else 0.0 for gain in usual[len(waiting) :]]
 
 
-def shared_choices(gains: list[list[float]], most: int) -> Iterator[tuple[DraftChoice, float]]:
-    """Every size of a captured step that can be shared out, with the drafts that are then expected to be accepted."""
-    count = len(gains)
+def shared_choices(gains: list[list[float]], most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
+    """Every size of a captured step of `count` requests that can be shared out, with the drafts that are then expected
+    to be accepted. gains: of the drafts of each request, or of a sample of such chains."""
+    scale = len(gains) / count
     likeliest: list[float] = []
     for depth in range(1, most + 1):
         likeliest += sorted((own[depth - 1] for own in gains if len(own) >= depth), reverse=True)
         likeliest.sort(reverse=True)  # two sorted runs: they are merged
         expected = list(accumulate(likeliest))
         for size in unequal_sizes(count, depth):
-            if size - count > len(expected):
+            at = max(1, round((size - count) * scale))
+            if at > len(expected):
                 break
-            yield DraftChoice(depth, size - count), expected[size - count - 1]
+            yield DraftChoice(depth, size - count), expected[at - 1] / scale
 
 
 class IndividualDrafts(_LearningDrafts):

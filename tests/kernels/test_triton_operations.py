@@ -96,6 +96,7 @@ COMPARED = {
     ("commit_step", "triton"): ["test_triton_step::test_kernels_equal_the_torch_code"],
     ("store_drafts", "native"): ["test_triton_store_drafts::test_native_code_equals_the_torch_code"],
     ("store_drafts", "triton"): ["test_triton_store_drafts::test_the_kernel_equals_the_torch_code"],
+    ("share_drafts", "triton"): ["test_triton_share_drafts::test_the_kernel_equals_the_torch_code"],
     ("plan_draft_passes", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],
     ("plan_reading_pass", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],
     ("plan_block_passes", "triton"): ["test_triton_draft::test_kernels_equal_the_torch_code"],

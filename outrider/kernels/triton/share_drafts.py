@@ -29,6 +29,7 @@ from outrider.kernels.triton.launch import kernel
 
 _NULL_ROW = tl.constexpr(NULL_ROW)
 _CHANCE_BITS, _WEIGHT_BITS, _GAIN_BITS = tl.constexpr(CHANCE_BITS), tl.constexpr(WEIGHT_BITS), tl.constexpr(GAIN_BITS)
+_WHOLE = tl.constexpr(1 << GAIN_BITS)
 _LEVEL_BITS, _NUM_LEVELS, _TOP_LEVEL = tl.constexpr(LEVEL_BITS), tl.constexpr(NUM_LEVELS), tl.constexpr(TOP_LEVEL)
 _MOST_PLACES = tl.constexpr(MOST_PLACES)
 _MOST_CHANCE = tl.constexpr(int(MOST_CHANCE * (1 << CHANCE_BITS)))
@@ -65,7 +66,7 @@ def _share_kernel(
         levels = tl.load(state.levels + row, mask=valid, other=0)
         weight = tl.load(weights + request, mask=valid, other=0)
         place = tl.arange(0, DRAFTS)[None, :]
-        reached = tl.full([REQUESTS], 1 << _GAIN_BITS, dtype=tl.int64)
+        reached = tl.full([REQUESTS], _WHOLE, dtype=tl.int64)
         gains = tl.full([REQUESTS, DRAFTS], -1, dtype=tl.int64)
         for index in range(max_drafts):
             level = tl.where(index < _MOST_PLACES, (levels >> (_LEVEL_BITS * index)) & _TOP_LEVEL, 0)
@@ -78,9 +79,11 @@ def _share_kernel(
         # The greatest bound that as many gains reach as there are rows to share out, or 0 if there are fewer gains.
         flat = tl.reshape(gains, [REQUESTS * DRAFTS]).to(tl.int32)
         bound = tl.full([], 0, dtype=tl.int32)
-        for bit in tl.static_range(_GAIN_BITS, -1, -1):
-            higher = bound + (1 << bit)
-            bound = tl.where(tl.sum((flat >= higher).to(tl.int32), axis=0) >= total, higher, bound)
+        bit = tl.full([], _WHOLE // 2, dtype=tl.int32)
+        for _ in range(_GAIN_BITS):
+            is_higher = tl.sum((flat >= bound + bit).to(tl.int32), axis=0) >= total
+            bound = tl.where(is_higher, bound + bit, bound)
+            bit = bit >> 1
         is_above, is_equal = flat > bound, flat == bound
         left = total - tl.sum(is_above.to(tl.int32), axis=0)
         is_taken = is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32), axis=0) <= left))
