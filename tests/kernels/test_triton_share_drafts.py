@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.core import ScheduledBatch
 from outrider.core.draft_confidence import CHANCE_BITS, MOST_CHANCE, NUM_LEVELS, WEIGHT_BITS, DraftSharing, levels_of
 from outrider.kernels import ops
-from outrider.kernels import triton as kernels
 from outrider.kernels.packet import StepPacket, unpack
+from outrider.kernels.triton.share_drafts import share_drafts
 from outrider.runner.batch import CapturedShape, pack_captured
 from tests.kernels.compiled import compiling, found_without_interpreter
 
@@ -140,12 +140,12 @@ def test_the_kernel_refuses_what_is_no_packet(device: torch.device) -> None:
     case = Case([Member(2, 2, 0x33, ONE)] * 2, 2, [1 << CHANCE_BITS] * 2 * NUM_LEVELS, 2)
     packet, rows = packet_of(case, device), rows_of(case, device)
     with pytest.raises(ValueError, match="share_drafts: packet.chances "):
-        kernels.share_drafts(packet, rows, max_drafts=3)
+        share_drafts(packet, rows, max_drafts=3)
     with pytest.raises(ValueError, match="share_drafts: packet.weights "):
-        kernels.share_drafts(packet._replace(weights=packet.weights[:1]), rows, max_drafts=2)
+        share_drafts(packet._replace(weights=packet.weights[:1]), rows, max_drafts=2)
     rows.levels = rows.levels[:1]
     with pytest.raises(ValueError, match=r"share_drafts: rows.levels "):
-        kernels.share_drafts(packet, rows, max_drafts=2)
+        share_drafts(packet, rows, max_drafts=2)
 
 
 @pytest.mark.long
@@ -159,7 +159,7 @@ def compile_kernels() -> list[str]:
     """This file runs as a program, in which Triton does not interpret."""
     from outrider.kernels.drafting import DraftSamplingKeys
     from outrider.kernels.step import NUM_COUNTS, Proposal
-    from outrider.kernels.triton import draft
+    from outrider.kernels.triton import draft, store_drafts
 
     device = torch.device("cpu")
     case = Case([Member(4, 4, 0x3333, ONE)] * 20, 30, [1 << CHANCE_BITS] * 4 * NUM_LEVELS, 4)
@@ -169,10 +169,10 @@ def compile_kernels() -> list[str]:
     drafts = torch.zeros(21, 4, dtype=torch.int64)
     with compiling() as found:
         for size in (case, replace(case, members=case.members * 13)):
-            kernels.share_drafts(packet_of(size, device), rows_of(size, device), max_drafts=4)
-        kernels.store_drafts(ints, [proposal], ints.bool(), ints[:1], vocab_size=9, fills=False, drafts=drafts,
-                             num_drafts=drafts[:, 0].clone(), levels=drafts[:, 0].clone(),
-                             counts=torch.zeros(20, NUM_COUNTS, dtype=torch.int64))
+            share_drafts(packet_of(size, device), rows_of(size, device), max_drafts=4)
+        store_drafts(ints, [proposal], ints.bool(), ints[:1], vocab_size=9, fills=False, drafts=drafts,
+                     num_drafts=drafts[:, 0].clone(), levels=drafts[:, 0].clone(),
+                     counts=torch.zeros(20, NUM_COUNTS, dtype=torch.int64))
         for ids in (None, torch.zeros(5000, dtype=torch.int64)):
             draft.draw_drafts(torch.zeros(20, 5000), keys, 1, target_ids=ids, any_sampled=True, out=ints, levels=ints)
     return found

@@ -22,6 +22,7 @@ from outrider.cache.groups import (
 )
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Finish, Limits, ScheduledBatch
+from outrider.core.draft_confidence import NUM_LEVELS
 from outrider.kernels import native, ops
 from outrider.kernels import triton as kernels
 from outrider.kernels.packet import StepPacket, unpack
@@ -328,7 +329,8 @@ def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     view, one = made.batch.padded, made.samples.long()
     logit_rows = made.logit_rows
     packet = StepPacket(view.rows, one, one, one, view.query_starts, view.request_of, view.request_of,
-                        logit_rows.request, logit_rows.draft_index, made.logit_token_rows, one)
+                        logit_rows.request, logit_rows.draft_index, made.logit_token_rows, one, one, one,
+                        torch.zeros(made.drafts.shape[1] * NUM_LEVELS, dtype=torch.int64, device=device))
     page_tokens = tuple(group.page_tokens for group in GROUPS)
     options: dict[str, Any] = {"max_drafts": 2, "page_tokens": page_tokens, "max_len": 80}
     kernels.prepare_step(packet, state, **options)

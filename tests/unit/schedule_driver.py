@@ -122,7 +122,7 @@ class RandomDrafts:
         wanted = [self._rng.randint(0, self._most) if r.state is State.RUNNING else 0 for r in requests]
         return DraftPlan(wanted, self._most if self._rng.random() < 0.8 else 0)
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int) -> None:
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         assert 0 <= result.num_accepted <= result.num_drafted
 
     def forget(self, request: Request) -> None:

@@ -104,7 +104,7 @@ def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: b
 def test_drafts_that_an_end_cuts_off_are_not_counted_as_wrong(finish: Finish, observed: int) -> None:
     """A draft that was scheduled and not there has cost as much as a wrong one, unless the request ended before it."""
     sched, seen = scheduler(drafts=3), []
-    sched._drafts.observe = lambda request, result, num: seen.append(num)  # type: ignore[union-attr, method-assign]
+    sched._drafts.observe = lambda request, result, num, **_: seen.append(num)  # type: ignore[union-attr, method-assign]
     sched.add(request(0, 3, new=9))
     sched.update(result_of(scheduled(sched)))
     batch = scheduled(sched)

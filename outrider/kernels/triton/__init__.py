@@ -33,7 +33,6 @@ from outrider.kernels.triton.prefill import (
 )
 from outrider.kernels.triton.rope_cache import rope_cache_write
 from outrider.kernels.triton.sampling import choose_scaled, draw_tokens, sample_logits
-from outrider.kernels.triton.share_drafts import share_drafts
 from outrider.kernels.triton.split_linear import split_linear
 from outrider.kernels.triton.step import commit_step, prepare_step
 from outrider.kernels.triton.thin_linear import gated_linear, thin_linear
@@ -80,7 +79,6 @@ __all__ = [
     "sample_logits",
     "silu_mul",
     "split_linear",
-    "share_drafts",
     "store_drafts",
     "take_rows",
     "thin_linear",

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from outrider.core import NULL_ROW, Axis, Finish
-from outrider.core.draft_confidence import NUM_LEVELS
 from outrider.kernels.accept import Accepted
 from outrider.kernels.packet import StepPacket, packet_axes
 from outrider.kernels.step import NUM_COUNTS, CommittedStep, PreparedStep, RowFields, VerifiedStep
@@ -285,7 +284,7 @@ def prepare_step(
     name, device = "prepare_step", packet.rows.device
     requests, tokens, logits = (t.shape[0] for t in (packet.rows, packet.request_of, packet.logit_request))
     extents = {Axis.REQUESTS: requests, Axis.STARTS: requests + 1, Axis.TOKENS: tokens, Axis.LOGIT_ROWS: logits,
-               Axis.BATCHES: 1, Axis.CHANCES: max_drafts * NUM_LEVELS}
+               Axis.BATCHES: 1, Axis.CHANCES: packet.chances.shape[0]}
     for field, tensor, axis in zip(packet._fields, packet, packet_axes(), strict=True):
         require_tensor(name, f"packet.{field}", tensor, (extents[axis],), device, (torch.int64,))
     state, tables = _state(name, rows), tuple(rows.page_tables)
