@@ -170,7 +170,7 @@ class ProposedChain(NamedTuple):
 
     request_id: int
     levels: int
-    count: int
+    num_drafts: int
 
 
 class HeldCounts(NamedTuple):
@@ -326,7 +326,7 @@ class SizedDrafts(_LearningDrafts):
         if 2 * len(self._chains) < count:
             return None
         rate, share = self._rate_of(requests), self._level_foresight.share
-        sample = [extended(self.chances.gains(own.request_id, own.levels, own.count),
+        sample = [extended(self.chances.gains(own.request_id, own.levels, own.num_drafts),
                            self.acceptance.gains(own.request_id)) for own in self._chains]
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                  for choice, expected in shared_choices(sample, most, count)}
