@@ -32,8 +32,8 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
 def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """[requests] the level of each chosen token, by its probability at temperature 1: at a temperature, too, this says
     most about whether the target picks it. Level 1 where the logits are not finite."""
-    probability = (logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(dim=1)).exp()
-    return 1 + (probability * TOP_LEVEL).nan_to_num(0.0).long().clamp(0, TOP_LEVEL - 1)
+    mass = (logits - logits.gather(1, chosen[:, None])).exp_().sum(dim=1)  # infinite for a token that has hardly any
+    return 1 + (TOP_LEVEL / mass).nan_to_num(0.0).long().clamp_max(TOP_LEVEL - 1)
 
 
 draw_drafts = Operation(
