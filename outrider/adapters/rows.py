@@ -16,7 +16,7 @@ from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget
 from outrider.core.step import AdapterReach
 from outrider.kernels import moe, ops
 from outrider.kernels.adapters import AdapterTables, ExpertTargets, HeadColumns, RowSlots, TargetRange
-from outrider.layers.context import LinearLayer, ProductChange, RowAdapters
+from outrider.layers.context import LinearLayer, ProductChange, RowAdapters, StepFactors
 from outrider.layers.moe import Experts
 
 
@@ -37,6 +37,9 @@ class StepAdapters(RowAdapters):
     @cached_property
     def _row_slots(self) -> RowSlots:
         return RowSlots.from_slots(self._slots)
+
+    def factors(self) -> StepFactors:
+        return StepFactors(self._row_slots, self._arena.tables, self._arena.targets.ranges)
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
         assert len(x) == len(self._slots), "the context is of other token rows"

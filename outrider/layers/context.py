@@ -16,6 +16,7 @@ import torch
 
 from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.formats import activate
+from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
@@ -63,6 +64,15 @@ class LinearLayer(Protocol):
     def out_features(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class StepFactors:
+    """The factors of a step's adapters as tables, which a kernel of a whole layer reads by itself."""
+
+    rows: RowSlots
+    tables: AdapterTables
+    targets: Mapping[int, TargetRange]  # of each linear layer that adapters may change, by its id
+
+
 class RowAdapters(ABC):
     """Adapters of the requests in a step: what each adds to the products of its own token rows. A module that no
     adapter changes is left alone, and so are the bits of token rows without an adapter."""
@@ -84,6 +94,11 @@ class RowAdapters(ABC):
         """Begin what the adapters add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers
         call this before they compute the product, beside which a part of the work may be done."""
         return ProductChange(self, linear, x, first)
+
+    def factors(self) -> StepFactors | None:
+        """What `begin` adds to linear layers, for layers that are one kernel; None if it is not made of factors, so
+        that layers must call `begin` for every product."""
+        return None
 
     def change(self, module: object) -> bool:
         """Whether an adapter of this step may change an embedding, experts or a latent expansion. Where it is False,

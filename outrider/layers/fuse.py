@@ -7,15 +7,16 @@ the fused layers to try. Code outside the package adds its own with `register_fu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from outrider.kernels.native import BoundLayer, LayerWeights
+from outrider.kernels.adapters import TargetRange
+from outrider.kernels.native import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
-from outrider.layers.context import StepContext
+from outrider.layers.context import RowAdapters, StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
@@ -56,19 +57,21 @@ class NativeDecoderLayer(FusedLayer):
         super().__init__(plain)
         self.index, self.native_weights = plain.attention.layer.index, weights
         self.head_norms = plain.attention.norms
+        self.linears = _linears(plain)
         self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
         self._bound: BoundLayer | None = None  # lives
         self._run: NativeRun | None = None  # this layer and those behind it, as they were last called
+        self._targets: tuple[Mapping[int, TargetRange], bytes] | None = None  # of adapters, and of the run's layers
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
         """None if the layer is of another shape, or if a format has no native product for this device and dtype."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
-        attention, mlp = plain.attention, plain.mlp
+        mlp = plain.mlp
         if mlp.activation not in ACTIVATIONS:
             return None
-        linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        linears = _linears(plain)
         products = [product for linear in linears if (product := linear.format.native_product()) is not None]
         if len(products) < len(linears) or plain.input_norm.eps != plain.mlp_norm.eps:
             return None
@@ -86,18 +89,30 @@ class NativeDecoderLayer(FusedLayer):
         self, following: Sequence[DecoderLayer], delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles,
         context: StepContext,
     ) -> tuple[int, torch.Tensor | None, torch.Tensor]:
-        if context.adapters is not None:
-            return 1, *self.plain(delta, residual, angles, context)
         paged: PagedLayer = context.attend.mixer(self.index)
         run = self._run
         if run is None or run.cache() is not paged.cache or run.following != following:
             run = self._run = NativeRun(weakref.ref(paged.cache), following, self._join(following, context))
-        if run.joined is not None:
+            self._targets = None
+        adapters = None if context.adapters is None else self._adapters(run, context.adapters)
+        if run.joined is not None and (adapters is None) == (context.adapters is None):
             assert isinstance(paged.backend, NativeBackend)
-            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles)
+            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, adapters)
             if added is not None:
                 return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, context)
+
+    def _adapters(self, run: NativeRun, adapters: RowAdapters) -> LayerAdapters | None:
+        """A step's adapters for the layers of a run; None if these must be done in parts."""
+        factors = adapters.factors()
+        if factors is None or run.joined is None:
+            return None
+        if self._targets is None or self._targets[0] is not factors.targets:
+            layers = (self, *run.following[: run.joined.count - 1])
+            packed = [pack_layer_targets([factors.targets.get(id(linear)) for linear in layer.linears])
+                      for layer in layers if isinstance(layer, NativeDecoderLayer)]
+            self._targets = factors.targets, b"".join(packed)
+        return LayerAdapters.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
         """This layer and those behind it that one native call can do with it; None if this one must be done in parts.
@@ -125,6 +140,11 @@ class NativeDecoderLayer(FusedLayer):
             if isinstance(paged.backend, NativeBackend):
                 self._bound = paged.backend.bind_layer(paged, self.native_weights, self.head_norms)
         return self._bound
+
+
+def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
+    """The layer's products in the order of `LayerWeights`."""
+    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
 class InPlaceLayer(FusedLayer):

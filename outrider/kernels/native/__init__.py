@@ -4,6 +4,7 @@ Every function means what its twin in reference.py says. Which arguments the C c
 asked by the table of operations: the functions rely on it. Knows no models.
 """
 
+from outrider.kernels.native.adapters import LayerAdapters, pack_layer_targets
 from outrider.kernels.native.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
 from outrider.kernels.native.build import available, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
@@ -27,6 +28,7 @@ __all__ = [
     "PACKED",
     "Attention",
     "BoundLayer",
+    "LayerAdapters",
     "LayerStep",
     "LayerWeights",
     "Matrix",
@@ -48,6 +50,7 @@ __all__ = [
     "linear",
     "make_requests",
     "pack_rows",
+    "pack_layer_targets",
     "packed_lanes",
     "paged_attention",
     "product",

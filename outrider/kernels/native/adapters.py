@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_index, is_matrix
+from outrider.kernels.native.structures import ADAPTERS, LAYER_TARGETS, TARGETS
+
+
+class LayerAdapters:
+    """The adapters of a step's token rows, for decoder layers that one native call does in turn. Keeps the tensors
+    alive. Make it with `build`."""
+
+    def __init__(self, rows: RowSlots, tables: AdapterTables, targets: bytes) -> None:
+        self.num_rows, self.targets, self._owners = len(rows.slots), targets, (rows, tables)
+        self.packed = _packed(rows, tables)
+
+    @classmethod
+    def build(cls, rows: RowSlots, tables: AdapterTables, targets: bytes) -> LayerAdapters | None:
+        """targets: those of each layer by `pack_layer_targets`, one behind the other. None if the C code does not take
+        these tensors."""
+        return cls(rows, tables, targets) if _are_good(rows, tables) else None
+
+
+def pack_layer_targets(products: Sequence[TargetRange | None]) -> bytes:
+    """The targets of a layer's products, in the order of `LayerWeights`; None for one that adapters do not change."""
+    qkv, out, gate_up, down = (
+        TARGETS.pack(first=0, count=0) if own is None else TARGETS.pack(first=own.first, count=len(own.ends))
+        for own in products
+    )
+    return LAYER_TARGETS.pack(qkv=qkv, out=out, gate_up=gate_up, down=down)
 
 
 def takes_reduce(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> bool:
@@ -17,9 +44,8 @@ def takes_reduce(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: rang
 def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
     inner = torch.empty(1, len(x), len(targets), tables.max_rank)
     library().reduce_adapters(
-        x.data_ptr(), x.stride(0), tables.numbers.data_ptr(), tables.places.data_ptr(), rows.sorted_slots.data_ptr(),
-        rows.order.data_ptr(), inner.data_ptr(), len(x), x.shape[1], targets.start, len(targets), len(tables.bounds),
-        tables.max_rank, torch.get_num_threads(),
+        _packed(rows, tables), TARGETS.pack(first=targets.start, count=len(targets)), x.data_ptr(), x.stride(0),
+        x.shape[1], inner.data_ptr(), torch.get_num_threads(),
     )
     return inner
 
@@ -35,14 +61,20 @@ def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables:
                  targets: TargetRange) -> None:
     asked = targets.within(first, first + out.shape[1])
     library().add_adapters(
-        inner.data_ptr(), tables.numbers.data_ptr(), tables.places.data_ptr(), tables.scales.data_ptr(),
-        tables.bounds.data_ptr(), rows.sorted_slots.data_ptr(), rows.order.data_ptr(), out.data_ptr(), out.stride(0),
-        len(out), first, out.shape[1], asked.start, len(asked), len(tables.bounds), tables.max_rank,
-        torch.get_num_threads(),
+        _packed(rows, tables), TARGETS.pack(first=asked.start, count=len(asked)), inner.data_ptr(), out.data_ptr(),
+        out.stride(0), first, out.shape[1], torch.get_num_threads(),
     )
 
 
 def _are_good(rows: RowSlots, tables: AdapterTables) -> bool:
-    indices = rows.sorted_slots, rows.order, tables.places, tables.bounds
+    indices = rows.order, rows.segments, tables.places, tables.bounds
     return (tables.numbers.dtype is torch.float32 and is_matrix(tables.scales) and tables.scales.is_contiguous()
             and all(map(is_index, indices)))
+
+
+def _packed(rows: RowSlots, tables: AdapterTables) -> bytes:
+    return ADAPTERS.pack(
+        numbers=tables.numbers.data_ptr(), places=tables.places.data_ptr(), scales=tables.scales.data_ptr(),
+        bounds=tables.bounds.data_ptr(), order=rows.order.data_ptr(), segments=rows.segments.data_ptr(),
+        rows=len(rows.slots), num_targets=len(tables.bounds), max_rank=tables.max_rank,
+    )

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.kernels.native.adapters import LayerAdapters
 from outrider.kernels.native.attention import Requests, check_attention, check_rows, pack_cache
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_angles, is_cache, is_index, is_matrix, is_vector, takes_heads
 from outrider.kernels.native.matrix import Matrix
-from outrider.kernels.native.structures import BOUND_LAYER, LAYER, LAYER_STEP
+from outrider.kernels.native.structures import BOUND_LAYER, LAYER, LAYER_STEP, LAYER_TARGETS
 
 
 class LayerWeights:
@@ -112,17 +113,23 @@ class LayerStep:
         return is_matrix(delta) and delta.is_contiguous() and delta.shape == residual.shape
 
 
-def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor) -> Tensor | None:
+def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
+                  adapters: LayerAdapters | None = None) -> Tensor | None:
     """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
-    adds, in delta's memory.
+    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers.
 
     None, with nothing done, if the C code does not take this.
     """
     if step.tokens > layer.max_tokens or not step.takes(delta, residual, layer.hidden):
         return None
+    if adapters is not None:
+        assert adapters.num_rows == step.tokens, "the adapters are of other token rows"
+        assert len(adapters.targets) == layer.count * LAYER_TARGETS.size, "the targets are of other layers"
     result = torch.empty_like(residual) if delta is None else delta
     error = step.run_layers(
-        layer.packed, layer.count, step.packed, result.data_ptr(), delta is not None, residual.data_ptr(), step.threads
+        layer.packed, layer.count, step.packed, None if adapters is None else adapters.packed,
+        None if adapters is None else adapters.targets, result.data_ptr(), delta is not None, residual.data_ptr(),
+        step.threads,
     )
     if error:
         check_rows(max(0, -error))

@@ -195,8 +195,11 @@ static Attention layer_attention(const BoundLayer *b, const LayerStep *s, const 
 /* What the threads share of a step: the batch, the numbers between operations, and what went wrong. */
 typedef struct {
     const LayerStep *step;
+    const Adapters *adapters; /* or null */
+    int64_t num_segments;     /* of the adapters' rows */
     float *delta, *residual; /* [tokens, hidden] */
     float *x, *spread, *gathered; /* behind a norm; what a product leaves, and takes */
+    float *inner;                 /* products with the first factors of adapters */
     Rope rope;
     Attention attention;
     AttentionWork work;
@@ -206,16 +209,21 @@ typedef struct {
 static int64_t wider(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Memory for the numbers between operations, for the widest of the layers. Returns 0 if there is none. */
-static int find_memory(Pass *p, const BoundLayer *layers, int64_t count) {
-    int64_t tokens = p->step->tokens, wide = 0, narrow = 0, hidden = 0;
+static int find_memory(Pass *p, const BoundLayer *layers, const LayerTargets *targets, int64_t count) {
+    int64_t tokens = p->step->tokens, wide = 0, narrow = 0, hidden = 0, most = 0;
     for (int64_t i = 0; i < count; i++) {
         const Layer *l = &layers[i].weights;
         hidden = l->qkv.inputs;
         wide = wider(wide, wider(l->qkv.outputs, 2 * l->down.inputs));
         narrow = wider(narrow, wider(l->out.inputs, l->down.inputs));
+        if (!p->adapters) continue;
+        const LayerTargets *own = targets + i;
+        most = wider(wider(most, wider(own->qkv.count, own->out.count)), wider(own->gate_up.count, own->down.count));
     }
-    p->x = kept(&kept_layer, &layer_size, tokens * (hidden + wide + narrow) * sizeof(float));
+    const int64_t ranks = p->adapters ? most * p->adapters->max_rank : 0;
+    p->x = kept(&kept_layer, &layer_size, tokens * (hidden + wide + narrow + ranks) * sizeof(float));
     p->spread = p->x + tokens * hidden, p->gathered = p->spread + tokens * wide;
+    p->inner = p->gathered + tokens * narrow;
     return p->x != NULL;
 }
 
@@ -226,38 +234,56 @@ static void prepare_layer(Pass *p, const BoundLayer *b, int threads) {
     p->error = list_attention(&p->attention, threads, &p->work);
 }
 
+/* A product and what adapters add to it. */
+static void share_changed(const Pass *p, const Matrix *w, const float *x, float *y, const Gates *gates,
+                          const Targets *targets, Team *team) {
+    const int64_t tokens = p->step->tokens;
+    if (!targets || !targets->count) {
+        share_product(w, x, w->inputs, y, tokens, gates, NULL, team);
+        return;
+    }
+    const Change change = {p->adapters, *targets, p->num_segments, p->inner, 0, tokens, 0};
+    share_reduce(&change, x, w->inputs, w->inputs, team);
+    share_product(w, x, w->inputs, y, tokens, gates, &change, team);
+}
+
 /* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when what
- * was prepared for this one is no longer read. */
-static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, int has_delta, Team *team) {
+ * was prepared for this one is no longer read. `targets`: those that adapters change, or null. */
+static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, const LayerTargets *targets,
+                        int has_delta, Team *team) {
     const Layer *l = &bound->weights;
-    int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, mixed = l->out.inputs, inner = l->down.inputs;
+    int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, inner = l->down.inputs;
     if (has_delta)
         share_norm(p->delta, hidden, p->residual, hidden, l->input_norm, p->x, tokens, hidden, l->eps, team);
     else
         share_norm(p->residual, hidden, NULL, 0, l->input_norm, p->x, tokens, hidden, l->eps, team);
-    share_product(&l->qkv, p->x, hidden, p->spread, tokens, NULL, team);
+    share_changed(p, &l->qkv, p->x, p->spread, NULL, targets ? &targets->qkv : NULL, team);
     share_rope_write(p->spread, l->qkv.outputs, tokens, &p->rope, &p->bad, team);
     share_attention(&p->work, &p->failed, team);
 #pragma omp master
     if (next) prepare_layer(p, next, team->threads);
-    share_product(&l->out, p->gathered, mixed, p->delta, tokens, NULL, team);
+    share_changed(p, &l->out, p->gathered, p->delta, NULL, targets ? &targets->out : NULL, team);
     share_norm(p->delta, hidden, p->residual, hidden, l->mlp_norm, p->x, tokens, hidden, l->eps, team);
-    share_product(&l->gate_up, p->x, hidden, p->spread, tokens, &(Gates){p->gathered, inner, l->gelu}, team);
-    share_product(&l->down, p->gathered, inner, p->delta, tokens, NULL, team);
+    share_changed(p, &l->gate_up, p->x, p->spread, &(Gates){p->gathered, inner, l->gelu},
+                  targets ? &targets->gate_up : NULL, team);
+    share_changed(p, &l->down, p->gathered, p->delta, NULL, targets ? &targets->down : NULL, team);
 }
 
 /* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is
- * left in delta. Without `has_delta` nothing is added before the first layer.
+ * left in delta. Without `has_delta` nothing is added before the first layer. `adapters`: of the step's token rows, with
+ * the targets of each layer; or null.
  * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention.
  * All threads look at errors between two meetings within which no thread writes them, so they leave together. */
-int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, float *delta, int has_delta,
-                       float *residual, int threads) {
-    Pass pass = {.step = s, .delta = delta, .residual = residual};
+int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, const Adapters *adapters,
+                       const LayerTargets *targets, float *delta, int has_delta, float *residual, int threads) {
+    Pass pass = {.step = s, .delta = delta, .residual = residual, .adapters = adapters};
     Team team = {.threads = threads};
-    if (!find_memory(&pass, layers, count)) return 3;
+    if (adapters) pass.num_segments = count_segments(adapters);
+    if (!find_memory(&pass, layers, targets, count)) return 3;
     prepare_layer(&pass, layers, threads);
     PARALLEL(threads) for (int64_t i = 0; i < count && !pass.error; i++) {
-        share_layer(&pass, layers + i, i + 1 < count ? layers + i + 1 : NULL, has_delta || i > 0, &team);
+        share_layer(&pass, layers + i, i + 1 < count ? layers + i + 1 : NULL, adapters ? targets + i : NULL,
+                    has_delta || i > 0, &team);
         if (pass.bad || pass.failed) break;
     }
     return pass.error ? pass.error : pass.bad ? -pass.bad : pass.failed ? 2 : 0;

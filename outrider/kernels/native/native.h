@@ -377,6 +377,38 @@ typedef struct {
     int64_t cos_stride, sin_stride, max_len, rotary, tokens;
 } LayerStep;
 
+/* The adapters of all slots (AdapterTables in kernels/adapters.py), and the token rows of a step in the order of their
+ * slots (RowSlots). */
+typedef struct {
+    const float *numbers;
+    const int64_t *places; /* [slots, num_targets, 3]: where both factors begin, and their rank */
+    const float *scales;   /* [slots, num_targets] */
+    const int64_t *bounds; /* [num_targets, 2]: output features of the layer that a target is */
+    const int64_t *order;  /* [rows]: token rows */
+    const int64_t *segments; /* [rows, 3]: first place in that order, the place behind the last, slot or -1 */
+    int64_t rows, num_targets, max_rank;
+} Adapters;
+
+/* The targets of a product, which lie one behind the other. */
+typedef struct {
+    int64_t first, count;
+} Targets;
+
+/* The targets of a decoder layer's products; of those that adapters do not change, none. */
+typedef struct {
+    Targets qkv, out, gate_up, down;
+} LayerTargets;
+
+/* What adapters add to a product. */
+typedef struct {
+    const Adapters *adapters;
+    Targets targets;
+    int64_t num_segments;
+    float *inner;                /* [places, targets.count, max_rank]: products with the first factors */
+    int64_t first_row, num_rows; /* token rows that the product has */
+    int64_t first_feature;       /* output feature of the layer that the product's first one is */
+} Change;
+
 /* The rows of all requests, as steps read and write them. */
 typedef struct {
     int64_t *tokens, *known, *computed, *drafts, *num_drafts; /* tokens [rows, length] */
@@ -452,13 +484,20 @@ typedef struct {
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
                 float *out, int64_t tokens, int64_t width, float eps, Team *team);
 /* y[t, o] = sum_i x[t, i] w[o, i] + bias[o]. With `gates`, which may be null, a thread that has computed some gates and
- * what they are for applies them at once, while both are in its cache. */
+ * what they are for applies them at once, while both are in its cache. Before that it adds what adapters add, if there is
+ * a `change`, which may be null as well. */
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
-                   Team *team);
-/* The same for the kind PACKED, whose parts begin at multiples of VL if there are gates. */
+                   const Change *change, Team *team);
+/* The same for the kind PACKED, whose parts begin at multiples of VL if there are gates or a change. */
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                          const Gates *gates, Team *team);
+                          const Gates *gates, const Change *change, Team *team);
 int packed_is_aligned(const Matrix *w);
+/* The products of x with the first factors, for `change->inner`. */
+void share_reduce(const Change *change, const float *x, int64_t x_stride, int64_t inputs, Team *team);
+/* The output features [from, to) of y: a thread fetches what it will add, computes the product, and adds. */
+void fetch_features(const Change *change, int64_t from, int64_t to);
+void add_features(const Change *change, float *y, int64_t stride, int64_t from, int64_t to);
+int64_t count_segments(const Adapters *adapters);
 void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */

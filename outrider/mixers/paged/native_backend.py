@@ -76,11 +76,12 @@ class NativeBackend(Backend):
                                       softcap=layer.softcap or 0.0)
 
     def decoder_layer(self, bound: native.BoundLayer, plan: Plan, delta: torch.Tensor | None, residual: torch.Tensor,
-                      rope: Rope) -> torch.Tensor | None:
-        """Add delta to residual, then compute attention and MLP, in one native call. Returns the MLP's output, perhaps
-        in delta's memory; or None, with nothing done, if the layer must be done in parts."""
+                      rope: Rope, adapters: native.LayerAdapters | None = None) -> torch.Tensor | None:
+        """Add delta to residual, then compute attention and MLP, in one native call, with what adapters add to their
+        products. Returns the MLP's output, perhaps in delta's memory; or None, with nothing done, if the layer must be
+        done in parts."""
         step = plan.layer_step(rope)
-        return None if step is None else native.decoder_layer(bound, step, delta, residual)
+        return None if step is None else native.decoder_layer(bound, step, delta, residual, adapters)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
