@@ -3,12 +3,12 @@
  */
 #include "native.h"
 
-#define ROWS 4                      /* token rows computed together, at most */
-#define SUMS (NV == 4 ? 16 : 8)     /* that the registers hold beside their inputs */
-#define RANKS(rows) ((rows) == 1 ? 8 : SUMS / (rows)) /* of the first factor computed together */
-#define CHUNK 8                     /* ranks that a thread takes at once */
-#define FEATURES 256                /* output features that a thread takes at once */
-#define FETCHED 4                   /* segments whose numbers a thread fetches before it needs them */
+#define ROWS 4                  /* token rows computed together, at most */
+#define SUMS (NV == 4 ? 16 : 8) /* that the registers hold beside their inputs */
+#define RANKS(rows) ((rows) == 1 ? 8 : SUMS / (rows))                 /* of first factors computed together */
+#define VECTORS(rows) (SUMS / (rows) < NV ? SUMS / (rows) : NV)       /* of output features computed together */
+#define CHUNK 8                 /* ranks that a thread takes at once */
+#define FEATURES 256            /* output features that a thread takes at once */
 
 int64_t count_segments(const Adapters *adapters) {
     int64_t count = 0;
@@ -41,7 +41,9 @@ INLINE void reduce_tile(const Rows *rows, const float *a, int64_t inputs, const 
                 sums[t * ranks + r] = fused(x, load_tail(a + r * inputs + i, (int)(inputs - i)), sums[t * ranks + r]);
         }
     float totals[VL > SUMS ? VL : SUMS];
-    UNROLL for (int s = 0; s < count * ranks; s += VL) store(totals + s, sum_each(sums + s));
+    vf held[VL > SUMS ? VL : SUMS]; /* a copy: sums that are summed up in place do not stay in registers above */
+    UNROLL for (int s = 0; s < (VL > SUMS ? VL : SUMS); s++) held[s] = sums[s];
+    UNROLL for (int s = 0; s < count * ranks; s += VL) store(totals + s, sum_each(held + s));
     for (int t = 0; t < count; t++)
         for (int r = 0; r < ranks; r++) rows->to[t][r] = totals[t * ranks + r];
 }
@@ -133,8 +135,6 @@ INLINE void expand_tile(const Rows *rows, const Second *s, int64_t at, int live,
         }
 }
 
-#define VECTORS(rows) (SUMS / (rows) < NV ? SUMS / (rows) : NV)
-
 INLINE void expand_rows(const Rows *rows, const Second *s, const int count) {
     int64_t at = 0;
     for (; at + VECTORS(count) * VL <= s->count; at += VECTORS(count) * VL)
@@ -143,51 +143,43 @@ INLINE void expand_rows(const Rows *rows, const Second *s, const int count) {
     if (at < s->count) expand_tile(rows, s, at, (int)(s->count - at), count, 1);
 }
 
-/* Adds to y [c->num_rows, stride] what one segment has there. */
-static void add_segment(const Change *c, const int64_t *segment, float *y, int64_t stride, int64_t from, int64_t to) {
+/* Adds to y what one segment has for the output features [from, to) of the product. */
+static void add_segment(const Change *c, const int64_t *segment, float *y, int64_t y_stride, int64_t from, int64_t to) {
     const Adapters *all = c->adapters;
     for (int64_t target = 0; target < c->targets.count; target++) {
         const Second second = find_second(c, segment[2], target, from, to);
         if (second.rank == 0) continue;
-        Rows rows;
-        int found = 0;
-        for (int64_t at = segment[0]; at < segment[1]; at++) {
-            const int64_t row = all->order[at] - c->first_row;
-            if (row >= 0 && row < c->num_rows) {
-                rows.from[found] = c->inner + (at * c->targets.count + target) * all->max_rank;
-                rows.to[found++] = y + row * stride + second.first;
+        for (int64_t at = segment[0], count; at < segment[1]; at += count) {
+            Rows rows;
+            count = segment[1] - at >= 4 ? 4 : segment[1] - at >= 2 ? 2 : 1;
+            for (int64_t t = 0; t < count; t++) {
+                rows.from[t] = c->inner + ((at + t) * c->targets.count + target) * all->max_rank;
+                rows.to[t] = y + all->order[at + t] * y_stride + second.first;
             }
-            if (found == ROWS) expand_rows(&rows, &second, ROWS), found = 0;
-        }
-        for (int t = 0; t < found; t++) {
-            const Rows one = {{rows.from[t]}, {rows.to[t]}};
-            expand_rows(&one, &second, 1);
+            switch (count) {
+            case 4: expand_rows(&rows, &second, 4); break;
+            case 2: expand_rows(&rows, &second, 2); break;
+            default: expand_rows(&rows, &second, 1);
+            }
         }
     }
 }
 
-void add_features(const Change *c, float *y, int64_t stride, int64_t from, int64_t to) {
-    for (int64_t i = 0; i < c->num_segments; i++)
-        if (c->adapters->segments[3 * i + 2] >= 0) add_segment(c, c->adapters->segments + 3 * i, y, stride, from, to);
-}
-
-void fetch_features(const Change *c, int64_t from, int64_t to) {
-    for (int64_t i = 0, done = 0; i < c->num_segments && done < FETCHED; i++) {
-        const int64_t slot = c->adapters->segments[3 * i + 2];
-        if (slot < 0) continue;
-        done++;
-        for (int64_t target = 0; target < c->targets.count; target++) {
-            const Second s = find_second(c, slot, target, from, to);
-            for (int64_t r = 0; r < s.rank; r++)
-                for (int64_t at = 0; at < s.count; at += 16) __builtin_prefetch(s.b + r * s.stride + at);
-        }
+void share_add(const Change *c, float *y, int64_t y_stride, int64_t features, Team *team) {
+    const int64_t blocks = (features + FEATURES - 1) / FEATURES;
+    Loop loop = start_loop(team, c->num_segments * blocks);
+    for (int64_t i; (i = next_piece(&loop)) >= 0;) {
+        const int64_t *segment = c->adapters->segments + i / blocks * 3, from = i % blocks * FEATURES;
+        if (segment[2] >= 0)
+            add_segment(c, segment, y, y_stride, from, features - from < FEATURES ? features : from + FEATURES);
     }
+    meet(team);
 }
 
 /* inner [rows in their order, targets, max_rank]: products with the first factors. */
 void reduce_adapters(const Adapters *adapters, const Targets *targets, const float *x, int64_t x_stride, int64_t inputs,
                      float *inner, int threads) {
-    const Change change = {adapters, *targets, count_segments(adapters), inner, 0, adapters->rows, 0};
+    const Change change = {adapters, *targets, count_segments(adapters), inner, 0};
     if (adapters->rows * targets->count * adapters->max_rank * inputs < 65536) threads = 1;
     Team team = {.threads = threads};
     PARALLEL(threads) share_reduce(&change, x, x_stride, inputs, &team);
@@ -196,16 +188,8 @@ void reduce_adapters(const Adapters *adapters, const Targets *targets, const flo
 /* out: [rows, features], those of a layer's output features from `first` on. */
 void add_adapters(const Adapters *adapters, const Targets *targets, const float *inner, float *out, int64_t out_stride,
                   int64_t first, int64_t features, int threads) {
-    const Change change = {adapters, *targets, count_segments(adapters), (float *)inner, 0, adapters->rows, first};
-    const int64_t pieces = (features + FEATURES - 1) / FEATURES;
+    const Change change = {adapters, *targets, count_segments(adapters), (float *)inner, first};
     if (adapters->rows * adapters->max_rank * features < 65536) threads = 1;
     Team team = {.threads = threads};
-    PARALLEL(threads) {
-        Loop loop = start_loop(&team, change.num_segments * pieces);
-        for (int64_t i; (i = next_piece(&loop)) >= 0;) {
-            const int64_t *segment = adapters->segments + i / pieces * 3, from = i % pieces * FEATURES;
-            const int64_t to = features - from < FEATURES ? features : from + FEATURES;
-            if (segment[2] >= 0) add_segment(&change, segment, out, out_stride, from, to);
-        }
-    }
+    PARALLEL(threads) share_add(&change, out, out_stride, features, &team);
 }

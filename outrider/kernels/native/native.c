@@ -38,13 +38,17 @@ void rms_norm(const float *x, int64_t x_stride, float *residual, int64_t residua
     PARALLEL(threads) share_norm(x, x_stride, residual, residual_stride, weight, out, tokens, width, eps, &team);
 }
 
+static void share_gates(const Gates *gates, const float *gate_up, int64_t stride, int64_t tokens, Team *team) {
+#pragma omp for nowait
+    for (int64_t t = 0; t < tokens; t++) apply_gates(gates, gate_up, stride, t, t + 1, 0, gates->width);
+    meet(team);
+}
+
 void gated(const float *gate_up, int64_t stride, float *out, int64_t tokens, int64_t width, int gelu, int threads) {
     if (tokens * width < 16384) threads = 1;
     const Gates gates = {out, width, gelu};
-    PARALLEL(threads) {
-#pragma omp for
-        for (int64_t t = 0; t < tokens; t++) apply_gates(&gates, gate_up, stride, t, t + 1, 0, width);
-    }
+    Team team = {.threads = threads};
+    PARALLEL(threads) share_gates(&gates, gate_up, stride, tokens, &team);
 }
 
 /* Functions of single elements. The result of an element does not depend on its place: a library computes the last
@@ -234,21 +238,23 @@ static void prepare_layer(Pass *p, const BoundLayer *b, int threads) {
     p->error = list_attention(&p->attention, threads, &p->work);
 }
 
-/* A product and what adapters add to it. */
+/* A product and what adapters add to it, if they have `targets`, which may be null. */
 static void share_changed(const Pass *p, const Matrix *w, const float *x, float *y, const Gates *gates,
                           const Targets *targets, Team *team) {
     const int64_t tokens = p->step->tokens;
     if (!targets || !targets->count) {
-        share_product(w, x, w->inputs, y, tokens, gates, NULL, team);
+        share_product(w, x, w->inputs, y, tokens, gates, team);
         return;
     }
-    const Change change = {p->adapters, *targets, p->num_segments, p->inner, 0, tokens, 0};
+    const Change change = {p->adapters, *targets, p->num_segments, p->inner, 0};
     share_reduce(&change, x, w->inputs, w->inputs, team);
-    share_product(w, x, w->inputs, y, tokens, gates, &change, team);
+    share_product(w, x, w->inputs, y, tokens, NULL, team);
+    share_add(&change, y, w->outputs, w->outputs, team);
+    if (gates) share_gates(gates, y, w->outputs, tokens, team);
 }
 
 /* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when what
- * was prepared for this one is no longer read. `targets`: those that adapters change, or null. */
+ * was prepared for this one is no longer read. `targets`: of adapters, or null. */
 static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, const LayerTargets *targets,
                         int has_delta, Team *team) {
     const Layer *l = &bound->weights;

@@ -404,9 +404,8 @@ typedef struct {
     const Adapters *adapters;
     Targets targets;
     int64_t num_segments;
-    float *inner;                /* [places, targets.count, max_rank]: products with the first factors */
-    int64_t first_row, num_rows; /* token rows that the product has */
-    int64_t first_feature;       /* output feature of the layer that the product's first one is */
+    float *inner;          /* [places, targets.count, max_rank]: products with the first factors */
+    int64_t first_feature; /* output feature of the layer that the product's first one is */
 } Change;
 
 /* The rows of all requests, as steps read and write them. */
@@ -484,19 +483,18 @@ typedef struct {
 void share_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride, const float *weight,
                 float *out, int64_t tokens, int64_t width, float eps, Team *team);
 /* y[t, o] = sum_i x[t, i] w[o, i] + bias[o]. With `gates`, which may be null, a thread that has computed some gates and
- * what they are for applies them at once, while both are in its cache. Before that it adds what adapters add, if there is
- * a `change`, which may be null as well. */
+ * what they are for applies them at once, while both are in its cache. */
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
-                   const Change *change, Team *team);
-/* The same for the kind PACKED, whose parts begin at multiples of VL if there are gates or a change. */
+                   Team *team);
+/* The same for the kind PACKED, whose parts begin at multiples of VL if there are gates. */
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                          const Gates *gates, const Change *change, Team *team);
+                          const Gates *gates, Team *team);
 int packed_is_aligned(const Matrix *w);
-/* The products of x with the first factors, for `change->inner`. */
+/* The products of x [tokens, inputs] with the first factors, for `change->inner`. */
 void share_reduce(const Change *change, const float *x, int64_t x_stride, int64_t inputs, Team *team);
-/* The output features [from, to) of y: a thread fetches what it will add, computes the product, and adds. */
-void fetch_features(const Change *change, int64_t from, int64_t to);
-void add_features(const Change *change, float *y, int64_t stride, int64_t from, int64_t to);
+/* Adds what the second factors make of those to y [tokens, features]. */
+void share_add(const Change *change, float *y, int64_t y_stride, int64_t features, Team *team);
+/* The segments of a step's token rows, of those without an adapter too. */
 int64_t count_segments(const Adapters *adapters);
 void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 

@@ -396,7 +396,7 @@ int packed_is_aligned(const Matrix *w) {
 
 /* Each thread rounds the token rows for itself, so that none waits for them. */
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                          const Gates *gates, const Change *change, Team *team) {
+                          const Gates *gates, Team *team) {
     const int digits = (int)((const PackedParts *)w->data)->digits;
     const int64_t groups = w->inputs / INPUTS, step = inputs_bytes(digits);
     uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * tokens * step);
@@ -409,13 +409,9 @@ void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, flo
     Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
     for (int64_t i; (i = next_piece(&loop)) >= 0;) {
         int64_t from = i * PIECE, to = outputs - from < PIECE ? outputs : from + PIECE;
-        if (change) fetch_features(change, from, to);
         multiply(w, &p, from, to);
-        if (change) add_features(change, y, w->outputs, from, to);
         if (!gates) continue;
-        if (change) fetch_features(change, outputs + from, outputs + to);
         multiply(w, &p, outputs + from, outputs + to);
-        if (change) add_features(change, y, w->outputs, outputs + from, outputs + to);
         apply_gates(gates, y, w->outputs, 0, tokens, from, to);
     }
     meet(team);

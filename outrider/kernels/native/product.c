@@ -362,7 +362,7 @@ static void pack(const float *x, int64_t stride, int64_t tokens, int64_t inputs,
 
 /* Each thread has its own packed token rows, so that none waits for them. */
 static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                        const Gates *gates, const Change *change, Team *team) {
+                        const Gates *gates, Team *team) {
     int64_t group = tokens <= 8 ? tokens : GROUP;
     float *packed = kept(&kept_x, &x_size, (tokens + group) * padded(w->inputs) * sizeof(float) + 64);
     if (!packed) abort(); /* likewise */
@@ -373,57 +373,37 @@ static void share_slice(const Matrix *w, const float *x, int64_t x_stride, float
     Loop loop = start_loop(team, (outputs + piece - 1) / piece);
     for (int64_t i; (i = next_piece(&loop)) >= 0;) {
         int64_t from = i * piece, to = outputs - from < piece ? outputs : from + piece;
-        if (change) fetch_features(change, from, to);
         PRODUCTS[w->kind](&p, from, to);
-        if (change) add_features(change, y, w->outputs, from, to);
         if (!gates) continue;
-        if (change) fetch_features(change, outputs + from, outputs + to);
         PRODUCTS[w->kind](&p, outputs + from, outputs + to);
-        if (change) add_features(change, y, w->outputs, outputs + from, outputs + to);
         apply_gates(gates, y, w->outputs, 0, tokens, from, to);
     }
     meet(team);
 }
 
-/* What is left of a product whose threads could not do it at once. */
-static void share_rest(const Matrix *w, float *y, int64_t tokens, const Gates *gates, const Change *change,
-                       Team *team) {
-    if (change) {
-        Loop loop = start_loop(team, (w->outputs + PIECE - 1) / PIECE);
-        for (int64_t i; (i = next_piece(&loop)) >= 0;)
-            add_features(change, y, w->outputs, i * PIECE, w->outputs < (i + 1) * PIECE ? w->outputs : (i + 1) * PIECE);
-        meet(team);
-    }
-    if (!gates) return;
-#pragma omp for nowait
-    for (int64_t row = 0; row < tokens; row++) apply_gates(gates, y, w->outputs, row, row + 1, 0, gates->width);
-    meet(team);
-}
-
 void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, const Gates *gates,
-                   const Change *change, Team *team) {
+                   Team *team) {
     const int64_t slice = w->kind == PACKED ? SLICE8 : SLICE;
-    /* or a thread's outputs would not be whole tiles of weight rows, or partly those of another thread */
-    const int at_once = (!gates || gates->width % 16 == 0) && (w->kind != PACKED || packed_is_aligned(w));
     for (int64_t t = 0; t < tokens; t += slice) {
         const float *from = x + t * x_stride;
         float *to = y + t * w->outputs;
         const int64_t count = tokens - t < slice ? tokens - t : slice;
-        Gates own_gates = gates ? (Gates){gates->out + t * gates->width, gates->width, gates->gelu} : (Gates){0};
-        Change own_change = change ? *change : (Change){0};
-        own_change.first_row += t, own_change.num_rows = count;
-        const Gates *g = gates ? &own_gates : NULL;
-        const Change *c = change ? &own_change : NULL;
+        Gates part = gates ? (Gates){gates->out + t * gates->width, gates->width, gates->gelu} : (Gates){0};
+        /* or they would not be whole tiles of weight rows */
+        const int at_once = gates && gates->width % 16 == 0 && (w->kind != PACKED || packed_is_aligned(w));
         if (w->kind == PACKED)
-            share_packed_product(w, from, x_stride, to, count, at_once ? g : NULL, at_once ? c : NULL, team);
+            share_packed_product(w, from, x_stride, to, count, at_once ? &part : NULL, team);
         else
-            share_slice(w, from, x_stride, to, count, at_once ? g : NULL, at_once ? c : NULL, team);
-        if (!at_once) share_rest(w, to, count, g, c, team);
+            share_slice(w, from, x_stride, to, count, at_once ? &part : NULL, team);
+        if (!gates || at_once) continue;
+#pragma omp for nowait
+        for (int64_t row = 0; row < count; row++) apply_gates(&part, to, w->outputs, row, row + 1, 0, part.width);
+        meet(team);
     }
 }
 
 void product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens, int threads) {
     if (w->inputs * w->outputs < 16384) threads = 1;
     Team team = {.threads = threads};
-    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, NULL, NULL, &team);
+    PARALLEL(threads) share_product(w, x, x_stride, y, tokens, NULL, &team);
 }
