@@ -30,6 +30,7 @@ class AdapterArena:
             bounds=to_device(targets.bounds, torch.int64, device).view(-1, 2), max_rank=max_rank)
         self.slot_of_row = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=NO_SLOT)
         self._reach: dict[int, AdapterReach] = {}  # what the adapter in each slot changes
+        self._changed: dict[int, frozenset[int]] = {}  # the targets that it changes
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
         """Copy an adapter to its place. Queued behind the steps that may still read the memory."""
@@ -47,12 +48,21 @@ class AdapterArena:
         tables.places[slot].copy_(send(places, self.device))
         tables.scales[slot].copy_(send(scales, self.device))
         self._reach[slot] = reach
+        self._changed[slot] = frozenset(entry.target for entry in adapter.entries)
 
     def reset(self) -> None:
         """Forget which rows have adapters, and what lies in the slots."""
         self.slot_of_row.fill_(NO_SLOT)
         self.tables.places.zero_()
         self._reach.clear()
+        self._changed.clear()
+
+    def may_change(self, targets: range) -> bool:
+        """Whether an adapter changes one of these targets: one that is placed or, where steps are captured, any that
+        may be placed later."""
+        if self.device.type != "cpu":
+            return bool(targets)
+        return any(not changed.isdisjoint(targets) for changed in self._changed.values())
 
     @property
     def num_numbers(self) -> int:

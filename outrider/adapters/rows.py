@@ -36,7 +36,7 @@ class StepAdapters(RowAdapters):
 
     @cached_property
     def _row_slots(self) -> RowSlots:
-        return RowSlots.from_slots(self._slots)
+        return ops.sort_slots(self._slots)
 
     def factors(self) -> StepFactors:
         return StepFactors(self._row_slots, self._arena.tables, self._arena.targets.ranges)
@@ -45,7 +45,7 @@ class StepAdapters(RowAdapters):
         assert len(x) == len(self._slots), "the context is of other token rows"
         targets = self._arena.targets.ranges.get(id(linear))
         asked = range(0) if targets is None else targets.within(first, targets.ends[-1] if stop is None else stop)
-        if targets is None or not asked:
+        if targets is None or not self._arena.may_change(asked):
             return Unchanged(self, linear, x, first)
         rows, tables = self._row_slots, self._arena.tables
         inner = ops.reduce_adapters(x, rows, tables, asked)

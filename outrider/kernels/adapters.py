@@ -86,6 +86,11 @@ class RowSlots(NamedTuple):
         return min(num_rows, num_rows // SEGMENT_ROWS + num_slots + 1)
 
 
+def sort_slots(slots: Tensor) -> RowSlots:
+    """The token rows of slots [tokens] int64 in the order of their slots."""
+    return RowSlots.from_slots(slots)
+
+
 def _segments(sorted_slots: Tensor) -> Tensor:
     count = len(sorted_slots)
     place = torch.arange(count, device=sorted_slots.device)

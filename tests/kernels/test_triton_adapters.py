@@ -222,7 +222,10 @@ def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
 def test_segments_are_whole_runs_of_a_slot(runs: list[int]) -> None:
     """Each run of a slot is cut into segments of 16 rows and a last one of the rest; nothing lies behind them."""
     slots = [slot for slot, count in enumerate(runs, start=NO_SLOT) for _ in range(count)]
-    rows = RowSlots.from_slots(torch.tensor(slots, dtype=torch.int64))
+    shuffled = torch.tensor(slots, dtype=torch.int64)[torch.randperm(len(slots), generator=torch.manual_seed(0))]
+    rows = RowSlots.from_slots(shuffled)
+    assert rows.sorted_slots.tolist() == slots and shuffled[rows.order].tolist() == slots
+    assert all(found.equal(own) for found, own in zip(ops.sort_slots(shuffled), rows, strict=True))
     wanted, at = [], 0
     for slot, count in enumerate(runs, start=NO_SLOT):
         wanted += [[at + begin, min(at + begin + 16, at + count), slot] for begin in range(0, count, 16)]

@@ -16,6 +16,28 @@ int64_t count_segments(const Adapters *adapters) {
     return count;
 }
 
+/* Token rows in the order of their slots, as RowSlots has them: slot by slot, from the least on. */
+void sort_slots(const int64_t *slots, int64_t rows, int64_t segment_rows, int64_t *sorted, int64_t *order,
+                int64_t *segments) {
+    int64_t place = 0, count = 0, slot = INT64_MIN, next;
+    for (int64_t row = 0; row < rows; row++) slot = row == 0 || slots[row] < slot ? slots[row] : slot;
+    for (; place < rows; slot = next) {
+        const int64_t first = place;
+        next = INT64_MAX;
+        for (int64_t row = 0; row < rows; row++)
+            if (slots[row] == slot)
+                sorted[place] = slot, order[place++] = row;
+            else if (slots[row] > slot && slots[row] < next)
+                next = slots[row];
+        for (int64_t begin = first; begin < place; begin += segment_rows, count++) {
+            segments[3 * count] = begin;
+            segments[3 * count + 1] = place - begin < segment_rows ? place : begin + segment_rows;
+            segments[3 * count + 2] = slot;
+        }
+    }
+    for (; count < rows; count++) segments[3 * count] = segments[3 * count + 1] = rows, segments[3 * count + 2] = -1;
+}
+
 /* Up to ROWS token rows of one adapter: what is read of each, and what is written. */
 typedef struct {
     const float *from[ROWS];

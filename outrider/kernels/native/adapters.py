@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_index, is_matrix
 from outrider.kernels.native.structures import ADAPTERS, LAYER_TARGETS, TARGETS
@@ -35,6 +35,19 @@ def pack_layer_targets(products: Sequence[TargetRange | None]) -> bytes:
         for own in products
     )
     return LAYER_TARGETS.pack(qkv=qkv, out=out, gate_up=gate_up, down=down)
+
+
+def takes_sort(slots: Tensor) -> bool:
+    return is_index(slots) and slots.dim() == 1
+
+
+def sort_slots(slots: Tensor) -> RowSlots:
+    rows = len(slots)
+    numbers = torch.empty(5 * rows, dtype=torch.int64)
+    sorted_slots, order, segments = numbers.split([rows, rows, 3 * rows])
+    library().sort_slots(slots.data_ptr(), rows, SEGMENT_ROWS, sorted_slots.data_ptr(), order.data_ptr(),
+                         segments.data_ptr())
+    return RowSlots(slots, sorted_slots, order, segments.view(rows, 3))
 
 
 def takes_reduce(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> bool:

@@ -68,6 +68,7 @@ __all__ = [
     "add_adapters_gated",
     "add_head_adapters",
     "reduce_adapters",
+    "sort_slots",
     "mix_adapted_experts",
     "arrange_codes",
     "has_native",
@@ -384,6 +385,11 @@ linear_add = Operation(
 
 # Adapters
 
+sort_slots = Operation(
+    adapters.sort_slots,
+    native_kernel("outrider.kernels.native.adapters:sort_slots", takes="outrider.kernels.native.adapters:takes_sort"),
+    exact=NO_ARITHMETIC,
+)
 reduce_adapters = Operation(
     adapters.reduce_adapters,
     native_kernel("outrider.kernels.native.adapters:reduce_adapters", FLOAT32,
