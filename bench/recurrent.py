@@ -201,7 +201,7 @@ def main() -> None:
             time_prompts(bench, shape, params, 8, 1024, sweep=False)
     print(bench.table())
     print("# defaults:", mamba2_config(1, 64, False), mamba2_config(64, 64, False), mamba2_config(1, 64, True),
-          delta_config(1, 32, 128, torch.device("cuda", 0), False))
+          delta_config(128, False), delta_config(128, True))
 
 
 if __name__ == "__main__":

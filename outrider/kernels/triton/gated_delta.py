@@ -2,9 +2,10 @@
 as a whole, or each of its key channels by itself (KDA).
 
 `kernels/recurrent.py` is the specification. A program has some value rows of one head of one request: it reads its part
-of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. What the
-recurrence takes (convolved inputs, gates) was made before; the row's tail and window are moved on here, since no other
-program reads them any more.
+of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. Decoding takes the
+time of reading and writing the states, as long as enough of them are on their way: programs are small, and load states
+before the kernel that makes the inputs of the recurrence (convolved inputs, gates) has ended. The row's tail and window
+are moved on here, since no other program reads them any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.common import (
     cdiv,
     next_power_of_two,
-    num_sms,
     pdl_options,
     release_dependents,
     require,
@@ -38,6 +38,8 @@ from outrider.kernels.triton.recurrent_step import (
     keep_inputs,
     keep_sizes,
     load_counts,
+    load_last_stop,
+    load_tail,
     next_boundary,
     save_args,
     save_state,
@@ -60,7 +62,6 @@ class _Sizes(NamedTuple):
     out_dim: tl.constexpr
     value_dim: tl.constexpr
     key_dim: tl.constexpr
-    page_words: tl.constexpr  # 0: there are no checkpoints to write
 
 
 class _Request(NamedTuple):
@@ -81,9 +82,11 @@ class _Part(NamedTuple):
     """Which value rows of which head a program has, with pointers to their inputs and outputs in row 0 of each."""
 
     head: tl.tensor
+    first_row: tl.tensor  # of the layer's state, with k dim elements each
+    num_rows: tl.tensor
     has_value: tl.tensor  # [tile]
     has_key: tl.tensor  # [k dim]
-    element: tl.tensor  # [tile, k dim] of the layer's state
+    element: tl.tensor  # [tile, k dim] of the state from the first row on
     has: tl.tensor  # [tile, k dim]
     first_q: tl.tensor
     first_k: tl.tensor
@@ -105,21 +108,32 @@ def _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr
     first_k = first_q + KEY_HEADS * sizes.key_dim
     y = head * sizes.value_dim + value
     v = convolved + 2 * KEY_HEADS * sizes.key_dim + y
-    element, has = y[:, None] * sizes.key_dim + key[None, :], has_value[:, None] & has_key[None, :]
+    # From the program's first row on: then a thread's addresses are one and constants.
+    element = tl.arange(0, TILE)[:, None] * sizes.key_dim + key[None, :]
+    has = has_value[:, None] & has_key[None, :]
     first_g = g + head * DECAYS
     if DECAYS > 1:
         of_g = first_g + key
     else:
         of_g = first_g
-    return _Part(head, has_value, has_key, element, has, first_q, first_k, first_q + key, first_k + key, v, first_g,
-                 of_g, beta + head, out + y)
+    first_row, num_rows = head * sizes.value_dim + tile * TILE, tl.minimum(TILE, sizes.value_dim - tile * TILE)
+    return _Part(head, first_row, num_rows, has_value, has_key, element, has, first_q, first_k, first_q + key,
+                 first_k + key, v, first_g, of_g, beta + head, out + y)
 
 
 @triton.jit
-def _save(state, seen, request, part, saves, sizes):
+def _save(state, seen, request, part, saves, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr):
     """Writes the checkpoints, if any, whose boundary is where the walk stands."""
-    save_state(state, seen, request.index, part.element, part.has, saves, request.layer_word, request.num_pages,
-               sizes.page_words)
+    save_state(state, seen, request.index, part.first_row, part.num_rows, saves, request.layer_word, request.num_pages,
+               KEY_DIM, PAGE_WORDS)
+
+
+@triton.jit
+def _next_save(seen, request, saves):
+    """The first boundary after `seen` tokens that the stored state reaches, or -1."""
+    last = request.begin + request.known_end
+    found = next_boundary(seen, last + 1, request.index, saves)
+    return tl.where(found > last, -1, found)
 
 
 # Token by token
@@ -143,8 +157,11 @@ def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
 
 
 @triton.jit
-def _walk(state, begin, end, request, part, saves, sizes, scale, SAVES: tl.constexpr, DECAYS: tl.constexpr):
-    """Places begin to end - 1, one after the other, each loaded while the one before it is worked on."""
+def _walk(state, begin, end, next_save, cells, request, part, saves, sizes, scale, KEY_DIM: tl.constexpr,
+          PAGE_WORDS: tl.constexpr, STORES: tl.constexpr, DECAYS: tl.constexpr):
+    """Places begin to end - 1, one after the other, each loaded while the one before it is worked on. STORES: the state
+    is stored where the known tokens end, if the walk passes there. next_save: the first boundary of a checkpoint; with
+    PAGE_WORDS of 0 none is written."""
     q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes, DECAYS)
     for place in range(begin, end):
         next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes, DECAYS)
@@ -159,8 +176,13 @@ def _walk(state, begin, end, request, part, saves, sizes, scale, SAVES: tl.const
         y = tl.sum(state * q[None, :], axis=1)
         at = part.y + (request.token_row + place).to(tl.int64) * sizes.out_dim
         tl.store(at, y.to(part.y.dtype.element_ty), mask=part.has_value & (place >= request.pending))
-        if SAVES:
-            _save(state, request.begin + place + 1, request, part, saves, sizes)
+        if PAGE_WORDS > 0:
+            if request.begin + place + 1 == next_save:
+                _save(state, next_save, request, part, saves, KEY_DIM, PAGE_WORDS)
+                next_save = _next_save(next_save, request, saves)
+        if STORES:
+            if place + 1 == request.known_end:
+                tl.store(cells, state, mask=part.has, eviction_policy="evict_first")
         q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
     return state
 
@@ -308,14 +330,15 @@ def _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS: 
 
 
 @triton.jit
-def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
-          LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+def _scan(state, request, part, saves, sizes, scale, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
+          DECAYS: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
+          PRECISION: tl.constexpr):
     """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
     token by token; behind that token everything is lost, and chunks are whole again."""
     begin, most, is_lost = request.pending, TOKENS, False
     while begin < request.known_end:
         end = tl.minimum(begin + most, request.known_end)
-        if SAVES:
+        if PAGE_WORDS > 0:
             seen = request.begin
             end = next_boundary(seen + begin, seen + end, request.index, saves) - seen
         must_finish = is_lost | (most == 1)
@@ -323,8 +346,8 @@ def _scan(state, request, part, saves, sizes, scale, SAVES: tl.constexpr, DECAYS
                                   PIECE, PRECISION)
         is_lost = is_lost | ((most == 1) & (not is_finite))
         if is_finite | must_finish:
-            if SAVES:
-                _save(state, request.begin + end, request, part, saves, sizes)
+            if PAGE_WORDS > 0:
+                _save(state, request.begin + end, request, part, saves, KEY_DIM, PAGE_WORDS)
             begin = end
             most = tl.where(is_lost, TOKENS, most)
         else:
@@ -344,58 +367,74 @@ def _delta_kernel(
     KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
     CHUNKED: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
     FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
+    """EARLY: of what this kernel reads, the kernels that may still run make convolved, g and beta alone. All else, the
+    state above all, is loaded before it waits for them."""
     release_dependents(PDL)
-    wait_for_inputs(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     tile, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
-    sizes = _Sizes(CONV_DIM, HEADS, HEADS * VALUE_DIM, VALUE_DIM, KEY_DIM, PAGE_WORDS)
+    last_stop = load_last_stop(counts, requests)
+    sizes = _Sizes(CONV_DIM, HEADS, HEADS * VALUE_DIM, VALUE_DIM, KEY_DIM)
     part = _part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS, TILE, KEYS, DECAYS)
     live = tl.where(known > 0, known + drafts, 0)
+    request = _Request(index, index * WINDOW, requests * WINDOW + start - pending, start - pending, pending,
+                       pending + known, computed - pending, layer_word, num_pages)
+    is_walked = (known > 0) | FOLD_ONLY
+    cells = states + (row * (HEADS * VALUE_DIM) + part.first_row) * KEY_DIM + part.element
+    # The next step reads the state again, after the states and weights of all other layers: caches cannot keep it.
+    state = tl.load(cells, mask=part.has & is_walked, other=0.0, eviction_policy="evict_first")
+    kept_tail = load_tail(head * TILES + tile, row, start, known, pending, is_walked, conv_in, conv_stride, tail,
+                          window, CONV_DIM, WIDTH, WINDOW, PARTS, CHANNELS, TAIL)
+    next_save = -1
+    if PAGE_WORDS > 0:
+        next_save = _next_save(request.begin, request, saves)
+    if EARLY:
+        wait_for_inputs(PDL)
     column = head * VALUE_DIM + tile * TILE + tl.arange(0, TILE)
-    clear_dead(out, HEADS * VALUE_DIM, column, part.has_value, index, requests, live, start, stop, tokens, counts)
-    if (known > 0) | FOLD_ONLY:
-        request = _Request(index, index * WINDOW, requests * WINDOW + start - pending, start - pending, pending,
-                           pending + known, computed - pending, layer_word, num_pages)
-        cells = states + row * (HEADS * VALUE_DIM * KEY_DIM) + part.element
-        state = tl.load(cells, mask=part.has, other=0.0)
+    clear_dead(out, HEADS * VALUE_DIM, column, part.has_value, index, requests, live, start, stop, last_stop, tokens)
+    if is_walked:
         is_long = CHUNKED & (known > _SHORT_RUN)
-        end = tl.where(is_long, pending, request.known_end)
-        state = _walk(state, 0, end, request, part, saves, sizes, scale, PAGE_WORDS > 0, DECAYS)
+        end = tl.where(is_long, pending, pending + live)
+        state = _walk(state, 0, end, next_save, cells, request, part, saves, sizes, scale, KEY_DIM, PAGE_WORDS,
+                      not FOLD_ONLY, DECAYS)
         if CHUNKED:
             if is_long:
-                state = _scan(state, request, part, saves, sizes, scale, PAGE_WORDS > 0, DECAYS, TOKENS, LEVELS,
-                              PIECE, PRECISION)
+                state = _scan(state, request, part, saves, sizes, scale, KEY_DIM, PAGE_WORDS, DECAYS, TOKENS,
+                              LEVELS, PIECE, PRECISION)
+                tl.store(cells, state, mask=part.has)
+                _walk(state, request.known_end, pending + live, -1, cells, request, part, saves, sizes, scale,
+                      KEY_DIM, 0, False, DECAYS)
         if not FOLD_ONLY:
-            tl.store(cells, state, mask=part.has)
-            _walk(state, request.known_end, request.known_end + drafts, request, part, saves, sizes, scale, False,
-                  DECAYS)
             keep_inputs(
-                head * TILES + tile, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
+                kept_tail, head * TILES + tile, row, start, known, drafts, conv_in, conv_stride, gates, gate_strides,
                 tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS * DECAYS, 2, PARTS, CHANNELS, TAIL,
                 DRAFTS,
             )
 
 
-def delta_config(requests: int, heads: int, value_dim: int, device: torch.device, chunked: bool) -> StepConfig:
-    """Few value rows a program while heads and requests do not fill the card, more where a head's inputs would be read
-    too often. A warp has whole rows, and warps, which share a key to norm it, are always as many: so the bits of a walk
-    do not depend on the number of requests."""
-    most = 32 if chunked else 16 if requests * heads >= num_sms(device) else 8
-    return StepConfig(min(most, next_power_of_two(value_dim)), num_warps=4)
+def delta_config(value_dim: int, chunked: bool) -> StepConfig:
+    """A program that walks is one warp with few value rows: no warp waits for another to norm a key or to store, and a
+    multiprocessor has room for many programs, whose states are on their way at the same time. A warp has whole rows, so
+    that the bits of a walk do not depend on the tile. Products need more rows, and warps that share them."""
+    return StepConfig(min(32, next_power_of_two(value_dim)), 4) if chunked else StepConfig(
+        min(8, next_power_of_two(value_dim)), 1)
 
 
 def delta_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
     targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
     config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3", per_channel: bool = False,
+    follows_inputs: bool = False,
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
     share a key head. per_channel: g has a number for each key channel of a head, not one for the head. chunked:
     requests with more than SHORT_RUN known tokens go in chunks of `chunk`, a power of two. fold_only: rows that ended;
-    writes nothing but checkpoints."""
+    writes nothing but checkpoints. follows_inputs: the launches before this one are `recurrent_inputs` and perhaps
+    `save_tails`, so that states can be loaded while these run."""
     name = "delta_steps"
     num_heads, _, num_channels = layer.state.shape[1:]
     decays = num_channels if per_channel else 1
@@ -409,13 +448,13 @@ def delta_steps(
     out = torch.empty(sizes.tokens, heads * value_dim, dtype=inputs.conv_in.dtype, device=device)
     if sizes.requests == 0:
         return out.zero_()
-    tile, num_warps = config or delta_config(sizes.requests, heads, value_dim, device, chunked)
+    tile, num_warps = config or delta_config(value_dim, chunked)
     keys = next_power_of_two(key_dim)
     if chunked:  # products have least sizes
         tile, keys = max(16, tile), max(16, keys)
     num_tiles = cdiv(value_dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
-    pdl = uses_pdl(layer.state.device)
+    pdl = uses_pdl(device)
     _delta_kernel[(num_tiles, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
@@ -423,6 +462,6 @@ def delta_steps(
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
         TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
         DECAYS=decays, PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
-        **keep_sizes(sizes, heads * num_tiles), PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
+        **keep_sizes(sizes, heads * num_tiles), EARLY=follows_inputs, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
     )
     return out

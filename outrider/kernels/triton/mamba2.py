@@ -39,6 +39,8 @@ from outrider.kernels.triton.recurrent_step import (
     keep_inputs,
     keep_sizes,
     load_counts,
+    load_last_stop,
+    load_tail,
     next_boundary,
     save_args,
     save_rows,
@@ -220,7 +222,8 @@ def _mamba2_kernel(
     row, start, stop, computed, known, drafts, pending = load_counts(counts, index, requests)
     part = _part_of(head, split, decay, skip, HEADS, DIM, N, GROUPS, TILE, N_TILE)
     live = tl.where(known > 0, known + drafts, 0)
-    clear_dead(out, HEADS * DIM, part.x, part.has_dim, index, requests, live, start, stop, tokens, counts)
+    clear_dead(out, HEADS * DIM, part.x, part.has_dim, index, requests, live, start, stop,
+               load_last_stop(counts, requests), tokens)
     if (known > 0) | FOLD_ONLY:
         if MORE_THAN > 0:
             is_here = not is_long_run(known, drafts, pending, MORE_THAN)
@@ -244,8 +247,10 @@ def _mamba2_kernel(
                     _walk(state, pending + known, total, request, part, source, out, cells, saves, layer_word,
                           num_pages, CONV_DIM, HEADS, DIM, N, 0, FOLD_ONLY)
         if not FOLD_ONLY:
+            kept_tail = load_tail(head * SPLITS + split, row, start, known, pending, True, conv_in, conv_stride, tail,
+                                  window, CONV_DIM, WIDTH, WINDOW, PARTS, CHANNELS, TAIL)
             keep_inputs(
-                head * SPLITS + split, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides,
+                kept_tail, head * SPLITS + split, row, start, known, drafts, conv_in, conv_stride, gates, gate_strides,
                 tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS, 1, PARTS, CHANNELS, TAIL, DRAFTS,
             )
 

@@ -247,8 +247,14 @@ def _inputs_kernel(
     HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Programs of axis 0: ROWS token rows each, then `lanes` programs for the pending drafts of each request."""
-    release_dependents(PDL)
-    wait_for_inputs(PDL)
+    if IS_DELTA:
+        # In this order, the kernels after this one start when all before it have ended: `delta_steps` loads states
+        # before this one has.
+        wait_for_inputs(PDL)
+        release_dependents(PDL)
+    else:
+        release_dependents(PDL)
+        wait_for_inputs(PDL)
     program = tl.program_id(0)
     num_blocks = tl.cdiv(tokens, ROWS)
     conv = ConvPointers(conv_in, conv_stride, tail, window, weight, bias, convolved)

@@ -107,21 +107,29 @@ def input_of(
 
 
 @triton.jit
-def save_state(state, at, request, element, valid, saves, layer_word, num_pages, PAGE_WORDS: tl.constexpr):
-    """Write part of a layer's state, its elements `element`, to the request's checkpoints whose boundary is `at`."""
+def save_state(
+    state, at, request, first_row, num_rows, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
+):
+    """Write part of a layer's state, `num_rows` rows of N elements from `first_row` on, to the request's checkpoints
+    whose boundary is `at`. Row by row: this is rare, and its addresses must not take registers from what is not."""
+    bits = state.to(tl.int32, bitcast=True)
+    index, n = tl.arange(0, state.shape[0])[:, None], tl.arange(0, state.shape[1])
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         if tl.load(saves.boundary + target) == at:
-            word = layer_word + element
-            page = tl.load(saves.pages + target * num_pages + word // PAGE_WORDS, mask=valid, other=0)
-            tl.store(saves.pool + page * PAGE_WORDS + word % PAGE_WORDS, state, mask=valid)
+            for row in range(num_rows):
+                # The only row that is not 0, as an integer: a sum of floats would lose the sign of a zero.
+                line = tl.sum(tl.where(index == row, bits, 0), axis=0).to(tl.float32, bitcast=True)
+                word = layer_word + (first_row + row) * N + n
+                page = tl.load(saves.pages + target * num_pages + word // PAGE_WORDS, mask=n < N, other=0)
+                tl.store(saves.pool + page * PAGE_WORDS + word % PAGE_WORDS, line, mask=n < N)
 
 
 @triton.jit
 def save_rows(
     state, at, request, row, n, has_row, has_n, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
 ):
-    """Like `save_state`, for rows `row` [D] of a state with all of their N columns. A row lies in one page or in two:
-    pages are looked up by row, which takes far fewer registers than by element."""
+    """Like `save_state`, for rows `row` [D] at once. A row lies in one page or in two: pages are looked up by row, with
+    far fewer registers than by element."""
     tl.static_assert(N <= PAGE_WORDS)
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         if tl.load(saves.boundary + target) == at:
@@ -150,26 +158,40 @@ def next_boundary(at, end, request, saves):
 
 
 @triton.jit
+def load_tail(
+    part, row, start, known, pending, valid, conv_in, conv_stride, tail, window, CONV_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
+):
+    """The row's tail [TAIL, CHANNELS] as it is after a step: this program's share of the channels, for `keep_inputs` to
+    store. It may come from the old tail and from the window, so it is read before either is written."""
+    per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
+    lane = tl.arange(0, CHANNELS)
+    channel = (part * per_part + lane)[None, :]
+    index = tl.arange(0, TAIL)[:, None]
+    is_own = (index < WIDTH - 1) & (lane < per_part)[None, :] & (channel < CONV_DIM) & valid
+    return input_of(
+        conv_in, conv_stride, tail, window, row, start, pending, known - (WIDTH - 1) + index, channel, is_own, CONV_DIM,
+        WIDTH, WINDOW,
+    )
+
+
+@triton.jit
 def keep_inputs(
-    part, row, start, known, drafts, pending, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
+    kept_tail, part, row, start, known, drafts, conv_in, conv_stride, gates, gate_strides, tail, window, gate_windows,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, FIRST_GATE: tl.constexpr,
     GATES: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Store the row's tail and window after a step: this program's share of the channels, which no other program reads
-    or writes. The tail's new inputs may come from its old ones and from the window, so they are read before anything
-    is stored. FIRST_GATE: numbers of the first gate of a token; the other gates have one for each head."""
+    """Store the row's tail, as `load_tail` has it, and window after a step: this program's share of the channels, which
+    no other program reads or writes. FIRST_GATE: numbers of the first gate of a token; the other gates have one for
+    each head."""
     per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
     lane = tl.arange(0, CHANNELS)
     channel = (part * per_part + lane)[None, :]
     is_own = (lane < per_part)[None, :] & (channel < CONV_DIM)
     index = tl.arange(0, TAIL)[:, None]
+    tl.debug_barrier()  # other threads may have read what this one overwrites
     valid = (index < WIDTH - 1) & is_own
-    value = input_of(
-        conv_in, conv_stride, tail, window, row, start, pending, known - (WIDTH - 1) + index, channel, valid, CONV_DIM,
-        WIDTH, WINDOW,
-    )
-    tl.debug_barrier()
-    tl.store(tail + row * ((WIDTH - 1) * CONV_DIM) + index * CONV_DIM + channel, value, mask=valid)
+    tl.store(tail + row * ((WIDTH - 1) * CONV_DIM) + index * CONV_DIM + channel, kept_tail, mask=valid)
     if WINDOW > 0:
         draft = tl.arange(0, DRAFTS)[:, None]
         source = (start + known + draft).to(tl.int64)
@@ -189,14 +211,20 @@ def keep_inputs(
 
 
 @triton.jit
-def clear_dead(out, out_stride, column, valid, request, requests, live, start, stop, tokens, counts):
-    """Write zeros to the request's dead token rows, and to its share of the token rows without a request. `column` [D]:
-    the program's part of an output row."""
+def load_last_stop(counts, requests):
+    """The first token row that belongs to no request."""
+    return tl.load(counts + 3 * requests - 1).to(tl.int32)
+
+
+@triton.jit
+def clear_dead(out, out_stride, column, valid, request, requests, live, start, stop, last_stop, tokens):
+    """Write zeros to the request's dead token rows, and to its share of the token rows without a request, which begin
+    at `last_stop`. `column` [D]: the program's part of an output row."""
     zero = tl.zeros(column.shape, dtype=out.dtype.element_ty)
     first = start + live
     for i in range(stop - first):
         tl.store(out + (first + i).to(tl.int64) * out_stride + column, zero, mask=valid)
-    first = tl.load(counts + 3 * requests - 1).to(tl.int32) + request  # behind the last request's last token row
+    first = last_stop + request
     for i in range(tl.cdiv(tokens - first, requests)):
         tl.store(out + (first + i * requests).to(tl.int64) * out_stride + column, zero, mask=valid)
 

@@ -10,7 +10,16 @@ import torch
 
 import triton.language as tl
 from outrider.kernels.recurrent import CheckpointTargets
-from outrider.kernels.triton.common import FLOATS, cdiv, next_power_of_two, require_tensor
+from outrider.kernels.triton.common import (
+    FLOATS,
+    cdiv,
+    next_power_of_two,
+    pdl_options,
+    release_dependents,
+    require_tensor,
+    uses_pdl,
+    wait_for_inputs,
+)
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepTensors, input_of, load_counts
 
@@ -21,8 +30,10 @@ _CHANNELS = 256
 def _save_tails_kernel(
     counts, requests, conv_in, conv_stride, tail, window, starts, boundary, pages, pool, num_pages, start_element,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHANNELS: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, PDL: tl.constexpr,
 ):
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
     request = tl.program_id(1)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
     channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
@@ -55,11 +66,11 @@ def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, ta
     if not requests:
         return
     state_bytes = layer.state[0].numel() * layer.state.element_size()
-    channels = min(_CHANNELS, next_power_of_two(conv_dim))
+    channels, pdl = min(_CHANNELS, next_power_of_two(conv_dim)), uses_pdl(device)
     _save_tails_kernel[(cdiv(conv_dim, channels), requests)](
         step.counts, requests, conv_in, conv_in.stride(0), layer.tail, layer.conv_in, targets.starts, targets.boundary,
         targets.pages, layer.pool, targets.pages.shape[1],
         (layer.checkpoint_start + state_bytes) // conv_in.element_size(),
         CONV_DIM=conv_dim, WIDTH=taps + 1, WINDOW=window, PAGE=layer.pool.shape[1], CHANNELS=channels,
-        TAIL=next_power_of_two(taps), num_warps=4,
+        TAIL=next_power_of_two(taps), PDL=pdl, num_warps=4, **pdl_options(pdl),
     )

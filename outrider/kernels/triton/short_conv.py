@@ -21,6 +21,7 @@ from outrider.kernels.triton.recurrent_step import (
     keep_inputs,
     keep_sizes,
     load_counts,
+    load_tail,
 )
 
 _CHANNELS = 1024
@@ -60,8 +61,10 @@ def _keep_kernel(
     """A program stores some channels of one request's tail and window. Dead requests keep theirs."""
     row, start, stop, computed, known, drafts, pending = load_counts(counts, tl.program_id(1), requests)
     if known > 0:
+        kept_tail = load_tail(tl.program_id(0), row, start, known, pending, True, conv_in, conv_stride, tail, window,
+                              CONV_DIM, WIDTH, WINDOW, PARTS, CHANNELS, TAIL)
         keep_inputs(
-            tl.program_id(0), row, start, known, drafts, pending, conv_in, conv_stride, (conv_in,), (conv_stride,),
+            kept_tail, tl.program_id(0), row, start, known, drafts, conv_in, conv_stride, (conv_in,), (conv_stride,),
             tail, window, (window,), CONV_DIM, WIDTH, WINDOW, 0, 0, 0, PARTS, CHANNELS, TAIL, DRAFTS,
         )
 

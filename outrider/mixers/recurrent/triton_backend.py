@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
-from outrider.kernels.triton.gated_delta import delta_config, delta_steps
+from outrider.kernels.triton.gated_delta import delta_steps
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
 from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors
@@ -76,16 +76,14 @@ class LayerKernels:
         return self._advance(params, inputs, own)
 
     def _advance(self, params: MixerParams, inputs: StepInputs, own: LayerTensors) -> torch.Tensor:
-        # With `exact`, one tile size serves any number of requests, so that bits do not depend on the number.
-        heads, dim = own.state.shape[1:3]
-        exact, targets = self._layers.exact, self._targets
+        targets = self._targets
         if params.kind != "mamba2":
-            config = delta_config(1, heads, dim, own.state.device, chunked=False) if exact else None
             return delta_steps(self._step, inputs, own, num_key_heads=params.num_groups, targets=targets,
-                               chunked=self._chunked, fold_only=self._fold_only, config=config,
-                               per_channel=params.kind == "kda")
+                               chunked=self._chunked, fold_only=self._fold_only, per_channel=params.kind == "kda",
+                               follows_inputs=not self._fold_only)
         assert params.skip is not None
-        config = mamba2_config(1, dim, chunked=False) if exact else None
+        # With `exact`, one tile size serves any number of requests, so that bits do not depend on the number.
+        config = mamba2_config(1, own.state.shape[2], chunked=False) if self._layers.exact else None
         return mamba2_steps(self._step, inputs, own, params.decay, params.skip, num_groups=params.num_groups,
                             targets=targets, chunked=self._chunked, fold_only=self._fold_only, config=config)
 
