@@ -28,11 +28,11 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a compiler that no card is behind")
-def test_states_are_loaded_before_the_inputs_are_there_and_16_programs_fit_a_multiprocessor() -> None:
+def test_states_are_loaded_before_the_inputs_are_there_and_21_programs_fit_a_multiprocessor() -> None:
     """With checkpoints, which take registers though hardly a step writes one."""
     found = found_without_interpreter(__file__, "decode")
     assert 0 < found["states"] < found["wait"] < found["inputs"]
-    assert found["registers"] <= 65536 / (16 * 32) and found["spilled"] == 0
+    assert found["registers"] <= 65536 / (21 * 32) and found["spilled"] == 0
 
 
 def made_tensors() -> dict[str, Any]:

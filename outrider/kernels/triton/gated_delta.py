@@ -44,7 +44,9 @@ from outrider.kernels.triton.recurrent_step import (
     save_args,
     save_state,
 )
+from triton import knobs
 
+MAX_REGISTERS = 96  # of a walking thread: 21 programs fit a multiprocessor, and nothing spills
 CHUNK = 16  # tokens that products handle at once; with 32 a thread's part of them does not fit into its registers
 _EPS = tl.constexpr(NORM_EPS)
 _SHORT_RUN = tl.constexpr(SHORT_RUN)
@@ -454,7 +456,8 @@ def delta_steps(
         tile, keys = max(16, tile), max(16, keys)
     num_tiles = cdiv(value_dim, tile)
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
-    pdl = uses_pdl(device)
+    pdl, is_limited = uses_pdl(device), num_warps == 1 and tile <= 8 and not knobs.runtime.interpret
+    limit = {"maxnreg": MAX_REGISTERS} if is_limited else {}
     _delta_kernel[(num_tiles, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
@@ -462,6 +465,7 @@ def delta_steps(
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
         TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
         DECAYS=decays, PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
-        **keep_sizes(sizes, heads * num_tiles), EARLY=follows_inputs, PDL=pdl, num_warps=num_warps, **pdl_options(pdl),
+        **keep_sizes(sizes, heads * num_tiles), EARLY=follows_inputs, PDL=pdl, num_warps=num_warps, **limit,
+        **pdl_options(pdl),
     )
     return out
