@@ -228,6 +228,12 @@ class DrafterGuards:
         if self._learner is not None:
             self._learner.reset()
 
+    def taps_for(self, num_wanted: int) -> tuple[int, ...]:
+        """The taps that the target records in a step that asks for so many drafts. Without drafts the package's own
+        drafters read none (a user's drafter may), and a model without taps runs more of its layers in one call."""
+        is_needed = num_wanted > 0 or self._learner is not None or not self._trusts_all
+        return self.taps if is_needed else ()
+
     def skip(self, step: Step) -> None:
         if self._learner is not None:
             self._learner.record(step)

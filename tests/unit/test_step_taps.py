@@ -1,0 +1,29 @@
+"""Which steps record taps: those whose drafters read them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.guard import DrafterGuards
+
+
+def with_taps(kind: type[Drafter]) -> Drafter:
+    drafter = kind()
+    drafter.taps = (1, 3)
+    return drafter
+
+
+class UsersDrafter(Drafter):
+    """A user's own drafter, which may read hidden states in `skip` too."""
+
+
+def test_a_step_without_drafts_has_taps_only_for_a_learner_or_a_users_drafter() -> None:
+    learner: Any = SimpleNamespace(resting=nullcontext)
+    for guards, without_drafts in ((DrafterGuards(with_taps(Drafter)), ()),
+                                   (DrafterGuards(with_taps(UsersDrafter)), (1, 3)),
+                                   (DrafterGuards(with_taps(Drafter), learner=learner), (1, 3))):
+        assert guards.taps_for(0) == without_drafts
+        assert guards.taps_for(1) == guards.taps_for(4) == (1, 3)
