@@ -8,6 +8,8 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import DraftBuild
 from outrider.drafters.files import drafter_source
+from outrider.layers import Linear
+from outrider.layers.base import find_modules
 from outrider.models.eagle import build_eagle
 from outrider.models.head import DraftHead, SlotHead, load_head
 
@@ -24,6 +26,9 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
     # A GPU reads the few megabytes of a head as fast in 16 bits; products of a CPU take half as long in 8.
     keep_quantized = build.keep_quantized and build.device.type == "cpu"
     load_head(head, lambda: source, load_format=build.load_format, seed=build.seed, keep_quantized=keep_quantized)
+    if keep_quantized:  # drafts need not be accurate: rounding can cost a draft, and never changes the text
+        for linear in find_modules([head], Linear):
+            linear.format.round_activations()
     return head_drafter(method, head, config.num_speculative_tokens)
 
 

@@ -42,6 +42,11 @@ class LinearFormat(MatrixFormat):
         activations, as a share of its largest result; None if the format has no such product."""
         return None
 
+    def round_activations(self) -> None:
+        """Round token rows to 8 bits, as `use_int8_activations` does, in products that are prepared from now on, and
+        measure nothing: for weights whose products need not be accurate. Nothing changes if the format has no such
+        product."""
+
     @property
     def rounding(self) -> int:
         """Columns of the groups in which products round token rows to fp8, which the kernel that makes the rows may do

@@ -201,6 +201,9 @@ class ScaledLinear(EmbeddingFormat):
         self._packed = None if held is None else held.matrix
         return 0 if held is None else held.copied_bytes
 
+    def round_activations(self) -> None:
+        self._activation_bits = 8
+
     def use_int8_activations(self) -> float | None:
         rows = packed_rows(self._weight) if is_on_host(self.declared) and kept_bits_are_fast() else None
         self._activation_bits = 24 if rows is None else 8

@@ -66,6 +66,10 @@ class StackedLinear(LinearFormat):
     def prepare(self, allow_copy: bool) -> int:
         return sum(part.prepare(allow_copy) for part in self._parts)
 
+    def round_activations(self) -> None:
+        for part in self._parts:
+            part.round_activations()
+
     def use_int8_activations(self) -> float | None:
         errors = [error for part in self._parts if (error := part.use_int8_activations()) is not None]
         return max(errors, default=None)

@@ -55,6 +55,9 @@ class AroundLinear(LinearFormat):
     def set_exact(self, exact: bool) -> None:
         self._inner.set_exact(exact)
 
+    def round_activations(self) -> None:
+        self._inner.round_activations()
+
     def use_int8_activations(self) -> float | None:
         return self._inner.use_int8_activations()
 
