@@ -2,8 +2,9 @@
 
 A position is a place in the text, a slot the place in a group's pages where that position's token is cached. Positions,
 slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
-Plain torch, any device, the specification: `kernels.triton.draft` does the same in one launch, integer for integer, and
-takes and returns the types declared here. What the passes compute is not known here.
+Plain torch, any device, the specification: `kernels.triton.draft` and, on a CPU, `kernels.native.draft_plan` do the
+same in one call, integer for integer, and take and return the types declared here. What the passes compute is not known
+here.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Step
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
-from outrider.kernels import ops, triton
+from outrider.kernels import native, ops, triton
 from outrider.kernels.drafting import (
     AdmittedRows,
     CommittedRequests,
@@ -158,6 +158,25 @@ def of_step(step: Step) -> tuple[CommittedRequests, DraftingRows, tuple[torch.Te
     return committed_requests(step), drafting_rows(step), step.batch.padded.page_tables
 
 
+def assert_native_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
+    """As `assert_as_torch`, of the native code."""
+    requests, rows, tables = of_step(step)
+    found, owners = [], []
+    for kind in ("native", "reference"):
+        filled, cold = copy.deepcopy(own), copy.deepcopy(own)
+        with using(kind):
+            chosen = ops.plan_draft_passes.choose(requests, rows, tables, filled, num_wanted=step.num_wanted)
+            assert (chosen is ops.plan_draft_passes.reference) == (kind == "reference")
+            found.append(ops.plan_draft_passes(requests, rows, tables, filled, num_wanted=step.num_wanted))
+            ops.forget_pages(requests, tables, cold)
+        for state in (filled, cold):
+            state.page_valid[0] = False
+        owners.append((filled, cold))
+    assert_equal(found[0], found[1], "passes")
+    assert_equal(owners[0], owners[1], "filled")
+    return found[0]
+
+
 def assert_as_torch(step: Step, own: DrafterCacheState) -> DraftPasses:
     """Passes, rows and pages, of a proposal and of a cold step; the null page may be anything."""
     own_of = {name: copy.deepcopy(own) for name in ("torch", "kernels", "cold torch", "cold kernels", "block torch",
@@ -198,6 +217,27 @@ def test_kernels_equal_the_torch_code(device: torch.device, members: list[Member
     assert int(positions.max()) < own_len and int(made.first.lengths.max()) <= own_len
 
 
+@pytest.mark.skipif(not native.available(), reason="no native kernels")
+@settings(max_examples=40)
+@given(st.lists(member(), min_size=1, max_size=4), st.tuples(st.integers(0, 3), st.integers(0, 5)), st.integers(1, 7),
+       st.integers(0, 2**20), st.one_of(st.just(MAX_LEN), st.integers(1, MAX_LEN)))
+def test_native_code_equals_the_torch_code(members: list[Member], spare: tuple[int, int], most: int, seed: int,
+                                           own_len: int) -> None:
+    step, own = make_step(members, spare, most, seed, torch.device("cpu"))
+    made = assert_native_as_torch(step, replace(own, max_len=own_len))
+    assert int(made.first.positions.max()) < own_len
+
+
+@pytest.mark.skipif(not native.available(), reason="no native kernels")
+def test_native_code_names_rows_and_pages_that_are_not_there() -> None:
+    step, own = make_step([Member(14, 3, 3, 0, True, 0, 1)], (0, 0), 2, 7, torch.device("cpu"))
+    requests, rows, tables = of_step(step)
+    cases = (requests._replace(rows=requests.rows + len(own.filled)), tables), (requests, tuple(x + 99 for x in tables))
+    for given_requests, given_tables in cases:
+        with using("native"), pytest.raises(IndexError, match="a row, a request or a page is out of range"):
+            ops.plan_draft_passes(given_requests, rows, given_tables, own, num_wanted=2)
+
+
 def test_the_steps_reach_every_case(device: torch.device) -> None:
     """Or the test above would compare little."""
     members = [
@@ -209,6 +249,8 @@ def test_the_steps_reach_every_case(device: torch.device) -> None:
         Member(30, 8, 8, 2, False, 0, 31),  # a chunk of a prompt
     ]
     step, own = make_step(members, (2, 3), 5, 7, device)
+    if native.available():
+        assert_native_as_torch(*make_step(members, (2, 3), 5, 7, torch.device("cpu")))
     made, rows = assert_as_torch(step, own), step.batch.padded.rows
     counts = made.keys.counts.tolist()
     assert counts[:4] == [5, 5, 3, 0]

@@ -468,6 +468,35 @@ typedef struct {
     int64_t requests, num_proposals, num_wanted, num_rows, draft_stride, counts_stride, vocab_size, fills;
 } StoredDrafts;
 
+/* A committed step whose requests get a proposal, the rows, and the slots and pages that the drafter has filled. */
+typedef struct {
+    const int64_t *rows, *query_starts, *request_of, *computed_before, *num_computed;
+    const uint8_t *goes_on;
+    const int64_t *row_tokens, *known, *seed, *sample_index; /* of all rows: row_tokens [num_rows, length] */
+    const float *temperature;
+    int64_t *valid_from, *filled; /* of all rows */
+    uint8_t *page_valid;          /* [num_pages] */
+    int64_t requests, tokens, num_rows, length, token_stride, num_pages, page_stride, groups, tail_group,
+        first_position, max_len, num_wanted;
+} DraftPlan;
+
+/* The page table of one group of the drafter [requests, width], and where the slots of the passes go. */
+typedef struct {
+    const int32_t *pages;
+    int64_t *slots, *further_slots; /* [tokens], [num_wanted - 1, requests] */
+    int64_t stride, width, page_tokens;
+} DraftTable;
+
+/* The passes of a proposal: the first with the step's token rows, then num_wanted - 1 with one for each request. */
+typedef struct {
+    int64_t *positions, *tokens, *tail_page; /* [tokens] */
+    int64_t *lengths, *live, *key_starts, *seed, *sample_index, *counts, *last; /* [requests] */
+    int64_t *draft_positions;                                       /* [num_wanted, requests] */
+    int64_t *further_positions, *further_lengths, *further_live;    /* [num_wanted - 1, requests] */
+    int32_t *lengths32, *live32, *key_starts32, *further_lengths32, *further_live32;
+    float *temperature;
+} PlannedPasses;
+
 /* The work of one attention call, listed. */
 typedef struct Item Item;
 typedef struct {

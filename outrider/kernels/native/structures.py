@@ -151,6 +151,25 @@ STORED_DRAFTS = Structure(
     counts_stride=INT64, vocab_size=INT64, fills=INT64,
 )
 
+DRAFT_PLAN = Structure(
+    "DraftPlan", rows=POINTER, query_starts=POINTER, request_of=POINTER, computed_before=POINTER, num_computed=POINTER,
+    goes_on=POINTER, row_tokens=POINTER, known=POINTER, seed=POINTER, sample_index=POINTER, temperature=POINTER,
+    valid_from=POINTER, filled=POINTER, page_valid=POINTER, requests=INT64, tokens=INT64, num_rows=INT64, length=INT64,
+    token_stride=INT64, num_pages=INT64, page_stride=INT64, groups=INT64, tail_group=INT64, first_position=INT64,
+    max_len=INT64, num_wanted=INT64,
+)
+
+DRAFT_TABLE = Structure(
+    "DraftTable", pages=POINTER, slots=POINTER, further_slots=POINTER, stride=INT64, width=INT64, page_tokens=INT64
+)
+
+PLANNED_PASSES = Structure(
+    "PlannedPasses", positions=POINTER, tokens=POINTER, tail_page=POINTER, lengths=POINTER, live=POINTER,
+    key_starts=POINTER, seed=POINTER, sample_index=POINTER, counts=POINTER, last=POINTER, draft_positions=POINTER,
+    further_positions=POINTER, further_lengths=POINTER, further_live=POINTER, lengths32=POINTER, live32=POINTER,
+    key_starts32=POINTER, further_lengths32=POINTER, further_live32=POINTER, temperature=POINTER,
+)
+
 SAMPLING_ROWS = Structure(
     "SamplingRows", temperature=POINTER, seed=POINTER, sample_index=POINTER, flags=POINTER, top_k=POINTER,
     min_tokens=POINTER, prompt_len=POINTER, num_stop_ids=POINTER, num_logprobs=POINTER, bias_start=POINTER,
@@ -173,7 +192,8 @@ SAMPLED_ROWS = Structure(
 STRUCTURES = (
     MATRIX, PACKED_PART, PACKED_PARTS, UNPACKED_ROWS, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP,
     ADAPTERS, TARGETS, LAYER_TARGETS, ROW_STATE, STEP_INPUTS, PAGE_TABLE, PREPARED_REQUESTS, PREPARED_TOKENS,
-    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, SAMPLING_ROWS, LOGIT_ROWS, SAMPLED_ROWS,
+    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES, SAMPLING_ROWS, LOGIT_ROWS,
+    SAMPLED_ROWS,
 )
 
 

@@ -528,9 +528,13 @@ store_drafts = Operation(
     triton_kernel("outrider.kernels.triton.draft_entry:store_drafts"),
     exact=NO_ARITHMETIC,
 )
-plan_draft_passes = Operation(drafting.plan_draft_passes,
-                              triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
-                              subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
+plan_draft_passes = Operation(
+    drafting.plan_draft_passes,
+    native_kernel("outrider.kernels.native.draft_plan:plan_draft_passes",
+                  takes="outrider.kernels.native.draft_plan:takes_plan"),
+    triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
+    subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC,
+)
 plan_block_passes = Operation(drafting.plan_block_passes,
                               triton_kernel("outrider.kernels.triton.draft_blocks:plan_block_passes"),
                               subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
@@ -540,5 +544,10 @@ plan_first_slots = Operation(drafting.plan_first_slots,
 plan_reading_pass = Operation(drafting.plan_reading_pass,
                               triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
                               subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
-forget_pages = Operation(drafting.forget_pages, triton_kernel("outrider.kernels.triton.draft:forget_pages"),
-                         subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC)
+forget_pages = Operation(
+    drafting.forget_pages,
+    native_kernel("outrider.kernels.native.draft_plan:forget_pages",
+                  takes="outrider.kernels.native.draft_plan:takes_forget"),
+    triton_kernel("outrider.kernels.triton.draft:forget_pages"),
+    subject=lambda requests, *_, **__: requests.rows, exact=NO_ARITHMETIC,
+)
