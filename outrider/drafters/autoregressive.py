@@ -26,9 +26,10 @@ from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_stand_ins
 from outrider.drafters.draw import draw_drafts
+from outrider.drafters.native_chain import NativeChain
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
-from outrider.kernels.drafting import AdmittedRows, DrafterCacheState, DraftSamplingKeys
+from outrider.kernels.drafting import AdmittedRows, DrafterCacheState, DraftPasses, DraftSamplingKeys
 from outrider.layers import LayeredModule, NothingAttends, StandIns, StepContext
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
@@ -127,6 +128,8 @@ class AutoregressiveDrafter(NetworkDrafter):
             page_valid=parts["valid"],
         )
         self._tails = parts["tail"]
+        self._chain: NativeChain | None = None  # all passes in one call, where that can be
+        self._has_sought_chain = False
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -147,14 +150,25 @@ class AutoregressiveDrafter(NetworkDrafter):
         ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
 
     def propose(self, step: Step) -> Drafts:
-        hidden = self.network.consume(step.hidden)
         tables = self._batches.tables(step.batch.padded)
         passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
                                        num_wanted=step.num_wanted)
+        if self._chain is not None:
+            proposed = self._chain.propose(step, passes, tables[0])
+            if proposed is not None:
+                return Drafts(proposed.t(), passes.keys.counts)
+        return self._propose_by_passes(step, passes)
+
+    def _propose_by_passes(self, step: Step, passes: DraftPasses) -> Drafts:
+        hidden = self.network.consume(step.hidden)
         if hidden is not None:  # before the forward, which may write into the hidden states
             self._tails.index_put_((passes.tail_page,), hidden)
         view = self._batches.first(step, passes)
         first, last = self._cached.bind(view), passes.keys.last
+        if self._chain is None and not self._has_sought_chain:  # the layer is bound for the first time
+            self._has_sought_chain = True
+            layer = first.mixer(self.network.attention_layers[0].index)
+            self._chain = NativeChain.try_build(self.network, layer, self._tails)
         context = StepContext(first, view.positions, stand_ins=self._fitting(step.stand_ins))
         if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
             rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))

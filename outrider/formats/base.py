@@ -120,5 +120,10 @@ class EmbeddingFormat(LinearFormat):
         """The weight for kernels that look rows up themselves, if the format has it as numbers in the model's dtype."""
         return None
 
+    @property
+    def packed_rows(self) -> native.PackedRows | None:
+        """The weight for native code that looks rows up itself, if the format has it in one packed form."""
+        return None
+
     def dense(self) -> torch.Tensor:
         return self.look_up(torch.arange(self.declared.num_outputs, device=self.declared.device))

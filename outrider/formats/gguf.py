@@ -127,6 +127,10 @@ class GgufLinear(EmbeddingFormat):
             x = grouped_heads(x, heads.heads, heads.groups, heads.size)
         return native.product(x, self._finalized)
 
+    @property
+    def packed_rows(self) -> native.PackedRows | None:
+        return self._rows[0] if len(self._rows) == 1 else None
+
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         (rows,) = self._rows  # an embedding is one matrix
         return rows.look_up(tokens)

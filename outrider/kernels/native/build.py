@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / name
     for name in ("native.c", "product.c", "packed.c", "attention.c", "adapters.c", "step.c", "draft_plan.c",
-                 "sampling.c", "sampling_draw.c", "sampling_edits.c", "sampling_filters.c", "sampling_logprobs.c")
+                 "draft_chain.c", "sampling.c", "sampling_draw.c", "sampling_edits.c", "sampling_filters.c",
+                 "sampling_logprobs.c")
 )
 HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
@@ -50,6 +51,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "store_drafts": (_I, [_P, _P]),
     "plan_draft_passes": (_I, [_P, _P, _P]),
     "forget_pages": (_I, [_P, _P]),
+    "draft_chain": (_L, [_P, _P, _I]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
     "sort_slots": (None, [_P, _L, _L, _P, _P, _P]),
     "reduce_adapters": (None, [_P, _P, _P, _L, _L, _P, _I]),

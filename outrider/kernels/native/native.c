@@ -6,7 +6,7 @@
 
 /* ---- norms and activations ---- */
 
-static void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps) {
+void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps) {
     vf total = {0};
     int64_t i = 0;
     float rest = 0;
@@ -154,9 +154,7 @@ static void rope_write_row(float *row, int64_t position, int64_t slot, const Rop
                 r->cache.kv_heads * r->cache.dim);
 }
 
-/* Counts in `bad` the tokens whose position or slot is out of range; those are left alone. */
-static void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int64_t *bad,
-                             Team *team) {
+void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int64_t *bad, Team *team) {
 #pragma omp for nowait
     for (int64_t t = 0; t < tokens; t++) {
         int64_t position = r->positions[t], slot = r->slots[t];

@@ -497,6 +497,34 @@ typedef struct {
     float *temperature;
 } PlannedPasses;
 
+/* An EAGLE-3 head with one layer, with its cache: all that stays from step to step. */
+typedef struct {
+    Matrix fc, qkv, out, gate_up, down, output;
+    Cache cache;
+    const float *const *tap_norms; /* of each tap, or null */
+    const float *embedding_norm, *hidden_norm, *mlp_norm, *norm, *q_norm, *k_norm; /* the last two may be null */
+    const void *embedding;     /* rows of floats, or a PackedPart */
+    const int64_t *target_ids; /* of each output, or null where outputs are the target's tokens */
+    const float *cos, *sin;    /* [max_len, rotary / 2] */
+    int64_t taps, embedding_kind, embedding_bytes, num_embeddings, cos_stride, sin_stride, max_len, rotary, heads,
+        window;
+    float eps, norm_eps, scale;
+    int gelu, norm_before_residual, feeds_back_normed;
+} DraftHead;
+
+/* A proposal: the target's taps [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
+typedef struct {
+    Requests contexts; /* page table and first keys */
+    const float *const *taps;
+    const int64_t *token_ids, *positions, *slots, *tail_page;
+    const int64_t *last, *lengths, *live, *seed, *sample_index;
+    const int64_t *draft_positions, *further_positions, *further_slots, *further_lengths, *further_live;
+    const float *temperature;
+    float *tails;    /* [pages, hidden], pages `tail_stride` floats apart */
+    int64_t *drafts; /* [num_drafts, requests] */
+    int64_t tail_stride, tokens, requests, num_drafts, any_sampled;
+} DraftBatch;
+
 /* The work of one attention call, listed. */
 typedef struct Item Item;
 typedef struct {
@@ -505,6 +533,11 @@ typedef struct {
     int64_t count, together, taken; /* a thread takes so many together; so many are taken */
     int share;                      /* threads share the tiles of keys as well */
 } AttentionWork;
+
+/* residual may be null: then out = norm(x), where out may be x; otherwise residual += x and out = norm(residual). */
+void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps);
+/* The numbers that a packed weight row stands for. */
+void unpack_row(const PackedPart *part, int64_t inputs, int64_t row, float *out);
 
 /* ---- operations that the threads of a parallel region share: all of them call, and all are done on return ---- */
 
@@ -525,6 +558,9 @@ void share_reduce(const Change *change, const float *x, int64_t x_stride, int64_
 void share_add(const Change *change, float *y, int64_t y_stride, int64_t features, Team *team);
 /* The segments of a step's token rows, of those without an adapter too. */
 int64_t count_segments(const Adapters *adapters);
+/* Norms and rope of q and k heads, and the cache write. Counts in `bad` the tokens whose position or slot is out of
+ * range; those are left alone. */
+void share_rope_write(float *qkv, int64_t stride, int64_t tokens, const Rope *r, int64_t *bad, Team *team);
 void share_attention(AttentionWork *work, int64_t *failed, Team *team);
 
 /* Before the region: returns 0, or what is wrong: 1 query starts, lengths or live counts, 3 memory. */

@@ -466,28 +466,30 @@ void pack_rows(const UnpackedRows *from, uint8_t *out, int64_t form, int threads
     }
 }
 
-/* Some weight rows of a part as the numbers that they stand for. */
-void unpack_rows(const PackedPart *part, int64_t inputs, const int64_t *rows, int64_t count, float *out, int threads) {
+void unpack_row(const PackedPart *part, int64_t inputs, int64_t row, float *out) {
     const Form f = FORMS[part->form];
     const int64_t groups = inputs / INPUTS, units = groups / unit_groups(f);
+    const int lane = (int)(row % VL);
+    for (int64_t g = 0; g < groups; g++) {
+        uint8_t *unit = (uint8_t *)part->data + (row / VL * units + g / unit_groups(f)) * unit_bytes(f);
+        uint8_t *at = unit + (f.is_nested ? head_bytes(f) : 0) + g % unit_groups(f) * group_bytes(f);
+        float scales[2] = {0};
+        memcpy(scales, unit + 4 * lane, 4);
+        if (f.has_least) memcpy(scales + 1, unit + 4 * (VL + lane), 4);
+        for (int k = 0; k < INPUTS; k++) {
+            const int h = k * f.halves / INPUTS, inner = f.is_nested ? (int8_t)at[h * VL + lane] : 1;
+            const int least = f.is_nested && f.has_least ? (int8_t)at[(f.halves + h) * VL + lane] : 1;
+            int code = access_code(at + group_bytes(f) - f.bits * REGISTER, k / 4, 4 * lane + k % 4, 0, 0, f);
+            code = f.bits == 8 ? (int8_t)code : f.is_signed ? part->table[code] : code - f.offset;
+            out[g * INPUTS + k] = scales[0] * (float)inner * (float)code + scales[1] * (float)least;
+        }
+    }
+}
+
+/* Some weight rows of a part as the numbers that they stand for. */
+void unpack_rows(const PackedPart *part, int64_t inputs, const int64_t *rows, int64_t count, float *out, int threads) {
     PARALLEL(threads) {
 #pragma omp for
-        for (int64_t i = 0; i < count; i++) {
-            const int lane = (int)(rows[i] % VL);
-            for (int64_t g = 0; g < groups; g++) {
-                uint8_t *unit = (uint8_t *)part->data + (rows[i] / VL * units + g / unit_groups(f)) * unit_bytes(f);
-                uint8_t *at = unit + (f.is_nested ? head_bytes(f) : 0) + g % unit_groups(f) * group_bytes(f);
-                float scales[2] = {0};
-                memcpy(scales, unit + 4 * lane, 4);
-                if (f.has_least) memcpy(scales + 1, unit + 4 * (VL + lane), 4);
-                for (int k = 0; k < INPUTS; k++) {
-                    const int h = k * f.halves / INPUTS, inner = f.is_nested ? (int8_t)at[h * VL + lane] : 1;
-                    const int least = f.is_nested && f.has_least ? (int8_t)at[(f.halves + h) * VL + lane] : 1;
-                    int code = access_code(at + group_bytes(f) - f.bits * REGISTER, k / 4, 4 * lane + k % 4, 0, 0, f);
-                    code = f.bits == 8 ? (int8_t)code : f.is_signed ? part->table[code] : code - f.offset;
-                    out[i * inputs + g * INPUTS + k] = scales[0] * (float)inner * (float)code + scales[1] * (float)least;
-                }
-            }
-        }
+        for (int64_t i = 0; i < count; i++) unpack_row(part, inputs, rows[i], out + i * inputs);
     }
 }

@@ -118,6 +118,9 @@ int64_t weigh_block(const LogitRow *r, int64_t vocab, int64_t first_group, int64
 uint32_t furthest_of_top_k(const Sampling *s, const LogitRow *r, uint32_t *keys);
 uint32_t furthest_of_top_p(const Sampling *s, const LogitRow *r, int64_t total, uint32_t *keys);
 float gumbel_of(const LogitRow *r, int64_t token);
+/* The best of outputs [from, to) by scaled logit and the noise of its token, which `ids` names unless it is null; the
+ * first of equals. Reads heat, key and words of the row; writes the best score. */
+int64_t draw_of_ids(const LogitRow *r, const float *logits, const int64_t *ids, int64_t from, int64_t to, float *score);
 void draw_block(const Sampling *s, LogitRow *r, int64_t block);
 void add_exponentials(const Sampling *s, LogitRow *r, int64_t block);
 void report_row(const Sampling *s, const LogitRow *r, int64_t at);

@@ -40,16 +40,13 @@ INLINE void multiply_wide(vu x, uint32_t factor, vu *high, vu *low) {
 #endif
 }
 
-/* The words of quads of tokens from `quad` on: word j of lane i is that of token 4 (quad + i) + j. `chains` of so many
- * lanes are worked out together: a round of one waits for the products of the round before. */
-INLINE void philox(const LogitRow *r, uint32_t quad, vu (*words)[4], const int chains) {
-    vu zero = {0}, lane;
+/* The words of counters whose first words are in words[c][0], for `chains` of lanes together: a round of one waits for
+ * the products of the round before. */
+INLINE void mix_words(const LogitRow *r, vu (*words)[4], const int chains) {
+    vu zero = {0};
     uint32_t k0 = r->key[0], k1 = r->key[1];
-    for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
-    UNROLL for (int c = 0; c < chains; c++) {
-        words[c][0] = lane + (quad + (uint32_t)(c * VL)), words[c][1] = zero + r->words[0];
-        words[c][2] = zero + r->words[1], words[c][3] = zero;
-    }
+    UNROLL for (int c = 0; c < chains; c++)
+        words[c][1] = zero + r->words[0], words[c][2] = zero + r->words[1], words[c][3] = zero;
     UNROLL for (int i = 0; i < ROUNDS; i++) {
         UNROLL for (int c = 0; c < chains; c++) {
             vu *own = words[c], high0, low0, high1, low1;
@@ -59,6 +56,14 @@ INLINE void philox(const LogitRow *r, uint32_t quad, vu (*words)[4], const int c
         }
         k0 += KEY_STEP_0, k1 += KEY_STEP_1;
     }
+}
+
+/* The words of quads of tokens from `quad` on: word j of lane i is that of token 4 (quad + i) + j. */
+INLINE void philox(const LogitRow *r, uint32_t quad, vu (*words)[4], const int chains) {
+    vu lane;
+    for (int i = 0; i < VL; i++) lane[i] = (uint32_t)i;
+    UNROLL for (int c = 0; c < chains; c++) words[c][0] = lane + (quad + (uint32_t)(c * VL));
+    mix_words(r, words, chains);
 }
 
 /* From words by quads to words by tokens. */
@@ -135,4 +140,30 @@ void draw_block(const Sampling *s, LogitRow *r, int64_t block) {
         if (scaled_of(r, top) < scaled_at(r->furthest)) continue;
         draw_group(r, load_group(r->logits, first, s->in->vocab, room), first, slope, best);
     }
+}
+
+int64_t draw_of_ids(const LogitRow *r, const float *logits, const int64_t *ids, int64_t from, int64_t to, float *score) {
+    int64_t best = from;
+    *score = -INFINITY;
+    for (int64_t first = from; first < to; first += VL) {
+        const int live = to - first < VL ? (int)(to - first) : VL;
+        vf own = live == VL ? load(logits + first) : load_tail(logits + first, live);
+        const vf scaled = own / r->heat;
+        if (!any_lane(scaled + MOST_NOISE > *score)) continue;
+        vu words[1][4];
+        for (int i = 0; i < VL; i++) {
+            const int64_t at = i < live ? first + i : first;
+            words[0][0][i] = (uint32_t)((ids ? ids[at] : at) / 4);
+        }
+        mix_words(r, words, 1);
+        for (int i = 0; i < live; i++) {
+            const int64_t token = ids ? ids[first + i] : first + i;
+            const uint32_t word = words[0][token % 4][i];
+            /* -log of the power of two below the uniform number exceeds its noise */
+            if (scaled[i] + (float)(__builtin_clz(word | 1) + 1) * LOG_2 <= *score) continue;
+            const float own_score = scaled[i] + noise_of(word);
+            if (own_score > *score) *score = own_score, best = first + i;
+        }
+    }
+    return best;
 }

@@ -170,6 +170,23 @@ PLANNED_PASSES = Structure(
     key_starts32=POINTER, further_lengths32=POINTER, further_live32=POINTER, temperature=POINTER,
 )
 
+DRAFT_HEAD = Structure(
+    "DraftHead", fc=MATRIX, qkv=MATRIX, out=MATRIX, gate_up=MATRIX, down=MATRIX, output=MATRIX, cache=CACHE,
+    tap_norms=POINTER, embedding_norm=POINTER, hidden_norm=POINTER, mlp_norm=POINTER, norm=POINTER, q_norm=POINTER,
+    k_norm=POINTER, embedding=POINTER, target_ids=POINTER, cos=POINTER, sin=POINTER, taps=INT64, embedding_kind=INT64,
+    embedding_bytes=INT64, num_embeddings=INT64, cos_stride=INT64, sin_stride=INT64, max_len=INT64, rotary=INT64,
+    heads=INT64, window=INT64, eps=FLOAT, norm_eps=FLOAT, scale=FLOAT, gelu=INT32, norm_before_residual=INT32,
+    feeds_back_normed=INT32,
+)
+
+DRAFT_BATCH = Structure(
+    "DraftBatch", contexts=REQUESTS, taps=POINTER, token_ids=POINTER, positions=POINTER, slots=POINTER,
+    tail_page=POINTER, last=POINTER, lengths=POINTER, live=POINTER, seed=POINTER, sample_index=POINTER,
+    draft_positions=POINTER, further_positions=POINTER, further_slots=POINTER, further_lengths=POINTER,
+    further_live=POINTER, temperature=POINTER, tails=POINTER, drafts=POINTER, tail_stride=INT64, tokens=INT64,
+    requests=INT64, num_drafts=INT64, any_sampled=INT64,
+)
+
 SAMPLING_ROWS = Structure(
     "SamplingRows", temperature=POINTER, seed=POINTER, sample_index=POINTER, flags=POINTER, top_k=POINTER,
     min_tokens=POINTER, prompt_len=POINTER, num_stop_ids=POINTER, num_logprobs=POINTER, bias_start=POINTER,
@@ -192,8 +209,8 @@ SAMPLED_ROWS = Structure(
 STRUCTURES = (
     MATRIX, PACKED_PART, PACKED_PARTS, UNPACKED_ROWS, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP,
     ADAPTERS, TARGETS, LAYER_TARGETS, ROW_STATE, STEP_INPUTS, PAGE_TABLE, PREPARED_REQUESTS, PREPARED_TOKENS,
-    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES, SAMPLING_ROWS, LOGIT_ROWS,
-    SAMPLED_ROWS,
+    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES, DRAFT_HEAD, DRAFT_BATCH,
+    SAMPLING_ROWS, LOGIT_ROWS, SAMPLED_ROWS,
 )
 
 

@@ -1,0 +1,81 @@
+"""NativeChain: all drafting passes of an EAGLE-3 head as one native call on the CPU.
+
+Most of the time of a pass is otherwise spent between its small operations. Batches with prompts, several ranks and
+heads of other shapes are left to `AutoregressiveDrafter`, pass by pass.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.drafters.base import Step
+from outrider.kernels.drafting import DraftPasses
+from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
+from outrider.layers import Linear
+from outrider.layers.mlp import ACTIVATIONS
+from outrider.mixers import PagedLayer
+from outrider.mixers.paged.native_backend import NativeBackend
+from outrider.models.eagle import Eagle3Head
+
+
+class NativeChain:
+    def __init__(self, head: Eagle3Head, paged: PagedLayer, tails: torch.Tensor) -> None:
+        """paged: the head's layer, bound to any step. tails: [pages, hidden] what is kept with pages."""
+        self._head, self._paged, self._tails = head, paged, tails
+        self._bound: DraftChain | None = None
+        self._matrices: list[object] = []  # of the products that `_bound` was made with
+
+    @classmethod
+    def try_build(cls, network: object, paged: object, tails: torch.Tensor) -> NativeChain | None:
+        """None if the network is no head of the shape that the C code knows, or its attention is not native."""
+        if not isinstance(network, Eagle3Head) or not isinstance(paged, PagedLayer):
+            return None
+        layer, norms = network.attention_layers[0], network.first.attention.norms
+        is_simple = (
+            len(network.attention_layers) == 1 and network.input_norm is None and network.own_output is not None
+            and network.target.group is None and network.first.mlp.activation in ACTIVATIONS
+            and layer.sinks is None and not layer.softcap and not layer.is_chunked and not layer.has_mask
+            and (norms is None or (norms.has_v and not norms.norms_v))
+        )
+        return cls(network, paged, tails) if is_simple and isinstance(paged.backend, NativeBackend) else None
+
+    def propose(self, step: Step, passes: DraftPasses, page_table: torch.Tensor) -> torch.Tensor | None:
+        """[drafts, requests] the drafts; None, with nothing done, if the step is not for the native call."""
+        view, context = step.batch.padded, step.hidden.context
+        if view.num_tokens > view.num_requests * (1 + step.num_wanted) or step.stand_ins is not None:
+            return None
+        if context.adapters is not None:
+            return None
+        chain, taps = self._bind(view.num_tokens), step.hidden.taps
+        if chain is None or not chain.takes(taps, passes, page_table, self._tails):
+            return None
+        return chain.draft(taps, passes, page_table, self._tails, step.any_sampled)
+
+    def _bind(self, num_tokens: int) -> DraftChain | None:
+        """The chain for these token rows. It is made anew when a head that learns has taken other weights over."""
+        head, attention, mlp = self._head, self._head.first.attention, self._head.first.mlp
+        assert head.own_output is not None
+        linears: list[Linear] = [head.fc, attention.qkv, attention.out, mlp.gate_up, mlp.down, head.own_output]
+        products = [product for linear in linears if (product := linear.format.native_product()) is not None]
+        if len(products) < len(linears) or num_tokens > min(product.max_rows for product in products):
+            return None
+        matrices = [product.matrix for product in products]
+        if len(self._matrices) != len(matrices) or any(
+                one is not other for one, other in zip(matrices, self._matrices, strict=True)):
+            self._matrices = list(matrices)
+            embedding = head.embedding.format
+            table = embedding.packed_rows if embedding.table is None else embedding.table
+            if table is None:
+                return None
+            norms, layer, cache = attention.norms, self._paged.layer, self._paged.cache
+            cos, sin = head.rotary.halves
+            self._bound = DraftChain.bind(ChainWeights(
+                *matrices, tap_norms=[norm.scale for norm in head.tap_norms],
+                norms=(head.first.input_norm.scale, head.hidden_norm.scale, head.first.mlp_norm.scale, head.norm.scale),
+                head_norms=None if norms is None else (norms.q, norms.k), embedding=table, target_ids=head.target_ids,
+                cos=cos, sin=sin, num_taps=len(head.taps), eps=head.sizes.eps,
+                norm_eps=1e-6 if norms is None else norms.eps, scale=layer.scale, window=layer.window or 0,
+                gelu=mlp.activation != "silu", norm_before_residual=head.norm_before_residual,
+                feeds_back_normed=head.feeds_back_normed,
+            ), cache.k, cache.v)
+        return self._bound
