@@ -63,6 +63,8 @@ typedef struct {
     vf scale[2], least[2];
 } Group;
 
+#define PAIR 2 /* runs of VL weight rows that meet the same inputs, so that these are loaded once for both */
+
 typedef struct {
     const PackedPart *part;
     const uint8_t *x; /* Inputs with their digits [groups][tokens] */
@@ -87,15 +89,18 @@ int64_t packed_unit_bytes(int64_t form) { return unit_bytes(FORMS[form]); }
 /* ---- registers ---- */
 
 #if defined(__ARM_FEATURE_DOTPROD)
-/* sums plus the products of four registers with 16 inputs. */
-INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+/* sums plus the products of four registers, from register `r` on, with 16 inputs; of one group or of two. */
+INLINE void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed, const int groups) {
     (void)is_signed;
     const int8x16_t inputs = vld1q_s8(x);
-    int32x4_t out = (int32x4_t)sums;
-    out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
-    out = vdotq_laneq_s32(out, (int8x16_t)codes[1], inputs, 1);
-    out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
-    return (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
+    UNROLL for (int l = 0; l < groups; l++) {
+        const Bytes *codes = g[l].codes + r;
+        int32x4_t out = (int32x4_t)sums[l];
+        out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
+        out = vdotq_laneq_s32(out, (int8x16_t)codes[1], inputs, 1);
+        out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
+        sums[l] = (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
+    }
 }
 #elif RAISED || defined(__AVX512BW__) || (defined(__AVX2__) && VL == 8)
 /* sums plus products of one register with the same four inputs in all lanes. Codes are within 0 and 127 unless they
@@ -118,26 +123,29 @@ INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
 #endif
 }
 
-INLINE vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+/* Both groups meet four inputs before the next four are loaded: loads of a vector of the same four inputs are what
+ * takes the time, and a compiler keeps more of them than there are registers otherwise. */
+INLINE void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed, const int groups) {
     UNROLL for (int i = 0; i < 4; i++) {
         int32_t four;
         memcpy(&four, x + 4 * i, 4);
-        sums = dot4(sums, codes[i], four, is_signed);
+        UNROLL for (int l = 0; l < groups; l++) sums[l] = dot4(sums[l], g[l].codes[r + i], four, is_signed);
     }
-    return sums;
 }
 #else
 /* Not inlined: in every product it would take a compiler minutes. */
-static __attribute__((noinline)) vi dot16(vi sums, const Bytes *codes, const int8_t *x, const int is_signed) {
+static __attribute__((noinline)) void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed,
+                                            const int groups) {
     (void)is_signed;
-    const int8_t *w = (const int8_t *)codes;
-    int32_t lanes[VL];
-    memcpy(lanes, &sums, sizeof lanes);
-    for (int i = 0; i < 4; i++)
-        for (int lane = 0; lane < VL; lane++)
-            for (int j = 0; j < 4; j++) lanes[lane] += w[i * REGISTER + 4 * lane + j] * x[4 * i + j];
-    memcpy(&sums, lanes, sizeof lanes);
-    return sums;
+    for (int l = 0; l < groups; l++) {
+        const int8_t *w = (const int8_t *)(g[l].codes + r);
+        int32_t lanes[VL];
+        memcpy(lanes, sums + l, sizeof lanes);
+        for (int i = 0; i < 4; i++)
+            for (int lane = 0; lane < VL; lane++)
+                for (int j = 0; j < 4; j++) lanes[lane] += w[i * REGISTER + 4 * lane + j] * x[4 * i + j];
+        memcpy(sums + l, lanes, sizeof lanes);
+    }
 }
 #endif
 
@@ -227,25 +235,30 @@ INLINE void open_group(const uint8_t *head, const uint8_t *at, const int8_t *tab
     open_codes(at + group_bytes(f) - f.bits * REGISTER, table, g->codes, f);
 }
 
-/* Adds the products of a group with a token row. */
-INLINE vf add_group(vf sum, const Group *g, const uint8_t *x, const int digits, const Form f) {
+/* Adds the products of a group with a token row, or of the same group of two runs of weight rows. */
+INLINE void add_groups(vf *sums, const Group *g, const uint8_t *x, const int digits, const Form f, const int groups) {
     const Inputs *in = (const Inputs *)x;
     const int8_t *q = (const int8_t *)x + digits_at(digits);
     UNROLL for (int h = 0; h < f.halves; h++) {
-        vf found = {0};
+        vf found[PAIR];
         UNROLL for (int d = digits - 1; d >= 0; d--) {
             const int lowered = f.offset + (f.is_signed ? RAISED : 0);
-            vi dots = (vi)splat(START);
-            if (lowered) dots = (vi){0} + (START_BITS - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0)));
-            dots = dot16(dots, g->codes + 4 * h, q + d * INPUTS + 16 * h, f.is_signed);
-            if (f.halves == 1) dots = dot16(dots, g->codes + 4, q + d * INPUTS + 16, f.is_signed);
-            vf digit = (vf)dots - START;
-            found = d == digits - 1 ? digit : fused(found, splat(1.0f / BASE), digit);
+            vi dots[PAIR], start = (vi)splat(START);
+            if (lowered) start = (vi){0} + (START_BITS - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0)));
+            UNROLL for (int l = 0; l < groups; l++) dots[l] = start;
+            dot16(dots, g, 4 * h, q + d * INPUTS + 16 * h, f.is_signed, groups);
+            if (f.halves == 1) dot16(dots, g, 4, q + d * INPUTS + 16, f.is_signed, groups);
+            UNROLL for (int l = 0; l < groups; l++) {
+                vf digit = (vf)dots[l] - START;
+                found[l] = d == digits - 1 ? digit : fused(found[l], splat(1.0f / BASE), digit);
+            }
         }
-        sum = fused(found, g->scale[h] * in->scale, sum);
-        if (f.has_least) sum = fused(g->least[h], splat(in->total[h] + (f.halves == 1 ? in->total[1] : 0.0f)), sum);
+        UNROLL for (int l = 0; l < groups; l++) {
+            sums[l] = fused(found[l], g[l].scale[h] * in->scale, sums[l]);
+            if (f.has_least)
+                sums[l] = fused(g[l].least[h], splat(in->total[h] + (f.halves == 1 ? in->total[1] : 0.0f)), sums[l]);
+        }
     }
-    return sum;
 }
 
 /* ---- token rows ---- */
@@ -318,6 +331,17 @@ INLINE const uint8_t *lane_at(const Product *p, int64_t o, int64_t lane_bytes) {
 }
 INLINE int64_t lane_bytes(const Product *p, const Form f) { return p->groups / unit_groups(f) * unit_bytes(f); }
 
+/* Asks for codes that are needed soon, of these weight rows or of the next ones. Processors foresee them only up to the
+ * end of a page of memory, and do not fetch while a product with several token rows is busy. */
+#define AHEAD 8192 /* bytes */
+INLINE void fetch_group(const uint8_t *at, const Form f) {
+#if defined(__x86_64__)
+    UNROLL for (int64_t i = 0; i < group_bytes(f); i += 64) __builtin_prefetch(at + AHEAD + i, 0, 3);
+#else
+    (void)at, (void)f; /* not measured there */
+#endif
+}
+
 /* VL weight rows with one token row. */
 INLINE void multiply_one(const Product *p, int64_t o, const int digits, const Form f) {
     const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x;
@@ -327,8 +351,9 @@ INLINE void multiply_one(const Product *p, int64_t o, const int digits, const Fo
         if (f.is_nested) at += head_bytes(f);
         for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f), x += inputs_bytes(digits)) {
             Group group;
+            fetch_group(at, f);
             open_group(head, at, p->part->table, &group, f);
-            sums = add_group(sums, &group, x, digits, f);
+            add_groups(&sums, &group, x, digits, f, 1);
         }
     }
     store_sums(p, 0, o, sums);
@@ -338,17 +363,18 @@ INLINE void multiply_one(const Product *p, int64_t o, const int digits, const Fo
 INLINE void multiply_many(const Product *p, int64_t o, const int digits, const Form f) {
     const int64_t other = o + VL < p->end ? lane_bytes(p, f) : 0;
     const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x;
-    vf sums[MANY][2];
+    vf sums[MANY][PAIR];
     for (int64_t t = 0; t < p->tokens; t++) sums[t][0] = sums[t][1] = (vf){0};
     for (int64_t i = 0; i < p->groups; i += unit_groups(f)) {
         const uint8_t *head = at;
         if (f.is_nested) at += head_bytes(f);
         for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f)) {
-            Group group[2];
-            UNROLL for (int l = 0; l < 2; l++)
+            Group group[PAIR];
+            UNROLL for (int l = 0; l < PAIR; l++) fetch_group(at + l * other, f);
+            UNROLL for (int l = 0; l < PAIR; l++)
                 open_group(head + l * other, at + l * other, p->part->table, group + l, f);
             for (int64_t t = 0; t < p->tokens; t++, x += inputs_bytes(digits))
-                UNROLL for (int l = 0; l < 2; l++) sums[t][l] = add_group(sums[t][l], group + l, x, digits, f);
+                add_groups(sums[t], group, x, digits, f, PAIR);
         }
     }
     for (int64_t t = 0; t < p->tokens; t++)
