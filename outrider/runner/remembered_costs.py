@@ -1,8 +1,9 @@
 """Step costs on a CPU for a drafter that is used by default: measured at the first start, remembered, checked later.
 
 Measuring takes a second or more, too long for engines that did not ask for drafts. A later start times three steps
-instead: if all are slower or faster than they were by one factor, so are all others. Otherwise everything is measured
-again. Times that a busy machine made implausible serve their own start alone.
+instead: if all are slower or faster than they were by one factor, so are all others. On a busy machine they are timed
+some more times, in turns, because the shortest times are the least disturbed. Otherwise everything is measured again.
+Times that a busy machine made implausible serve their own start alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from outrider.runner.graphs.costs import measure_costs, step_seconds
 from outrider.runner.step import DeviceStep
 
 MOST_DIFFERENCE = 0.2  # between the factors by which steps are slower
+MOST_ROUNDS = 4  # in which the three steps are timed
 # Settings that products, attention or the sizes of steps depend on.
 SETTINGS = ("model", "dtype", "attention_backend", "kv_cache_dtype", "page_size", "exact", "packed_weights",
             "keep_quantized", "activation_bits", "enable_lora")
@@ -63,10 +65,16 @@ def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
     """The factor by which steps take longer now; None if it is not the same for a token, for one with all its drafts,
     and for a token with a proposal behind it."""
     drafts = limits.max_drafts
-    one = step_seconds(step, limits, None, 1, 0) / known.step(1)
-    most = step_seconds(step, limits, None, 1 + drafts, 0) / known.step(1 + drafts)
-    proposing = step_seconds(step, limits, None, 1, drafts) / (known.step(1) + known.draft(drafts))
-    return one if all(abs(other / one - 1) <= MOST_DIFFERENCE for other in (most, proposing)) else None
+    steps = (1, 0), (1 + drafts, 0), (1, drafts)  # token rows, and drafts that are proposed
+    before = [known.step(tokens) + known.draft(num_wanted) for tokens, num_wanted in steps]
+    now = [float("inf")] * len(steps)
+    for _ in range(MOST_ROUNDS):
+        now = [min(best, step_seconds(step, limits, None, tokens, num_wanted, repeats=1))
+               for best, (tokens, num_wanted) in zip(now, steps, strict=True)]
+        one, *others = (seconds / known_seconds for seconds, known_seconds in zip(now, before, strict=True))
+        if all(abs(other / one - 1) <= MOST_DIFFERENCE for other in others):
+            return one
+    return None
 
 
 def _is_plausible(costs: StepCosts, max_drafts: int) -> bool:

@@ -22,7 +22,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stored: dict[str, Any] = {}
-        self.num_measured, self.costs = 0, COSTS
+        self.num_measured, self.num_timed, self.costs = 0, 0, COSTS
+        self.disturbed: set[int] = set()  # numbers of timed steps that something else held up
         self.slowness = {(1, 0): 1.0, (5, 0): 1.0, (1, 4): 1.0}
         monkeypatch.setattr(module.native, "available", lambda: True)
         monkeypatch.setattr(module, "recall", self.stored.get)
@@ -34,8 +35,11 @@ class Machine:
         self.num_measured += 1
         return self.costs
 
-    def _seconds(self, step: Any, limits: Limits, graphs: None, tokens: int, num_wanted: int) -> float:
-        return self.slowness[tokens, num_wanted] * (COSTS.step(tokens) + COSTS.draft(num_wanted))
+    def _seconds(self, step: Any, limits: Limits, graphs: None, tokens: int, num_wanted: int, repeats: int) -> float:
+        assert repeats == 1, "steps take turns"
+        self.num_timed += 1
+        disturbed = 3.0 if self.num_timed in self.disturbed else 1.0
+        return disturbed * self.slowness[tokens, num_wanted] * (COSTS.step(tokens) + COSTS.draft(num_wanted))
 
     def start(self, **settings: Any) -> StepCosts:
         return module.remembered_costs(EngineConfig("smollm2", **settings), STEP, LIMITS)
@@ -56,6 +60,14 @@ def test_a_machine_that_is_slower_by_one_factor_has_all_costs_by_that_factor(mac
     slower = machine.start()
     assert slower.seconds == pytest.approx([2 * seconds for seconds in COSTS.seconds])
     assert slower.draft(4) == pytest.approx(2 * COSTS.draft(4)) and machine.num_measured == 1
+
+
+def test_a_quiet_machine_times_three_steps_and_a_busy_one_some_more(machine: Machine) -> None:
+    machine.start()
+    machine.start()
+    assert machine.num_timed == 3
+    machine.disturbed = {4, 8}  # the first step of the first round, the second of the second
+    assert machine.start() == COSTS and machine.num_measured == 1 and machine.num_timed == 3 + 6
 
 
 @pytest.mark.parametrize("changed", [(1, 0), (5, 0), (1, 4)])

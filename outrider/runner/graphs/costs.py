@@ -124,8 +124,9 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     return reading, 2 * row_bytes * seconds
 
 
-def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int) -> float:
-    """The best of a few runs of a step of `tokens` token rows."""
+def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int,
+                 repeats: int = REPEATS) -> float:
+    """The best of a few runs of a step of `tokens` token rows. repeats: how many, of a step that is not captured."""
     requests, device = min(tokens, _most_measured(limits, graphs)), step.state.device
     if graphs is not None:
         tokens = -(-tokens // requests) * requests
@@ -139,7 +140,7 @@ def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, to
     plan = StepPlan(StepNeeds(), StepExtras(), False, num_wanted)
     # Ranks must run equally many steps, whatever their clocks say.
     enough = float("inf") if device.type == "cuda" or step.ranks.count > 1 else ENOUGH_SECONDS
-    return best_seconds(lambda: step.whole(shape, ints, plan), device, enough)
+    return best_seconds(lambda: step.whole(shape, ints, plan), device, enough, repeats)
 
 
 def best_seconds(run: Callable[[], object], device: torch.device, enough: float = float("inf"),
