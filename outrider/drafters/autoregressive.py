@@ -156,7 +156,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         if self._chain is not None:
             proposed = self._chain.propose(step, passes, tables[0])
             if proposed is not None:
-                return Drafts(proposed.t(), passes.keys.counts)
+                return proposed
         return self._propose_by_passes(step, passes)
 
     def _propose_by_passes(self, step: Step, passes: DraftPasses) -> Drafts:

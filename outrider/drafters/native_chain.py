@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.drafters.base import Step
+from outrider.drafters.base import Drafts, Step
 from outrider.kernels.drafting import DraftPasses
 from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
 from outrider.layers import Linear
@@ -39,8 +39,8 @@ class NativeChain:
         )
         return cls(network, paged, tails) if is_simple and isinstance(paged.backend, NativeBackend) else None
 
-    def propose(self, step: Step, passes: DraftPasses, page_table: torch.Tensor) -> torch.Tensor | None:
-        """[drafts, requests] the drafts; None, with nothing done, if the step is not for the native call."""
+    def propose(self, step: Step, passes: DraftPasses, page_table: torch.Tensor) -> Drafts | None:
+        """The drafts; None, with nothing done, if the step is not for the native call."""
         view, context = step.batch.padded, step.hidden.context
         if view.num_tokens > view.num_requests * (1 + step.num_wanted) or step.stand_ins is not None:
             return None
@@ -49,7 +49,8 @@ class NativeChain:
         chain, taps = self._bind(view.num_tokens), step.hidden.taps
         if chain is None or not chain.takes(taps, passes, page_table, self._tails):
             return None
-        return chain.draft(taps, passes, page_table, self._tails, step.any_sampled)
+        tokens, levels = chain.draft(taps, passes, page_table, self._tails, step.any_sampled)
+        return Drafts(tokens.t(), passes.keys.counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:
         """The chain for these token rows. It is made anew when a head that learns has taken other weights over."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.core import SamplingParams
+from outrider.core.draft_confidence import levels_of
 from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import Drafts, Step
 from outrider.drafters.native_chain import NativeChain
@@ -33,7 +34,7 @@ class BothWays:
     """Runs every proposal in one call and by passes, and compares all that they leave."""
 
     def __init__(self) -> None:
-        self.num_compared, self.longest = 0, 0
+        self.num_compared, self.longest, self.num_other_levels = 0, 0, 0
         self._propose = AutoregressiveDrafter.propose
 
     def propose(self, drafter: AutoregressiveDrafter, step: Step) -> Drafts:
@@ -51,6 +52,11 @@ class BothWays:
         drafter._chain = chain
         is_real = step.goes_on[:, None] & (torch.arange(step.num_wanted) < made.counts[:, None])
         assert torch.equal(made.tokens[is_real], plain.tokens[is_real]) and torch.equal(made.counts, plain.counts)
+        assert made.levels is not None and plain.levels is not None
+        for one, other, count in zip(made.levels.tolist(), plain.levels.tolist(), is_real.sum(1).tolist(), strict=True):
+            for level, wanted in zip(levels_of(one, count), levels_of(other, count), strict=True):
+                assert abs(level - wanted) <= 1, "they add up in another order"
+                self.num_other_levels += level != wanted
         for one, other in zip(kept, (drafter._tails, cache.k, cache.v), strict=True):
             assert torch.equal(one.view(torch.int32), other[1:].view(torch.int32)), "blank pages hold NaN"
         self.num_compared += int(is_real.sum())
@@ -65,7 +71,7 @@ def test_the_native_call_drafts_what_the_passes_draft(monkeypatch: pytest.Monkey
     both, is_native = BothWays(), []
     propose = NativeChain.propose
 
-    def noted(chain: NativeChain, step: Step, *args: Any) -> torch.Tensor | None:
+    def noted(chain: NativeChain, step: Step, *args: Any) -> Drafts | None:
         made = propose(chain, step, *args)
         is_native.append((step.batch.padded.num_tokens, made is not None))
         return made
@@ -86,7 +92,7 @@ def test_the_native_call_drafts_what_the_passes_draft(monkeypatch: pytest.Monkey
         rig.run(asks)
         network = rig.step.drafter
         assert isinstance(network, AutoregressiveDrafter) and isinstance(network.network, Eagle3Head)
-    assert both.num_compared > 100 and both.longest >= 3
+    assert both.num_compared > 100 and both.longest >= 3 and both.num_other_levels < both.num_compared // 20
     assert is_native and all(used == (size <= 3 * 4) for size, used in is_native)
 
 

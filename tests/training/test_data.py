@@ -64,8 +64,9 @@ def test_messages_that_cannot_be_read_are_named_by_their_line(tmp_path: Path, ch
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}
     assert read(parts) == said
     assert read("Hi", "", " ", {"prompt": ""}, {"turns": [""]}, {"messages": [{"role": "user"}]}) == said
+    picture = [{"role": "user", "content": [{"type": "image_url"}]}]
     for messages, words in ((["Hi"], "must be a list, each a dict"), ([{"content": "Hi"}], "needs a 'role'"),
-                            ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' of a message is not")):
+                            (picture, "'image_url' of a message is not")):
         with pytest.raises(ValueError, match=f"line 2: .*{words}"):
             read("Hi", {"messages": messages})
 

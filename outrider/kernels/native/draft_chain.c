@@ -8,11 +8,12 @@
 #include "sampling.h"
 
 #define COLUMNS 2048 /* of the output that a thread takes at once to find the best */
+enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
 
-/* The best of some outputs. */
+/* The best of some outputs, their largest logit, and the sum of the exponentials of all logits relative to that. */
 typedef struct {
     int64_t output;
-    float score;
+    float score, top, mass;
 } Best;
 
 /* What the threads share of a call. Sizes of rows: `first` of the first pass that are computed, and one per request. */
@@ -158,26 +159,39 @@ static void begin_request(Chain *c, int64_t pass, int64_t r) {
 static Best find_best(const Chain *c, int64_t pass, int64_t r, int64_t from, int64_t to) {
     const DraftBatch *b = c->batch;
     const float *logits = c->logits + r * c->head->output.outputs;
+    vf most = splat(-INFINITY), total = {0};
+    int64_t i = from;
+    for (; i + VL <= to; i += VL) most = vmax(load(logits + i), most);
+    Best best = {from, -INFINITY, max_lanes(most), 0.0f};
+    for (; i < to; i++) best.top = logits[i] > best.top ? logits[i] : best.top;
+    for (i = from; i + VL <= to; i += VL) total += vexp(load(logits + i) - best.top);
+    best.mass = sum_lanes(total);
+    for (; i < to; i++) best.mass += expf(logits[i] - best.top);
     if (b->any_sampled && b->temperature[r] > 0) {
         LogitRow row = {.heat = b->temperature[r]};
         row.key[0] = (uint32_t)b->seed[r], row.key[1] = (uint32_t)((uint64_t)b->seed[r] >> 32);
         row.words[0] = (uint32_t)b->draft_positions[pass * b->requests + r];
         row.words[1] = (uint32_t)b->sample_index[r];
-        Best best = {from, -INFINITY};
         best.output = draw_of_ids(&row, logits, c->head->target_ids, from, to, &best.score);
         return best;
     }
-    vf top = splat(-INFINITY);
-    int64_t i = from;
-    for (; i + VL <= to; i += VL) top = vmax(load(logits + i), top);
-    Best best = {from, max_lanes(top)};
-    for (; i < to; i++) best.score = logits[i] > best.score ? logits[i] : best.score;
+    best.score = best.top;
     for (i = from; i < to; i++)
-        if (logits[i] == best.score) {
+        if (logits[i] == best.top) {
             best.output = i;
             break;
         }
     return best;
+}
+
+/* How sure the head is of an output: see core/draft_confidence.py. Level 1 where logits are not finite. */
+static int64_t level_of(const Chain *c, int64_t r, int64_t output) {
+    const Best *blocks = c->best + r * c->blocks;
+    const float chosen = c->logits[r * c->head->output.outputs + output];
+    float mass = 0.0f;
+    for (int64_t i = 0; i < c->blocks; i++) mass += blocks[i].mass * expf(blocks[i].top - chosen);
+    const float share = TOP_LEVEL / mass;
+    return 1 + (share > 0 ? share < TOP_LEVEL - 1 ? (int64_t)share : TOP_LEVEL - 1 : 0);
 }
 
 static void share_draw(Chain *c, int64_t pass, Team *team) {
@@ -196,6 +210,8 @@ static void share_draw(Chain *c, int64_t pass, Team *team) {
             if (c->best[r * c->blocks + i].score > best.score) best = c->best[r * c->blocks + i];
         const int64_t *ids = c->head->target_ids;
         b->drafts[pass * b->requests + r] = ids ? ids[best.output] : best.output;
+        if (!pass) b->levels[r] = 0;
+        if (pass < MOST_PLACES) b->levels[r] |= level_of(c, r, best.output) << LEVEL_BITS * pass;
     }
     meet(team);
 }

@@ -106,13 +106,14 @@ class DraftChain:
         )
 
     def draft(self, taps: Sequence[Tensor], passes: DraftPasses, page_table: Tensor, tails: Tensor,
-              any_sampled: bool) -> Tensor:
+              any_sampled: bool) -> tuple[Tensor, Tensor]:
         """Run all passes and keep the hidden states of pages' last tokens in `tails` [pages, hidden]. Returns the
-        drafts [drafts, requests]. Call this only if `takes`."""
+        drafts [drafts, requests] and their levels [requests]. Call this only if `takes`."""
         keys, first, further = passes.keys, passes.first, passes.further
         num_drafts, requests = keys.positions.shape
         assert page_table.shape[0] == requests == keys.last.shape[0], "rows of the page table and of the passes differ"
         drafts = torch.empty(num_drafts, requests, dtype=torch.int64)
+        levels = torch.empty(requests, dtype=torch.int64)
         # The passes behind the first lie one after the other in memory, or are put so.
         positions, slots, lengths, live = (
             _in_a_row(parts) for parts in ([own.positions for own in further], [own.slots[0] for own in further],
@@ -131,8 +132,8 @@ class DraftChain:
             draft_positions=keys.positions.data_ptr(), further_positions=positions.data_ptr(),
             further_slots=slots.data_ptr(), further_lengths=lengths.data_ptr(), further_live=live.data_ptr(),
             temperature=keys.temperature.data_ptr(), tails=tails.data_ptr(), drafts=drafts.data_ptr(),
-            tail_stride=tails.stride(0), tokens=passes.tokens.shape[0], requests=requests, num_drafts=num_drafts,
-            any_sampled=any_sampled,
+            levels=levels.data_ptr(), tail_stride=tails.stride(0), tokens=passes.tokens.shape[0], requests=requests,
+            num_drafts=num_drafts, any_sampled=any_sampled,
         )
         error = library().draft_chain(self.packed, batch, torch.get_num_threads())
         if error == _UNKNOWN_TOKEN:
@@ -140,7 +141,7 @@ class DraftChain:
         if error:
             check_rows(max(0, -error))
             check_attention(max(0, error))
-        return drafts
+        return drafts, levels
 
 
 def _in_a_row(parts: Sequence[Tensor]) -> Tensor:

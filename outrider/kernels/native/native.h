@@ -522,6 +522,7 @@ typedef struct {
     const float *temperature;
     float *tails;    /* [pages, hidden], pages `tail_stride` floats apart */
     int64_t *drafts; /* [num_drafts, requests] */
+    int64_t *levels; /* [requests] how sure the head is of each draft, as in core/draft_confidence.py */
     int64_t tail_stride, tokens, requests, num_drafts, any_sampled;
 } DraftBatch;
 

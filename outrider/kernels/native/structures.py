@@ -183,8 +183,8 @@ DRAFT_BATCH = Structure(
     "DraftBatch", contexts=REQUESTS, taps=POINTER, token_ids=POINTER, positions=POINTER, slots=POINTER,
     tail_page=POINTER, last=POINTER, lengths=POINTER, live=POINTER, seed=POINTER, sample_index=POINTER,
     draft_positions=POINTER, further_positions=POINTER, further_slots=POINTER, further_lengths=POINTER,
-    further_live=POINTER, temperature=POINTER, tails=POINTER, drafts=POINTER, tail_stride=INT64, tokens=INT64,
-    requests=INT64, num_drafts=INT64, any_sampled=INT64,
+    further_live=POINTER, temperature=POINTER, tails=POINTER, drafts=POINTER, levels=POINTER, tail_stride=INT64,
+    tokens=INT64, requests=INT64, num_drafts=INT64, any_sampled=INT64,
 )
 
 SAMPLING_ROWS = Structure(
