@@ -116,6 +116,21 @@ class GgufLinear(EmbeddingFormat):
     def set_exact(self, exact: bool) -> None:
         """The products are exact in any mode."""
 
+    def with_outputs(self, declared: LinearDeclaration) -> GgufLinear:
+        """An empty weight of the same kind for other outputs, which `take_rows` fills. This one is a single matrix."""
+        (kind,) = self._kinds
+        return GgufLinear(declared, [StoredFormat(kind)])
+
+    def take_rows(self, source: GgufLinear, outputs: torch.Tensor) -> None:
+        """Copy these outputs of a weight of the same kind, bit for bit."""
+        (own,), (rows,) = self._rows, source._rows
+        rows.take(outputs, own)
+        self.finalize()
+
+    def round_activations(self) -> None:
+        self._activation_bits = 8
+        self.finalize()
+
     def use_int8_activations(self) -> float:
         self._activation_bits = 8
         self.finalize()
@@ -129,7 +144,7 @@ class GgufLinear(EmbeddingFormat):
 
     @property
     def packed_rows(self) -> native.PackedRows | None:
-        return self._rows[0] if len(self._rows) == 1 else None
+        return self._rows[0] if len(self._rows) == 1 and self._transposed is None else None
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         (rows,) = self._rows  # an embedding is one matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.formats import DenseLinear, EmbeddingFormat
+from outrider.formats.gguf import GgufLinear
 from outrider.formats.scaled import ScaledFormat, ScaledLinear
 from outrider.kernels.scaled import INT8
 from outrider.layers import Linear
@@ -14,8 +15,9 @@ GROUP = 32  # inputs that share a scale, as in Q8_0 of GGUF files
 
 
 class TargetRows:
-    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has 8 bits if the target's own
-    rows are not plain numbers: rounding can cost a draft, and never changes the text."""
+    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has the target's bits if these
+    are those of a GGUF file, and 8 bits if the target's own rows are other codes: rounding can cost a draft, and never
+    changes the text."""
 
     def __init__(self, output: Linear, ids: torch.Tensor, dtype: torch.dtype, may_round: bool) -> None:
         """ids: [outputs] the tokens whose rows are taken. may_round: the copy may have 8 bits. `take` fills the copy,
@@ -24,6 +26,9 @@ class TargetRows:
         inputs, device = output.declared.in_features, ids.device
         self.linear = Linear(inputs, len(ids), bias=False, dtype=dtype, device=device)
         self._coded: ScaledFormat | None = None
+        if may_round and isinstance(output.format, GgufLinear) and output.format.packed_rows is not None:
+            self.linear.format = output.format.with_outputs(self.linear.declared)
+            return
         stored = ScaledFormat(INT8, GROUP)
         is_plain = isinstance(output.format, DenseLinear)
         is_rounded = may_round and device.type == "cpu" and not is_plain
@@ -35,7 +40,11 @@ class TargetRows:
 
     def take(self) -> None:
         """Copy the rows as they are now, in place. Products are prepared by the caller."""
-        held = self._output.format
+        held, own = self._output.format, self.linear.format
+        if isinstance(own, GgufLinear):
+            assert isinstance(held, GgufLinear)
+            own.take_rows(held, self._ids)
+            return
         if isinstance(held, EmbeddingFormat):
             rows = held.look_up(self._ids)
         elif (dense := held.dense()) is not None:

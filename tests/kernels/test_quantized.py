@@ -82,6 +82,20 @@ def test_rows_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(rows.pack().look_up(torch.arange(70)), want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_are_taken_bit_for_bit(kind: str) -> None:
+    """In any order and repeated, also into lanes that have too few."""
+    need_native()
+    rows = make(kind, 75, 2 * KINDS[kind].block)[0].pack()
+    ids = torch.tensor([74, 3, 3, 17, 0, 40, 41, 16, 15, 31, 32, 9, 8, 7, 6, 5, 4, 2, 1, 70])
+    taken = quantized.empty_rows(kind, len(ids), rows.inputs, torch.device("cpu"))
+    taken.data.fill_(255)
+    rows.take(ids, taken)
+    assert torch.equal(taken.look_up(torch.arange(len(ids))), rows.look_up(ids))
+    with pytest.raises(IndexError, match="a row is outside of the 75 weight rows"):
+        rows.take(ids + 1, taken)
+
+
 def check_products(rows: QuantizedRows, weight: Tensor, bias: Tensor | None, counts: list[int]) -> None:
     """Products are as close as those in float32, or round the token rows and nothing else; rows do not depend on each
     other."""

@@ -519,3 +519,35 @@ void unpack_rows(const PackedPart *part, int64_t inputs, const int64_t *rows, in
         for (int64_t i = 0; i < count; i++) unpack_row(part, inputs, rows[i], out + i * inputs);
     }
 }
+
+/* One lane of `runs` runs of VL pieces. Returns what lies behind them. */
+INLINE int64_t copy_lane(const uint8_t *from, int lane, uint8_t *to, int to_lane, int64_t at, int64_t runs, const int size) {
+    for (int64_t r = 0; r < runs; r++, at += VL * size) memcpy(to + at + to_lane * size, from + at + lane * size, size);
+    return at;
+}
+
+/* Some weight rows of a part, packed in the same form; missing ones of the last lanes are zeros. */
+void take_packed_rows(const PackedPart *part, int64_t inputs, const int64_t *rows, int64_t count, uint8_t *out,
+                      int threads) {
+    const Form f = FORMS[part->form];
+    const int64_t units = inputs / INPUTS / unit_groups(f), size = units * unit_bytes(f);
+    PARALLEL(threads) {
+#pragma omp for
+        for (int64_t first = 0; first < count; first += VL) {
+            uint8_t *to = out + first / VL * size;
+            memset(to, 0, size);
+            for (int lane = 0; lane < VL && first + lane < count; lane++) {
+                const int64_t row = rows[first + lane];
+                const uint8_t *from = part->data + row / VL * size;
+                const int own = (int)(row % VL);
+                for (int64_t u = 0, at = 0; u < units; u++) {
+                    at = copy_lane(from, own, to, lane, at, 1 + f.has_least, 4);
+                    for (int64_t g = 0; g < unit_groups(f); g++) {
+                        if (f.is_nested) at = copy_lane(from, own, to, lane, at, (1 + f.has_least) * f.halves, 1);
+                        at = copy_lane(from, own, to, lane, at, f.bits, 4);
+                    }
+                }
+            }
+        }
+    }
+}

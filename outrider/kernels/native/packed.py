@@ -37,6 +37,16 @@ class PackedRows(NamedTuple):
         return found
 
 
+    def take(self, rows: Tensor, out: PackedRows) -> None:
+        """Copy some weight rows, as they are packed, into those of `out`, which has the same form."""
+        rows = rows.contiguous()
+        assert rows.dtype is torch.int64 and (out.form, out.inputs, out.outputs) == (self.form, self.inputs, len(rows))
+        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.outputs):
+            raise IndexError(f"take: a row is outside of the {self.outputs} weight rows")
+        library().take_packed_rows(self.describe(), self.inputs, rows.data_ptr(), len(rows), out.data.data_ptr(),
+                                   torch.get_num_threads())
+
+
 def packed_lanes() -> int:
     """How many weight rows are interleaved on this machine."""
     return int(library().packed_lanes())
