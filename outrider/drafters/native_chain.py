@@ -70,8 +70,10 @@ class NativeChain:
                 return None
             norms, layer, cache = attention.norms, self._paged.layer, self._paged.cache
             cos, sin = head.rotary.halves
+            fc, qkv, out, gate_up, down, output = matrices
             self._bound = DraftChain.bind(ChainWeights(
-                *matrices, tap_norms=[norm.scale for norm in head.tap_norms],
+                fc=fc, qkv=qkv, out=out, gate_up=gate_up, down=down, output=output,
+                tap_norms=[norm.scale for norm in head.tap_norms],
                 norms=(head.first.input_norm.scale, head.hidden_norm.scale, head.first.mlp_norm.scale, head.norm.scale),
                 head_norms=None if norms is None else (norms.q, norms.k), embedding=table, target_ids=head.target_ids,
                 cos=cos, sin=sin, num_taps=len(head.taps), eps=head.sizes.eps,
