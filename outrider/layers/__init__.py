@@ -15,7 +15,15 @@ from outrider.layers.base import (
     check_ranks,
     find_modules,
 )
-from outrider.layers.context import LoadedAdapters, NothingAttends, RowAdapters, StandIns, StepContext, TokenHistory
+from outrider.layers.context import (
+    LoadedAdapters,
+    NothingAttends,
+    RecordedTaps,
+    RowAdapters,
+    StandIns,
+    StepContext,
+    TokenHistory,
+)
 from outrider.layers.decoder import (
     AttentionMLPLayer,
     LayerNames,
@@ -61,9 +69,9 @@ __all__ = [
     "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection", "KDA",
     "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",
     "Linear", "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer",
-    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router", "RowAdapters",
-    "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns", "StepContext",
-    "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention", "TemperedRotary",
-    "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm", "WidthNormAttention",
-    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RecordedTaps", "RopeParams", "Rotary", "Router",
+    "RowAdapters", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns",
+    "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
+    "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",
+    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]

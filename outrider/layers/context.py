@@ -187,6 +187,16 @@ class NothingAttends:
         raise AssertionError(f"layer {layer} is behind the last layer")
 
 
+class RecordedTaps:
+    """The residual stream before some layers, for drafters that read it. A model records it between calls of layers;
+    layers that are one call record what lies between them."""
+
+    def __init__(self, wanted: tuple[int, ...]) -> None:
+        self.wanted = wanted  # numbers of layers
+        self.first = 0  # number of the layer that is called next
+        self.seen: dict[int, torch.Tensor] = {}  # [tokens, hidden] each
+
+
 class StepContext:
     """positions: [tokens] int64, each token's place in its request, which says what it may attend to. rope_positions:
     the places that ropes turn by, the same unless given. history: for models that read ids before a token's own."""
@@ -194,6 +204,7 @@ class StepContext:
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
                  stand_ins: StandIns | None = None, adapters: RowAdapters | None = None,
                  history: TokenHistory | None = None) -> None:
+        self.taps: RecordedTaps | None = None  # of a model whose layers may record them
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
@@ -213,6 +224,7 @@ class _RowsContext(StepContext):
         self._whole, self._rows = whole, rows.token_rows
         self.attend = rows
         self.stand_ins = self.history = None  # embeddings lie before every choice of rows
+        self.taps = None  # a tap has all token rows
         self.adapters = None if whole.adapters is None else whole.adapters.of_rows(rows.token_rows)
 
     @cached_property

@@ -16,7 +16,7 @@ from outrider.kernels.adapters import TargetRange
 from outrider.kernels.native import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
-from outrider.layers.context import RowAdapters, StepContext
+from outrider.layers.context import RecordedTaps, RowAdapters, StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
@@ -97,8 +97,13 @@ class NativeDecoderLayer(FusedLayer):
         adapters = None if context.adapters is None else self._adapters(run, context.adapters)
         if run.joined is not None and (adapters is None) == (context.adapters is None):
             assert isinstance(paged.backend, NativeBackend)
-            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, adapters)
+            taps = between(context.taps, run.joined.count, residual)
+            first = 0 if context.taps is None else context.taps.first
+            kept = {tap - first: stream for tap, stream in taps.items()}
+            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, adapters, kept)
             if added is not None:
+                if context.taps is not None:
+                    context.taps.seen.update(taps)
                 return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, context)
 
@@ -145,6 +150,13 @@ class NativeDecoderLayer(FusedLayer):
 def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
     """The layer's products in the order of `LayerWeights`."""
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
+def between(taps: RecordedTaps | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Room for the taps that lie between `count` layers of one call, by the number of the layer behind each."""
+    if taps is None:
+        return {}
+    return {tap: torch.empty_like(residual) for tap in taps.wanted if taps.first < tap < taps.first + count}
 
 
 class InPlaceLayer(FusedLayer):

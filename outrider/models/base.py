@@ -25,6 +25,7 @@ from outrider.layers import (
     LayeredModule,
     Linear,
     Module,
+    RecordedTaps,
     RMSNorm,
     RopeParams,
     Rotary,
@@ -203,14 +204,18 @@ class Decoder(Model):
         own_inputs = self.layer_inputs(tokens, residual, context)
         residual = self.begin(residual)
         delta: Any = None
-        seen: dict[int, torch.Tensor] = {}
+        record = RecordedTaps(taps)
+        seen = record.seen
         cut = None if rows is None else self._cut(rows, taps)
-        stops = {*taps, self.num_layers if cut is None else cut, self.num_layers}
+        is_usual = type(self).tap is Decoder.tap  # then layers that are one call record taps between them
+        context.taps = record if is_usual else None
+        stops = {*(() if is_usual else taps), self.num_layers if cut is None else cut, self.num_layers}
         index = 0
         while index < self.num_layers:
             layer = self.layers[index]
             if index in taps:
                 seen[index] = self.tap(delta, residual)
+            record.first = index
             args = (delta, residual, angles[layer.rotary], own, *own_inputs[index])
             if index != cut:
                 end = index + 1 if own_inputs[index] else min(stop for stop in stops if stop > index)

@@ -98,3 +98,40 @@ def test_the_native_call_drafts_what_the_passes_draft(monkeypatch: pytest.Monkey
 
 def test_networks_of_other_shapes_are_left_to_the_passes() -> None:
     assert NativeChain.try_build(object(), object(), torch.empty(0)) is None
+
+
+def test_taps_are_recorded_within_the_native_call_of_all_layers(monkeypatch: pytest.MonkeyPatch,
+                                                                tmp_path: Path) -> None:
+    """With the bits of taps between calls of single layers."""
+    config = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB,
+                      "head_dim": HEAD_DIM, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 0, 1]}}
+    tensors = random_tensors(eagle3_shapes("midlayer", 3, HEAD_DIM)) | {"d2t": torch.arange(DRAFT_VOCAB)}
+    drafter = write("eagle3", tmp_path, config, tensors)
+    model = random_model(CONFIGS["llama"] | {"head_dim": HEAD_DIM, "num_hidden_layers": 4}, torch.float32, 3)
+    counts: list[int] = []
+    taps: list[tuple[torch.Tensor, ...]] = []
+    decoder_layer, propose = native.decoder_layer, AutoregressiveDrafter.propose
+
+    def counted(bound: native.BoundLayer, *args: Any) -> torch.Tensor | None:
+        counts.append(bound.count)
+        return decoder_layer(bound, *args)
+
+    def noted(drafter: AutoregressiveDrafter, step: Step) -> Drafts:
+        taps.append(tuple(tap.clone() for tap in step.hidden.taps))
+        return propose(drafter, step)
+
+    def run() -> list[tuple[torch.Tensor, ...]]:
+        taps.clear()
+        with Rig(model, speculative_config=drafter.speculative(2), max_num_seqs=2, page_size=16) as rig:
+            rig.run([Ask(prompt_of(seed, 9), SamplingParams(temperature=0, max_tokens=8)) for seed in range(2)])
+        return list(taps)
+
+    monkeypatch.setattr(AutoregressiveDrafter, "propose", noted)
+    monkeypatch.setattr(native, "decoder_layer", counted)
+    together = run()
+    assert counts and set(counts) == {4}
+    monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
+    in_parts = run()
+    assert len(together) == len(in_parts) > 4
+    for one, other in zip(together, in_parts, strict=True):
+        assert len(one) == 3 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

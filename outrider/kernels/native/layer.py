@@ -6,7 +6,9 @@ A layer's weights, cache and numbers are checked and packed once (`BoundLayer`),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -114,9 +116,11 @@ class LayerStep:
 
 
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
-                  adapters: LayerAdapters | None = None) -> Tensor | None:
+                  adapters: LayerAdapters | None = None,
+                  taps: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
     """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
-    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers.
+    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers. taps[i], shaped like
+    residual, gets a copy of the residual stream before the i-th layer.
 
     None, with nothing done, if the C code does not take this.
     """
@@ -126,10 +130,15 @@ def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, resi
         assert adapters.num_rows == step.tokens, "the adapters are of other token rows"
         assert len(adapters.targets) == layer.count * LAYER_TARGETS.size, "the targets are of other layers"
     result = torch.empty_like(residual) if delta is None else delta
+    addresses = None
+    if taps:
+        assert all(0 < at < layer.count and tap.shape == residual.shape and tap.is_contiguous()
+                   for at, tap in taps.items())
+        addresses = array("Q", [taps[at].data_ptr() if at in taps else 0 for at in range(layer.count)])
     error = step.run_layers(
         layer.packed, layer.count, step.packed, None if adapters is None else adapters.packed,
         None if adapters is None else adapters.targets, result.data_ptr(), delta is not None, residual.data_ptr(),
-        step.threads,
+        None if addresses is None else addresses.buffer_info()[0], step.threads,
     )
     if error:
         check_rows(max(0, -error))

@@ -7,7 +7,9 @@ Keys and values are read where they lie; nothing is gathered. Other dtypes, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -76,12 +78,13 @@ class NativeBackend(Backend):
                                       softcap=layer.softcap or 0.0)
 
     def decoder_layer(self, bound: native.BoundLayer, plan: Plan, delta: torch.Tensor | None, residual: torch.Tensor,
-                      rope: Rope, adapters: native.LayerAdapters | None = None) -> torch.Tensor | None:
+                      rope: Rope, adapters: native.LayerAdapters | None = None,
+                      taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> torch.Tensor | None:
         """Add delta to residual, then compute attention and MLP, in one native call, with what adapters add to their
         products. Returns the MLP's output, perhaps in delta's memory; or None, with nothing done, if the layer must be
-        done in parts."""
+        done in parts. taps: see `native.decoder_layer`."""
         step = plan.layer_step(rope)
-        return None if step is None else native.decoder_layer(bound, step, delta, residual, adapters)
+        return None if step is None else native.decoder_layer(bound, step, delta, residual, adapters, taps)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view
