@@ -117,6 +117,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python bench/scheduler.py", "python bench/exact.py path/to/model --out results",
         "python bench/capacity.py costs.json --plot capacity",
         "python bench/adapting.py MODEL --drafter DIR --batch-sizes 1,4",
+        "python bench/adapter_speed.py --threads 1 --processor-time --new-tokens 16",
     ),
     OPERATOR: (
         "podman build -t outrider -f deploy/Containerfile .",
