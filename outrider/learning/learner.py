@@ -199,7 +199,11 @@ class DrafterLearner:
         self._offer.clear()
         self.ring.clear()
         self._num_trained_tokens = self.ring.num_tokens
-        self._candidate.restart()
+        try:
+            self._candidate.restart()
+        except Exception as error:  # the new weights serve in any case; the trainer's next round tries again
+            self._must_restart = True
+            self._fail(error)
 
     def close(self) -> None:
         self._stop.set()

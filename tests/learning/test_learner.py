@@ -172,8 +172,13 @@ def test_a_copy_that_cannot_begin_again_is_a_failure_too(monkeypatch: pytest.Mon
             broken.setattr(Candidate, "restart", raises(RuntimeError("broken twice")))
             for _ in range(MOST_FAILURES):
                 learner._try_round()
-        assert learner._num_failures == learner.report.num_errors == MOST_FAILURES
+            assert learner._num_failures == learner.report.num_errors == MOST_FAILURES
+            with learner.resting():
+                learner.forget()  # new weights of the target are served, whatever becomes of the copy
+        assert learner.report.num_errors == MOST_FAILURES + 1
         assert learner.report.error == "RuntimeError: broken twice"
+        serve(rig, prompts(16, seed=5), 8)
+        serve(rig, prompts(1, seed=5), 1)
         learner._try_round()
         assert learner._num_failures == 0 and learner.report.num_steps == ROUND_STEPS
 
