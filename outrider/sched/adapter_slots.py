@@ -29,6 +29,10 @@ class AdapterSlots:
         self._users[number] = self._users.get(number, 0) + 1
         return True
 
+    def may_start(self, number: int) -> bool:
+        """False if running requests have the adapters of all slots, and not this one. Changes nothing."""
+        return number in self._placed or bool(self._free) or len(self._users) < len(self._placed)
+
     def end(self, number: int) -> None:
         """A running request with this adapter ends, or is preempted."""
         self._users[number] -= 1

@@ -33,6 +33,7 @@ from outrider.sched.request import Request, State
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
 
+MAX_WITHOUT_ADAPTER = 128  # requests that wait for room for their adapters and are passed over in a step
 ADAPTER_PATIENCE = 256  # steps for which others with adapters may overtake a request that waits for room for its own
 
 
@@ -277,13 +278,21 @@ class Scheduler:
     def _admit(self, step: FullStep, batch: BatchBuilder) -> None:
         """Give rows to requests that wait. A request whose beginning others are computing, or whose long prompt gets no
         room beside short ones, waits for a later step, and holds up none of those behind it. So does a request for
-        whose adapter the device has no room; once it has waited for long, no other adapter starts before it."""
+        whose adapter the device has no room, which needs no row meanwhile; once it has waited for long, no other
+        adapter starts before it."""
         passed_over: list[Request] = []
+        without_adapter: list[Request] = []
         is_full = False  # for requests with adapters
-        while self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0:
+        while (self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0
+               and len(without_adapter) < MAX_WITHOUT_ADAPTER):
             request = self._waiting.next
             if step.room_for(request) == 0:
                 passed_over.append(self._waiting.pop())
+                continue
+            number = request.input.adapter
+            if number is not None and self.adapters is not None and (is_full or not self.adapters.may_start(number)):
+                is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
+                without_adapter.append(self._waiting.pop())
                 continue
             start = self._find_start(request, batch.step)
             if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
@@ -291,15 +300,14 @@ class Scheduler:
                 continue
             if not self.cache.can_start(start):
                 break
-            number = request.input.adapter
-            if number is not None and self.adapters is not None and (is_full or not self.adapters.start(number)):
+            if number is not None and self.adapters is not None and not self.adapters.start(number):
                 is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
-                passed_over.append(self._waiting.pop())
+                without_adapter.append(self._waiting.pop())
                 continue
             self._start(self._waiting.pop(), start)
             if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
-        for request in passed_over:
+        for request in (*passed_over, *without_adapter):
             self._waiting.push(request)
 
     def _find_start(self, request: Request, step: int) -> Start:

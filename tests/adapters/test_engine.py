@@ -208,6 +208,18 @@ def test_more_adapters_than_slots_take_turns(folders: list[Path]) -> None:
         assert len(placed) >= 4 and {placement.slot for placement in placed} == {0, 1}
 
 
+def test_requests_that_wait_for_a_slot_hold_up_no_others(folders: list[Path]) -> None:
+    """As many of them as there are free rows stand before a request without an adapter, which runs at once."""
+    with served(max_loras=1, max_num_seqs=3) as (_, llm):
+        engine, ended = llm.llm_engine, list[str]()
+        for name, folder, count in (("long", folders[0], 30), ("one", folders[1], 4), ("two", folders[2], 4),
+                                    ("plain", None, 4)):
+            engine.add_request(name, {"prompt_token_ids": PROMPT}, greedy(count), lora_request=request_for(folder))
+        while engine.has_unfinished_requests():
+            ended += [output.request_id for output in engine.step() if output.finished]
+        assert ended == ["plain", "long", "one", "two"]
+
+
 def test_an_adapter_that_is_read_again_shares_nothing_with_the_one_before(folders: list[Path], tmp_path: Path) -> None:
     """The same name and folder, other numbers: the load has another number, and so have its pages."""
     path = tmp_path / "own"
