@@ -417,9 +417,9 @@ class Targets:
             if (target := self._by_name.get(known)) is not None:
                 return target, ""
         for experts, targets in self._experts.items():
-            if (known := _below(experts, name, published)) is None:
+            if (inside := _below(experts, name, published)) is None:
                 continue
-            rest = targets[0].common_name(known)
+            rest = targets[0].common_name(inside)
             own = next((target for target in targets if target.takes(rest, pair)), None)
             if own is not None:
                 if not own.is_served:
