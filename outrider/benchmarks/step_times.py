@@ -94,7 +94,7 @@ class TimedEngine:
         self.engine: Engine = engine_around(config, self._runner)
         self.num_drafts = num_drafts
         self.engine.scheduler.cache.mark_all_unclean()  # an engine before this one may have written any page
-        self.limits = worker.info.limits
+        self.limits, self._num_pages = worker.info.limits, worker.info.num_pages
         self._source = Random(f"{seed} {num_drafts}")
         self._num_added = 0
         self._contexts: list[list[int]] = []  # of requests that decode while prompts are measured
@@ -108,13 +108,19 @@ class TimedEngine:
         self._runner.steps.clear()
         self._add(prompts, self._answer_len([len(prompt) for prompt in prompts], num_steps + 8))
         while len(self._decoding(len(prompts))) < num_steps + 2:
-            assert self.engine.has_work, "the answers were too short"
+            self._check_work()
             self.engine.step()
         steps = self._decoding(len(prompts))[2:]  # the first ones may still wait for the prompts before them
         self.engine.abort_all()
         while self.engine.has_work:
             self.engine.step()
         return Pace.from_steps(steps)
+
+    def _check_work(self) -> None:
+        """Refuse an engine whose requests end, or preempt one another, before all of them have decoded together."""
+        if not self.engine.has_work:
+            raise ValueError(f"the engine is too small to be measured: all requests have {self._num_pages} pages "
+                             f"(num_pages), and each at most {self.limits.max_len} tokens (max_model_len)")
 
     def _answer_len(self, lengths: Sequence[int], num_steps: int) -> int:
         """Tokens of answers that last for so many steps in which all prompts of these lengths decode: the first may
@@ -139,7 +145,7 @@ class TimedEngine:
         self._add([own[:length] for own, length in zip(self._contexts, contexts, strict=False)],
                   self._answer_len(contexts, PROMPT_BACKGROUND))
         while len(self._decoding(len(contexts))) < 2:
-            assert self.engine.has_work, "the answers were too short"
+            self._check_work()
             self.engine.step()
         num_before = len(self._runner.steps)
         self._add([self.prompt(length) for length in lengths], 1)

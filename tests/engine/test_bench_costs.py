@@ -92,6 +92,13 @@ def test_prompts_are_measured_beside_requests_whose_contexts_take_many_steps() -
         assert timed.prompt_seconds([3], [120, 60, 60]).interval > 0
 
 
+def test_an_engine_whose_requests_do_not_fit_together_is_refused() -> None:
+    with Rig(tiny_model("llama", torch.float32), **(SETTINGS | {"num_pages": 18})) as rig:
+        timed = TimedEngine(EngineConfig("tiny"), rig.engine.runner, 0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"too small to be measured: all requests have 18 pages \(num_pages\)"):
+            timed.decode_pace([timed.prompt(120) for _ in range(3)], 20)
+
+
 def test_few_requests_have_longer_prompts() -> None:
     with Rig(tiny_model("llama", torch.float32), **(SETTINGS | {"max_num_seqs": 1})) as rig:
         bench = CostBench(rig.engine, EngineConfig("tiny"), print)
