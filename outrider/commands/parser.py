@@ -124,9 +124,8 @@ ELSEWHERE = {
     "--prompt": "`outrider generate` has it, with --chat for a single question",
     "-p": "`outrider generate --prompt TEXT` takes a prompt",
     "--stream": "answers are streamed on a terminal",
-    **dict.fromkeys(("--batch-size", "--input-len", "--output-len", "--num-prompts"),
-                    "write the shape, as --shapes 8x128x64: requests x tokens in x tokens out"),
 }
+SHAPE_FLAGS = ("--batch-size", "--input-len", "--output-len", "--num-prompts")  # of others' benchmarks
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 # The engine's seed serves requests without one, the engine fills in bad_words_token_ids, and Python has output_kind.
 NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind")
@@ -189,6 +188,11 @@ class Parser(argparse.ArgumentParser):
             own.error(f"{name} comes after the command: `{own.prog} {name}`")
         if f"{name}s" in known:
             own.error(f"there is no flag {name}: did you mean {name}s?")
+        if name in SHAPE_FLAGS and "--shapes" in known:
+            own.error(f"`{own.prog}` has no flag {name}: write the shape, as --shapes 8x128x64: requests x tokens in x "
+                      "tokens out")
+        if name == "--num-prompts" and "--num-requests" in known:
+            own.error(f"`{own.prog}` has no flag {name}: did you mean --num-requests?")
         if name in ELSEWHERE:
             own.error(f"`{own.prog}` has no flag {name}: {ELSEWHERE[name]}")
         if name.removeprefix("--").replace("-", "_") in (*ENGINE_FIELDS, *SAMPLING_FIELDS):

@@ -166,6 +166,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--lora-modules", "a=b"],
      "`outrider generate` has no flag --lora-modules: `outrider serve`, `outrider run-batch` have it"),
     (["bench", "spec", "--batch-size", "1"], "there is no flag --batch-size: did you mean --batch-sizes?"),
+    (["simulate", "costs.json", "--num-prompts", "8"], "has no flag --num-prompts: did you mean --num-requests?"),
     (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
     (["-v", "generate"], "-v comes after the command: `outrider generate -v`"),
     (["generate", "--speculative-config", "ngram"], """write '{"method": "ngram", "num_speculative_tokens": 4}'"""),
