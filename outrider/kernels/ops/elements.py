@@ -1,0 +1,93 @@
+"""The table's rows of norms and activations."""
+
+from __future__ import annotations
+
+import torch
+
+import outrider.kernels.ops.exact as exact
+from outrider.kernels import moe, reference
+from outrider.kernels.native import checks
+from outrider.kernels.ops.conditions import is_matrix
+from outrider.kernels.ops.operation import FLOAT32, UP_TO_FLOAT32, Exactness, Operation, native_kernel, triton_kernel
+
+rms_norm = Operation(
+    reference.rms_norm,
+    native_kernel("outrider.kernels.native:rms_norm", FLOAT32, checks.takes_rms_norm),
+    triton_kernel("outrider.kernels.triton.norm:rms_norm", UP_TO_FLOAT32, is_matrix),
+    exact=Exactness.ROW_BY_ROW,
+)
+add_rms_norm = Operation(
+    reference.add_rms_norm,
+    native_kernel("outrider.kernels.native:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
+    triton_kernel("outrider.kernels.triton.norm:add_rms_norm", UP_TO_FLOAT32),
+    exact=Exactness.ROW_BY_ROW,
+)
+
+
+def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
+                   factor: float = 1.0, rounding: int = 0) -> torch.Tensor:
+    """Set residual to factor * residual + norm(x) in place. Returns the norm of the result."""
+    if factor != 1.0:
+        residual.mul_(factor)
+    return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)
+
+
+norm_add_norm = Operation(
+    _norm_add_norm,
+    triton_kernel("outrider.kernels.triton.norm:norm_add_norm", UP_TO_FLOAT32),
+    name="norm_add_norm", exact=Exactness.ROW_BY_ROW,
+)
+gated_norm = Operation(
+    reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32),
+    exact=exact.gated_norm,
+)
+silu_mul = Operation(
+    reference.silu_mul,
+    native_kernel("outrider.kernels.native:silu_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.triton.activation:silu_mul", UP_TO_FLOAT32),
+    exact=Exactness.ROW_BY_ROW,
+)
+gelu_tanh_mul = Operation(
+    reference.gelu_tanh_mul,
+    native_kernel("outrider.kernels.native:gelu_tanh_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.triton.activation:gelu_tanh_mul", UP_TO_FLOAT32),
+    exact=Exactness.ROW_BY_ROW,
+)
+relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32),
+                  exact=Exactness.ROW_BY_ROW)
+
+
+def _limited_silu_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """`reference.limited_silu_mul` by `silu_mul`, whose bits do not depend on the other token rows."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
+
+
+limited_silu_mul = Operation(
+    _limited_silu_mul,
+    triton_kernel("outrider.kernels.triton.activation:limited_silu_mul", UP_TO_FLOAT32),
+    name="limited_silu_mul", exact=Exactness.ROW_BY_ROW,
+)
+sigmoid_scale = Operation(
+    reference.sigmoid_scale,
+    native_kernel("outrider.kernels.native:sigmoid_scale", FLOAT32, checks.takes_elements),
+    exact=Exactness.ROW_BY_ROW,
+)
+gelu_scale = Operation(
+    reference.gelu_scale,
+    native_kernel("outrider.kernels.native:gelu_scale", FLOAT32, checks.takes_elements),
+    exact=Exactness.ROW_BY_ROW,
+)
+cap_logits = Operation(
+    reference.cap_logits,
+    native_kernel("outrider.kernels.native:cap_logits", FLOAT32, checks.takes_logits),
+    exact=Exactness.ROW_BY_ROW,
+)
+
+
+def gated(gate_up: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
+    """act(gate) * up of [tokens, gate | up]. rounding: as in `reference.silu_mul`."""
+    if (limit := moe.silu_limit(activation)) is not None:
+        return limited_silu_mul(gate_up, limit)
+    hint = (rounding,) if rounding else ()
+    return silu_mul(gate_up, *hint) if activation == "silu" else gelu_tanh_mul(gate_up, *hint)
