@@ -15,7 +15,8 @@ from outrider.adapters.arena import AdapterArena
 from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget
 from outrider.core.step import AdapterReach
 from outrider.kernels import moe, ops
-from outrider.kernels.adapters import AdapterTables, ExpertTargets, HeadColumns, RowSlots, TargetRange
+from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ExpertTargets, HeadColumns
 from outrider.layers.context import LinearLayer, ProductChange, RowAdapters, StepFactors
 from outrider.layers.moe import Experts
 

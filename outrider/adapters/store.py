@@ -21,7 +21,7 @@ from outrider.core import Limits
 from outrider.core.lora_request import AdapterRead
 from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.kernels import ops
-from outrider.kernels.adapters import NO_SLOT
+from outrider.kernels.adapter_tables import NO_SLOT
 from outrider.kernels.buffers import to_device
 from outrider.layers.context import LoadedAdapters
 from outrider.models.base import Model

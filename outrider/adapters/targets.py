@@ -19,7 +19,7 @@ from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.core.step import AdapterReach
 from outrider.formats import join_names
 from outrider.formats.declared import Segment, VocabularyCut
-from outrider.kernels.adapters import ALIGNMENT, TargetRange
+from outrider.kernels.adapter_tables import ALIGNMENT, TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion

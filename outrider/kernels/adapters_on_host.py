@@ -7,16 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from outrider.kernels import ops
-from outrider.kernels.adapters import (
-    AdapterTables,
-    RowSlots,
-    TargetRange,
-    add_by,
-    add_embeddings_by,
-    add_heads_by,
-    mix_experts_by,
-    reduce_by,
-)
+from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import add_by, add_embeddings_by, add_heads_by, mix_experts_by, reduce_by
 from outrider.kernels.ops import exact
 
 reduce_adapters = partial(reduce_by, exact.linear)

@@ -16,7 +16,7 @@ import torch
 
 from outrider.core.step import AdapterPlacement, AdapterReach
 from outrider.formats import activate
-from outrider.kernels.adapters import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 

@@ -123,7 +123,7 @@ def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
     from outrider.adapters.store import AdapterStore, with_adapters
     from outrider.core import Limits
     from outrider.core.step import AdapterPlacement
-    from outrider.kernels.adapters import NO_SLOT
+    from outrider.kernels.adapter_tables import NO_SLOT
     from outrider.layers import Linear, find_modules
 
     folder = oracle.make_folder("llama", tmp_path / "model")

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import moe, native, ops, scaled
-from outrider.kernels.adapters import ALIGNMENT, AdapterTables, ExpertTargets, HeadColumns, RowSlots, TargetRange
+from outrider.kernels.adapter_tables import ALIGNMENT, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ExpertTargets, HeadColumns
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows

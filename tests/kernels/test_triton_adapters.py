@@ -17,15 +17,8 @@ from outrider.kernels import (
     moe,
     ops,
 )
-from outrider.kernels.adapters import (
-    ALIGNMENT,
-    NO_SLOT,
-    AdapterTables,
-    ExpertTargets,
-    HeadColumns,
-    RowSlots,
-    TargetRange,
-)
+from outrider.kernels.adapter_tables import ALIGNMENT, NO_SLOT, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapters import ExpertTargets, HeadColumns
 
 RANKS = ((16, 5, 16), (8, 0, 40), (0, 0, 0))  # of each slot and target
 ENDS = (40, 72, 100)  # the targets' output features

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.kernels.adapters import SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapter_tables import SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_index, is_matrix
 from outrider.kernels.native.structures import ADAPTERS, LAYER_TARGETS, TARGETS

@@ -20,7 +20,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.adapter_tables import ALIGNMENT, NUM_PLACES, SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.adapters import AdapterTables, ExpertTargets, RowSlots
+from outrider.kernels.adapter_tables import AdapterTables, RowSlots
+from outrider.kernels.adapters import ExpertTargets
 from outrider.kernels.moe import silu_limit
 from outrider.kernels.triton.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.triton.adapters import add_to_pairs

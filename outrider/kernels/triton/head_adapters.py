@@ -13,7 +13,8 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.adapters import ALIGNMENT, NUM_PLACES, AdapterTables, HeadColumns, RowSlots
+from outrider.kernels.adapter_tables import ALIGNMENT, NUM_PLACES, AdapterTables, RowSlots
+from outrider.kernels.adapters import HeadColumns
 from outrider.kernels.triton.adapters import TILE, require_tables
 from outrider.kernels.triton.common import (
     FLOATS,
