@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import random
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-import outrider.drafters.autoregressive as drafting
 from outrider import LLM, SamplingParams
 from outrider.benchmarks.prompt_sets import read_sets
 from outrider.core.draft_confidence import levels_of
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import Drafts, Step
 from outrider.sched.draft_chances import DraftChances
 from outrider.sched.spread_acceptance import SpreadAcceptance
 
@@ -37,20 +36,23 @@ class Chain(NamedTuple):
 
 
 class Watched:
-    """Keeps the drafts of every request, by its seed and position, beside the operation that draws them."""
+    """Keeps the drafts of every request, by its seed and position."""
 
     def __init__(self) -> None:
-        self._draw: Any = drafting.draw_drafts
+        self._propose = AutoregressiveDrafter.propose
         self.tokens: dict[int, dict[int, list[int]]] = {}  # by seed and position of the first draft
         self.levels: dict[int, dict[int, int]] = {}
 
-    def __call__(self, logits: torch.Tensor, keys: Any, index: int, *, out: torch.Tensor, levels: torch.Tensor,
-                 **others: Any) -> None:
-        self._draw(logits, keys, index, out=out, levels=levels, **others)
-        columns = zip(keys.seed.tolist(), keys.positions[index].tolist(), out.tolist(), levels.tolist(), strict=True)
-        for seed, position, token, packed in columns:
-            self.tokens.setdefault(seed, {}).setdefault(position - index, []).append(token)
-            self.levels.setdefault(seed, {})[position - index] = packed
+    def propose(self, drafter: AutoregressiveDrafter, step: Step) -> Drafts:
+        """In place of the drafter's own method."""
+        drafts, rows = self._propose(drafter, step), step.batch.padded.rows
+        assert drafts.levels is not None
+        columns = zip(step.sampling.seed[rows].tolist(), step.known[rows].tolist(), drafts.tokens.tolist(),
+                      drafts.levels.tolist(), strict=True)
+        for seed, position, tokens, packed in columns:
+            self.tokens.setdefault(seed, {})[position] = tokens
+            self.levels.setdefault(seed, {})[position] = packed
+        return drafts
 
     def chains(self, seed: int, text: list[int], prompt_len: int) -> dict[int, Chain]:
         """Of a request that has run, by position."""
@@ -133,7 +135,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    watched = drafting.draw_drafts = Watched()
+    watched = Watched()
+    AutoregressiveDrafter.propose = lambda drafter, step: watched.propose(drafter, step)  # type: ignore[method-assign]
     config = {"method": "eagle3", "model": args.drafter, "num_speculative_tokens": DEPTH, "auto": False}
     with LLM(args.model, speculative_config=config, max_num_seqs=16, enable_prefix_caching=False) as llm:
         prompts = [ids for own in read_sets([args.file]) for ids in own.encode(llm.get_tokenizer(), args.prompts)]

@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     args = parser.parse_args()
     watched = drafting.draw_drafts = Watched()
+    # The native call makes all drafts of a step, and gives no logits.
+    drafting.NativeChain.try_build = lambda *_: None  # type: ignore[assignment, method-assign]
     config = {"method": "eagle3", "model": args.drafter, "num_speculative_tokens": DEPTH, "auto": False}
     chains: list[Ranks] = []
     with LLM(args.model, speculative_config=config, max_num_seqs=1, enable_prefix_caching=False) as llm:
