@@ -225,11 +225,12 @@ def compile_product(code: str, group: int, rounds: bool, k: int, activation: int
     constants = {"K": k, "GROUP": group or k, "CODE": scaled.CODES.index(code), "X_GROUP": rounds * (group or k),
                  "PAIRS_PER_ROW": 8, "ACTIVATION": activation, "FEW": tile.block_m == 16, "PAIRS": 64, "EXPERTS": 64,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "HAS_ZEROS": False,
-                 "HAS_OFFSETS": False, "HAS_FACTORS": False, "WIDEN": False, "ASM": code == "int4", "PDL": True,
+                 "HAS_OFFSETS": False, "HAS_FACTORS": False, "HAS_BIAS": False, "WIDEN": False,
+                 "ASM": code in ("int4", "fp4"), "PDL": True,
                  "EARLY": activation == 0, "scales_n": 1, "shifts_n": 1}
     kinds = {"x": "*fp8e4nv" if rounds else "*bf16", "x_scales": "*fp32", "scales": "*bf16", "shifts": "*bf16",
-             "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "out": "*bf16", "ids": "*i64",
-             "order": "*i32", "ends": "*i32"}
+             "codes": "*fp8e4nv" if code == "fp8" else "*u8", "factors": "*fp32", "bias": "*bf16", "out": "*bf16",
+             "ids": "*i64", "order": "*i32", "ends": "*i32"}
     made = compile_for_card(module._scaled_expert_kernel, constants, kinds, num_warps=tile.num_warps,
                             num_stages=tile.num_stages)
     ptx, wanted = made.asm["ptx"], "e4m3.e4m3" if rounds else "bf16.bf16"

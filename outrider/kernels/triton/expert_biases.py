@@ -1,4 +1,5 @@
-"""The activation of experts with biases, between their two products: bias, limits and gate of each pair's outputs.
+"""The activation of experts with biases, between their two products: bias, limits and gate of each pair's outputs. The
+products with codes add the bias and activate by themselves (`clamped_swiglu_of`).
 
 A pair is one (token row, chosen expert). Knows nothing of products.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+import triton
 import triton.language as tl
 from outrider.kernels.reference import SWIGLU_GAIN, SWIGLU_LIMIT
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
+    limited,
     pdl_options,
     release_dependents,
     require_tensor,
@@ -20,12 +23,20 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.launch import kernel
 
 _COLUMNS = 1024
+_LIMIT, _GAIN = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_GAIN)
+
+
+@triton.jit
+def clamped_swiglu_of(gate, up):
+    """gpt-oss's activation; float32 in and out."""
+    gate, up = limited(gate, up, _LIMIT)
+    return gate / (1.0 + tl.exp(gate * -_GAIN)) * (up + 1.0)
 
 
 @kernel
 def _clamped_swiglu_kernel(
-    x, bias, ids, out, x_stride, bias_stride, out_stride, width, LIMIT: tl.constexpr, GAIN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    x, bias, ids, out, x_stride, bias_stride, out_stride, width, HAS_BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -38,11 +49,7 @@ def _clamped_swiglu_kernel(
         own = bias + tl.load(ids + pair) * bias_stride + column
         gate += tl.load(own, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(own + width, mask=inside, other=0.0).to(tl.float32)
-    # By selection, not by a minimum, which would turn NaN into a number.
-    gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    result = gate / (1.0 + tl.exp(-GAIN * gate)) * (up + 1.0)
-    tl.store(out + pair * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + pair * out_stride + column, clamped_swiglu_of(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 def clamped_swiglu(x: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
@@ -56,7 +63,7 @@ def clamped_swiglu(x: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None
     if num_pairs:
         given = x if bias is None else bias
         _clamped_swiglu_kernel[(num_pairs, cdiv(fused // 2, _COLUMNS))](
-            x, given, ids, out, x.stride(0), given.stride(0), out.stride(0), fused // 2, LIMIT=SWIGLU_LIMIT,
-            GAIN=SWIGLU_GAIN, HAS_BIAS=bias is not None, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl),
+            x, given, ids, out, x.stride(0), given.stride(0), out.stride(0), fused // 2,
+            HAS_BIAS=bias is not None, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )
     return out

@@ -39,6 +39,51 @@ NIBBLES_TO_BF16 = tl.constexpr("""{
     }""")
 
 
+# Four bytes of e2m1 codes, with the scales of their groups, become two pairs of bfloat16 numbers for their low bits,
+# and two for their high bits. As the upper bits of a bfloat16 number a code has the exponent 126 too low. A code has
+# two significant bits, so the second product is the only one that rounds.
+E2M1_TO_SCALED_BF16 = tl.constexpr("""{
+    .reg .b32 b<2>, n<4>, s<4>, most;
+    mov.b32 most, 0x7E807E80;
+    prmt.b32 b0, $4, 0, 0x4140;
+    prmt.b32 b1, $4, 0, 0x4342;
+    shl.b32 n0, b0, 6;
+    shl.b32 n1, b1, 6;
+    shl.b32 n2, b0, 2;
+    shl.b32 n3, b1, 2;
+    shl.b32 s0, b0, 12;
+    shl.b32 s1, b1, 12;
+    shl.b32 s2, b0, 8;
+    shl.b32 s3, b1, 8;
+    and.b32 n0, n0, 0x01C001C0;
+    and.b32 n1, n1, 0x01C001C0;
+    and.b32 n2, n2, 0x01C001C0;
+    and.b32 n3, n3, 0x01C001C0;
+    lop3.b32 n0, s0, 0x80008000, n0, 0xEA;
+    lop3.b32 n1, s1, 0x80008000, n1, 0xEA;
+    lop3.b32 n2, s2, 0x80008000, n2, 0xEA;
+    lop3.b32 n3, s3, 0x80008000, n3, 0xEA;
+    mul.rn.bf16x2 n0, n0, most;
+    mul.rn.bf16x2 n1, n1, most;
+    mul.rn.bf16x2 n2, n2, most;
+    mul.rn.bf16x2 n3, n3, most;
+    mul.rn.bf16x2 $0, n0, $5;
+    mul.rn.bf16x2 $1, n1, $6;
+    mul.rn.bf16x2 $2, n2, $5;
+    mul.rn.bf16x2 $3, n3, $6;
+    }""")
+
+
+@triton.jit
+def unpack_scaled(packed, scale):
+    """(numbers of the low bits, numbers of the high bits) of bytes of e2m1 codes times their scales, in bfloat16, which
+    the scales are too."""
+    return tl.inline_asm_elementwise(
+        E2M1_TO_SCALED_BF16, "=&r,=&r,=&r,=&r,r,r,r", [packed, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+        pack=4,
+    )
+
+
 @triton.jit
 def unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
     """(numbers of the low bits, numbers of the high bits) of bytes."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 import triton.language as tl
-from outrider.kernels.moe import ExpertBiases
+from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -29,6 +29,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
+from outrider.kernels.triton.expert_biases import clamped_swiglu_of
 from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
@@ -49,29 +50,32 @@ from outrider.kernels.triton.moe import (
 )
 from outrider.kernels.triton.rounding import round_rows, rounded_rows
 from outrider.kernels.triton.scaled_codes import expand
-from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns
+from outrider.kernels.triton.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns, unpacks_pairs
 from outrider.kernels.triton.thin_linear import prefetch_rows
 
+_CODES_OF_ACTIVATIONS = ACTIVATIONS | {CLAMPED: 4}
 NUMBERS_PAIRS_PER_EXPERT = 256  # from here on writing numbers once costs less than making them for every tile
-_SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
+_SILU, _GELU_TANH, _RELU2, _CLAMPED = (tl.constexpr(i) for i in range(1, 5))
 _INT4, _FP4 = tl.constexpr(CODES.index(INT4)), tl.constexpr(CODES.index(FP4))
 
 
 @kernel(do_not_specialize=["P"])
 def _scaled_expert_kernel(
-    x, x_scales, codes, scales, shifts, factors, out, ids, order, ends, x_stride, codes_e, codes_n, scales_e, scales_n,
-    scales_g, shifts_e, shifts_n, shifts_g, factors_e, out_stride, P, E, N, K: tl.constexpr, GROUP: tl.constexpr,
-    CODE: tl.constexpr, X_GROUP: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr,
-    FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
-    WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    x, x_scales, codes, scales, shifts, factors, bias, out, ids, order, ends, x_stride, codes_e, codes_n, scales_e,
+    scales_n, scales_g, shifts_e, shifts_n, shifts_g, factors_e, bias_e, out_stride, P, E, N, K: tl.constexpr,
+    GROUP: tl.constexpr, CODE: tl.constexpr, X_GROUP: tl.constexpr, PAIRS_PER_ROW: tl.constexpr,
+    ACTIVATION: tl.constexpr, FEW: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
 
     Strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group. With a
-    gated activation weight rows 0 to N are the gate and the next N are what it gates. EARLY: ids, order and ends are
-    not of the kernels that may still run, so weights are asked for before x is there."""
-    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    gated activation weight rows 0 to N are the gate and the next N are what it gates. bias: of each weight row, added
+    before the activation. EARLY: ids, order and ends are not of the kernels that may still run, so weights are asked
+    for before x is there."""
+    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH) or (ACTIVATION == _CLAMPED)
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     tl.static_assert(not (EARLY and GATED), "rows that are asked for early are those of the outputs")
@@ -107,9 +111,14 @@ def _scaled_expert_kernel(
                 total *= tl.load(x_scales + token, mask=exists, other=0.0)[None, :]
         if HAS_FACTORS:
             total *= tl.load(factors + expert * factors_e + row, mask=in_rows, other=0.0)[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + expert * bias_e + row, mask=in_rows, other=0.0).to(tl.float32)[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, OUTPUTS, BLOCK_M)), (1, 2, 0)))
-            total = gated(gate, up, ACTIVATION == _GELU_TANH)
+            if ACTIVATION == _CLAMPED:
+                total = clamped_swiglu_of(gate, up)
+            else:
+                total = gated(gate, up, ACTIVATION == _GELU_TANH)
         elif ACTIVATION == _RELU2:
             # Not a maximum with zero, which would turn NaN into a number.
             total = tl.where(total < 0, 0.0, total * total)
@@ -118,6 +127,8 @@ def _scaled_expert_kernel(
         tl.store(place, tl.trans(total).to(out.dtype.element_ty), mask=exists[:, None] & (column < N)[None, :])
 
 
+# Of fp4 codes that come to fewer than four tiles of _FEW for each multiprocessor: small tiles reach all of these.
+_FEWEST = ScaledTile(16, 64, 4, 6)
 _FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 128, 8, 4), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
                              ScaledTile(128, 128, 8, 3))
 
@@ -152,12 +163,14 @@ def scaled_experts(
     pdl = uses_pdl(device) if pdl is None else pdl
     as_numbers = is_faster_as_numbers(down.code, ids.numel(), num_experts) if as_numbers is None else as_numbers
     pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
-    if activation not in ACTIVATIONS:  # no kernel adds biases or limits between the products
+    if activation in ACTIVATIONS or (activation == CLAMPED and not as_numbers):
+        bias = None if biases is None else biases.gate_up
+        made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False,
+                        bias)
+    else:  # the product of numbers adds no biases, and none has limits
         projected = _product(x, gate_up, ids, pairs, ids.shape[1], rows, None, rounds, as_numbers, tile, pdl,
                              False)
         made = activate_pairs(projected, ids, activation, biases, pdl)
-    else:
-        made = _product(x, gate_up, ids, pairs, ids.shape[1], width, activation, rounds, as_numbers, tile, pdl, False)
     out = _product(made, down, ids, pairs, 1, hidden, None, rounds, as_numbers, tile, pdl, True)
     return combine(out, weights, added=added, bias=bias_of_down(biases, ids), pdl=pdl)
 
@@ -179,8 +192,10 @@ def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
 def _product(
     x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
     activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool, is_second: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p, from row p // pairs_per_row of x. is_second: x is made by a first product."""
+    """[pairs, n], row p for pair p, from row p // pairs_per_row of x. is_second: x is made by a first product. bias
+    [experts, rows of a weight]: added before the activation, to products with codes alone."""
     group = min(weight.group, x.shape[1])
     assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
     values, x_scales = x, x
@@ -189,9 +204,9 @@ def _product(
     out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
     if not as_numbers:
         _multiply_codes(values, x_scales, weight, ids, pairs, pairs_per_row, out, activation, group, rounds, tile, pdl,
-                        is_second)
+                        is_second, bias)
         return out
-    assert pairs is not None
+    assert pairs is not None and bias is None
     values = expand(Scaled(FP8, group, values, x_scales), x.dtype) if rounds else values
     num_experts, rows, k = weight.shape
     config = tile_config(next_power_of_two(ids.numel()), num_experts, n, rows == 2 * n, num_sms(x.device))
@@ -206,26 +221,31 @@ def _product(
 def _multiply_codes(
     x: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs: Pairs | None,
     pairs_per_row: int, out: torch.Tensor, activation: str | None, group: int, rounds: bool, tile: ScaledTile | None,
-    pdl: bool, is_second: bool,
+    pdl: bool, is_second: bool, bias: torch.Tensor | None,
 ) -> None:
     """Fill out [pairs, n]. x: codes, if token rows are rounded."""
     (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
     # By powers of two: a batch of another size is no reason to compile anew.
     tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card)
+    if tile == _FEW and weight.code == FP4 and min(num_pairs, num_experts) * rows < 4 * num_sms(out.device) * 128:
+        tile = _FEWEST
     codes, scales, factors = weight.codes, weight.scales, weight.factors
     shifts = scales if weight.shifts is None else weight.shifts
     multipliers = scales if factors is None else factors
+    own_bias = scales if bias is None else bias
+    if bias is not None:
+        require_tensor("scaled_experts", "biases.gate_up", bias, (num_experts, rows), out.device, FLOATS)
     order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
     # Outputs first: programs that run together share a tile of x, and read one expert's weights.
     grid = (cdiv(rows, tile.block_n), num_pairs if pairs is None else max_tiles(num_pairs, num_experts, tile.block_m))
     _scaled_expert_kernel[grid](
-        x, x_scales, codes, scales, shifts, multipliers, out, ids, order, ends, x.stride(0), codes.stride(0),
-        codes.stride(1), *scales.stride(), *shifts.stride(), multipliers.stride(0), out.stride(0), num_pairs,
-        num_experts, n, K=k, GROUP=group, CODE=CODES.index(weight.code), X_GROUP=group if rounds else 0,
-        PAIRS_PER_ROW=pairs_per_row, ACTIVATION=ACTIVATIONS[activation], FEW=pairs is None,
+        x, x_scales, codes, scales, shifts, multipliers, own_bias, out, ids, order, ends, x.stride(0), codes.stride(0),
+        codes.stride(1), *scales.stride(), *shifts.stride(), multipliers.stride(0), own_bias.stride(0), out.stride(0),
+        num_pairs, num_experts, n, K=k, GROUP=group, CODE=CODES.index(weight.code), X_GROUP=group if rounds else 0,
+        PAIRS_PER_ROW=pairs_per_row, ACTIVATION=_CODES_OF_ACTIVATIONS[activation], FEW=pairs is None,
         PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, COLUMNS=COLUMNS, HAS_ZEROS=weight.zeros is not None,
-        HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None, WIDEN=not is_card,
-        ASM=is_card and out.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, EARLY=is_second,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None,
+        HAS_BIAS=bias is not None, WIDEN=not is_card, ASM=is_card and unpacks_pairs(weight, out.dtype), PDL=pdl,
+        EARLY=is_second, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )

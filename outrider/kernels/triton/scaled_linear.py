@@ -20,7 +20,7 @@ import torch
 
 import triton
 import triton.language as tl
-from outrider.kernels.scaled import BLOCK, CODES, FP8, INT4, Scaled
+from outrider.kernels.scaled import BLOCK, CODES, FP4, FP8, INT4, Scaled
 from outrider.kernels.triton.attention_merge import MIN_COUNTERS, arrive, counters_for
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -35,7 +35,7 @@ from outrider.kernels.triton.common import (
 from outrider.kernels.triton.hopper import coded_rows, coded_tiles
 from outrider.kernels.triton.launch import is_collecting, kernel
 from outrider.kernels.triton.rounding import LIBRARY_ROWS, rounded_rows
-from outrider.kernels.triton.scaled_codes import expand, load_groups, spread, unpack
+from outrider.kernels.triton.scaled_codes import expand, load_groups, spread, unpack, unpack_scaled
 from outrider.kernels.triton.thin_linear import prefetch_rows
 from outrider.kernels.vendor_products import wide_product
 
@@ -76,7 +76,8 @@ def sum_columns(
     WIDEN: tl.constexpr, ASM: tl.constexpr,
 ):
     """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it. shifts:
-    zero points, or offsets of short groups."""
+    zero points, or offsets of short groups. ASM: 4-bit codes become bfloat16 numbers, the dtype of x, two at a time;
+    scales of fp4 codes are bfloat16 then, or have no more bits."""
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
@@ -86,6 +87,7 @@ def sum_columns(
     tl.static_assert(not (AFTER and HAS_OFFSETS), "offsets are those of short groups")
     SCALES_SUMS: tl.constexpr = AFTER and not ROW_SCALE
     NUM: tl.constexpr = 1 if AFTER else BYTES // SPAN
+    BY_PAIRS: tl.constexpr = ASM and CODE == _FP4 and not (AFTER or HAS_ZEROS or HAS_OFFSETS)
     WHOLE: tl.constexpr = K % COLUMNS == 0
     DTYPE: tl.constexpr = tl.float32 if WIDEN else (codes_row.dtype.element_ty if X_GROUP > 0 else
                                                     x_row.dtype.element_ty)
@@ -94,17 +96,23 @@ def sum_columns(
     if SCALES_SUMS:
         scale, of_x = _load_scales(scales + row * stride_n, x_scales + token * GROUPS, in_rows, in_tokens, stride_g,
                                    begin // GROUP, GROUPS, X_GROUP)
+    if not AFTER:
+        of_groups = load_groups(scales, row, in_rows, stride_n, stride_g, begin // GROUP, NUM, GROUPS)
     for start in range(begin // PER_BYTE, end // PER_BYTE, BYTES):
         byte = start + at
         inside = byte < K // PER_BYTE
         if SCALES_SUMS:  # asked for one step ahead
             next_scale, next_of_x = _load_scales(scales + row * stride_n, x_scales + token * GROUPS, in_rows, in_tokens,
                                                  stride_g, (start + BYTES) // SPAN, GROUPS, X_GROUP)
+        if not AFTER:  # one step ahead here too: the compiler asks for codes early, for scales it would wait
+            next_groups = load_groups(scales, row, in_rows, stride_n, stride_g, start // SPAN + NUM, NUM, GROUPS)
         mask = in_rows[:, None] if WHOLE else in_rows[:, None] & inside[None, :]
         packed = tl.load(codes_row + byte[None, :], mask=mask, other=0.0 if CODE == _FP8 else 0)
         group = start // SPAN
         if PER_BYTE == 1:
             numbers, high = packed.to(DTYPE), packed
+        elif BY_PAIRS:
+            numbers, high = unpack_scaled(packed, spread(of_groups.to(tl.bfloat16), SPAN))
         else:
             numbers, high = unpack(packed, DTYPE, CODE == _FP4, ASM)
         if HAS_ZEROS:
@@ -113,8 +121,8 @@ def sum_columns(
             numbers -= zero
             if PER_BYTE == 2:
                 high -= zero
-        if not AFTER:
-            scale = spread(load_groups(scales, row, in_rows, stride_n, stride_g, group, NUM, GROUPS), SPAN)
+        if not (AFTER or BY_PAIRS):
+            scale = spread(of_groups, SPAN)
             wide, wide_high = numbers.to(tl.float32) * scale, high.to(tl.float32) * scale
             if HAS_OFFSETS:
                 offset = spread(load_groups(shifts, row, in_rows, shift_n, shift_g, group, NUM, GROUPS), SPAN)
@@ -139,6 +147,8 @@ def sum_columns(
             if PER_BYTE == 2:
                 value = _load_rows(x_row, in_tokens, column + SPAN, inside, WHOLE, DTYPE)
                 acc = tl.dot(high, value, acc, input_precision="ieee")
+        if not AFTER:
+            of_groups = next_groups
     return acc
 
 
@@ -309,9 +319,17 @@ def _launch(
         BLOCK_N=tile.block_n, COLUMNS=COLUMNS, TILE_GROUP=_GROUP_OF_TILES, SHARED=is_shared,
         HAS_ZEROS=weight.zeros is not None, HAS_OFFSETS=weight.offsets is not None, HAS_FACTORS=factors is not None,
         HAS_BIAS=bias is not None, WIDEN=not is_card,
-        ASM=is_card and x.dtype == torch.bfloat16 and weight.code == INT4, PDL=pdl, num_warps=tile.num_warps,
+        ASM=is_card and unpacks_pairs(weight, x.dtype), PDL=pdl, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
     )
+
+
+def unpacks_pairs(weight: Scaled, dtype: torch.dtype) -> bool:
+    """Whether codes become numbers two at a time, with the same bits: bfloat16 holds int4 codes, and the scales of fp4
+    codes if these are not float32 or float16."""
+    if dtype != torch.bfloat16:
+        return False
+    return weight.code == INT4 or (weight.code == FP4 and weight.scales.dtype in (torch.bfloat16, torch.float8_e4m3fn))
 
 
 def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:
