@@ -143,7 +143,7 @@ def time_steps(bench: Bench, shape: Shape, params: Params, requests: int, drafts
 
     def both(i: int) -> torch.Tensor:
         layers[i].inputs(params)
-        return layers[i].states(params)
+        return layers[i].states(params, **({} if shape.kind == "mamba2" else {"follows_inputs": True}))
 
     bench.report(f"{shape.kind} both", case, graph_us(both, len(layers)), num_bytes)
     bench.report(f"{shape.kind} inputs", case, graph_us(lambda i: layers[i].inputs(params).convolved, len(layers)),

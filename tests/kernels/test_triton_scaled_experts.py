@@ -201,6 +201,13 @@ def test_numbers_of_pairs_up_to_a_power_of_two_have_the_same_kernels(device: tor
     assert {name for name, _ in kernels(1)} == {"_round_kernel", "_scaled_expert_kernel", "_combine_kernel"}
 
 
+def test_small_tiles_give_every_multiprocessor_some_fp4_codes() -> None:
+    """gpt-oss-20b with 1, 8 and 64 token rows; other codes have the tiles they were measured with."""
+    tiles = [module.expert_tile(pairs, 32, False, 5760, 132).block_n for pairs in (4, 32, 256)]
+    assert tiles == [64, 128, 128]
+    assert module.expert_tile(4, 32, False) == module.expert_tile(32, 32, False)
+
+
 def test_the_wrapper_names_what_is_wrong(device: torch.device, dtype: torch.dtype) -> None:
     case = Case.drawn(device, dtype, "fp8 rows", 2)
     for argument, changed in (("activation", replace(case, activation="tanh")), ("x", replace(case, x=case.x[:, :9])),

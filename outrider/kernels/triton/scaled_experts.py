@@ -127,20 +127,22 @@ def _scaled_expert_kernel(
         tl.store(place, tl.trans(total).to(out.dtype.element_ty), mask=exists[:, None] & (column < N)[None, :])
 
 
-# Of fp4 codes that come to fewer than four tiles of _FEW for each multiprocessor: small tiles reach all of these.
-_FEWEST = ScaledTile(16, 64, 4, 6)
-_FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 128, 8, 4), ScaledTile(32, 64, 4, 5), ScaledTile(64, 128, 4, 4),
-                             ScaledTile(128, 128, 8, 3))
+_FEWEST, _FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 64, 4, 6), ScaledTile(16, 128, 8, 4), ScaledTile(32, 64, 4, 5),
+                                      ScaledTile(64, 128, 4, 4), ScaledTile(128, 128, 8, 3))
 
 
 @lru_cache(maxsize=256)
-def expert_tile(num_pairs: int, num_experts: int, is_small: bool) -> ScaledTile:
+def expert_tile(num_pairs: int, num_experts: int, is_small: bool, rows_of_fp4: int = 0, sms: int = 1) -> ScaledTile:
     """Chosen by the shapes alone, without reading ids. is_small: there is no card, and tiles are computed by the
-    interpreter."""
+    interpreter. rows_of_fp4: rows of an expert's weight, if its codes are fp4: while they make fewer than four tiles
+    for each multiprocessor, tiles are small."""
     rows = num_pairs / num_experts
     if is_small:
         return ScaledTile(16, 64, 4, 1) if rows <= 16 else ScaledTile(32, 64, 4, 1)
-    return _FEW if rows <= 8 else _SOME if rows <= 32 else _MORE if rows <= 128 else _MANY
+    if rows <= 8:
+        is_fewest = 0 < min(num_pairs, num_experts) * rows_of_fp4 < 4 * sms * _FEW.block_n
+        return _FEWEST if is_fewest else _FEW
+    return _SOME if rows <= 32 else _MORE if rows <= 128 else _MANY
 
 
 def scaled_experts(
@@ -226,9 +228,8 @@ def _multiply_codes(
     """Fill out [pairs, n]. x: codes, if token rows are rounded."""
     (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
     # By powers of two: a batch of another size is no reason to compile anew.
-    tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card)
-    if tile == _FEW and weight.code == FP4 and min(num_pairs, num_experts) * rows < 4 * num_sms(out.device) * 128:
-        tile = _FEWEST
+    rows_of_fp4 = rows if weight.code == FP4 else 0
+    tile = tile or expert_tile(next_power_of_two(num_pairs), num_experts, not is_card, rows_of_fp4, num_sms(out.device))
     codes, scales, factors = weight.codes, weight.scales, weight.factors
     shifts = scales if weight.shifts is None else weight.shifts
     multipliers = scales if factors is None else factors
