@@ -244,8 +244,8 @@ def compile_product(code: str, group: int, rounds: bool, k: int, activation: int
     ptx, wanted = made.asm["ptx"], "e4m3.e4m3" if rounds else "bf16.bf16"
     steps = {"asks": "prefetch.global.L2", "waits": "griddepcontrol.wait", "releases": "griddepcontrol.launch"}
     places = sorted((ptx.rindex(text), step) for step, text in steps.items() if text in ptx)
-    return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx, "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)),
-            "shared": made.metadata.shared, "is_second": activation == 0,
+    return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx,
+            "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)), "shared": made.metadata.shared, "is_second": activation == 0,
             "order": [step for _, step in places]}
 
 
