@@ -245,8 +245,8 @@ def compile_product(code: str, group: int, rounds: bool, k: int, activation: int
     steps = {"asks": "prefetch.global.L2", "waits": "griddepcontrol.wait", "releases": "griddepcontrol.launch"}
     places = sorted((ptx.rindex(text), step) for step, text in steps.items() if text in ptx)
     return {"multiplies": "wgmma.mma_async" in ptx and wanted in ptx,
-            "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)), "shared": made.metadata.shared, "is_second": activation == 0,
-            "order": [step for _, step in places]}
+            "copies": len(re.findall(r"cp\.async\.c[ag]", ptx)), "shared": made.metadata.shared,
+            "is_second": activation == 0, "order": [step for _, step in places]}
 
 
 if __name__ == "__main__":
