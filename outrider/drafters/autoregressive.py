@@ -66,6 +66,8 @@ class DraftNetwork(Protocol):
 class NetworkDrafter(Drafter):
     """A drafter that draws its drafts from the logits of a network of its own."""
 
+    skip_reads_taps = False
+
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
         self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
         self.attention_layers = tuple(network.attention_layers)

@@ -102,6 +102,7 @@ class Drafter:
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
     taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    skip_reads_taps = True  # or only `propose` does: then steps without drafts record none
     reads_hidden = HiddenReads.ALL  # beside the states of taps
     attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes

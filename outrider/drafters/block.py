@@ -44,6 +44,7 @@ MOST_LOGITS = 1 << 26  # numbers of logits that are made at once
 
 class BlockDrafter(Drafter):
     name = "block"
+    skip_reads_taps = False
 
     def __init__(self, head: BlockHead, max_drafts: int, min_confidence: float = 0.0) -> None:
         """min_confidence: a request gets no drafts from the first one on that the confidence head thinks is reached and

@@ -229,9 +229,10 @@ class DrafterGuards:
             self._learner.reset()
 
     def taps_for(self, num_wanted: int) -> tuple[int, ...]:
-        """The taps that the target records in a step that asks for so many drafts. Without drafts the package's own
-        drafters read none (a user's drafter may), and a model without taps runs more of its layers in one call."""
-        is_needed = num_wanted > 0 or self._learner is not None or not self._trusts_all
+        """The taps that the target records in a step that asks for so many drafts. Without drafts few drafters read
+        them, and recording takes time and memory."""
+        reads_always = any(guard.drafter.taps and guard.drafter.skip_reads_taps for guard in self._guards)
+        is_needed = num_wanted > 0 or self._learner is not None or reads_always
         return self.taps if is_needed else ()
 
     def skip(self, step: Step) -> None:

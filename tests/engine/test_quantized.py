@@ -233,7 +233,7 @@ def test_an_outline_takes_the_bytes_that_loading_keeps(tmp_path: Path, tied: boo
     assert sum(slot.nbytes for slot in planned.weights().values()) == taken[0] < taken[1]
 
 
-def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_lie_within_the_one_call_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states between layers are the same, whether the layers around them are done in one call or one by one."""
     counts: list[int] = []
     decoder_layer = native.decoder_layer
@@ -250,7 +250,7 @@ def test_taps_part_the_layers_that_one_call_does(monkeypatch: pytest.MonkeyPatch
     fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
     prepare([fused], allow_copies=False)
     expected, found = taps(plain), taps(fused)
-    assert counts == [2, 1, 2]
+    assert counts == [5]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -184,5 +184,5 @@ def test_adapters_change_linear_layers_and_not_the_joint_experts(tmp_path: Path)
         (done,) = llm.generate([prompt], greedy(8, ignore_eos=True), use_tqdm=False,
                                lora_request=LoRARequest("linear", 1, str(linear)))
         assert done.outputs[0].token_ids == peft_greedy(folder, linear, prompt, 8)
-        with pytest.raises(ValueError, match="the model has no .*feed_forward.experts.* that an adapter may change"):
+        with pytest.raises(ValueError, match="feed_forward.experts.*input by output, take no adapters"):
             llm.generate([prompt], greedy(2), use_tqdm=False, lora_request=LoRARequest("experts", 2, str(experts)))

@@ -16,14 +16,16 @@ def with_taps(kind: type[Drafter]) -> Drafter:
     return drafter
 
 
-class UsersDrafter(Drafter):
-    """A user's own drafter, which may read hidden states in `skip` too."""
+class OnlyToDraft(Drafter):
+    """Like the drafters of the package."""
+
+    skip_reads_taps = False
 
 
-def test_a_step_without_drafts_has_taps_only_for_a_learner_or_a_users_drafter() -> None:
+def test_a_step_without_drafts_has_taps_only_for_a_learner_or_a_drafter_that_reads_them_then() -> None:
     learner: Any = SimpleNamespace(resting=nullcontext)
-    for guards, without_drafts in ((DrafterGuards(with_taps(Drafter)), ()),
-                                   (DrafterGuards(with_taps(UsersDrafter)), (1, 3)),
-                                   (DrafterGuards(with_taps(Drafter), learner=learner), (1, 3))):
+    for guards, without_drafts in ((DrafterGuards(with_taps(OnlyToDraft)), ()),
+                                   (DrafterGuards(with_taps(Drafter)), (1, 3)),
+                                   (DrafterGuards(with_taps(OnlyToDraft), learner=learner), (1, 3))):
         assert guards.taps_for(0) == without_drafts
         assert guards.taps_for(1) == guards.taps_for(4) == (1, 3)
