@@ -30,6 +30,7 @@ from outrider.sample.extras import StepExtras, StepNeeds
 
 log = logging.getLogger("outrider")
 REPEATS = 3
+SWEEPS, SWEEP_REPEATS = 2, 2  # of steps that are not captured: others may use the processor for a part of a second
 ENOUGH_SECONDS = 0.1  # spent on one size on a CPU, where chance is small beside a step that takes long
 SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast reading is
 
@@ -42,13 +43,15 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
     most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
         sizes = measured_sizes(most, is_cuda=step.state.device.type == "cuda")
-    # More tokens never cost less; a dip is noise.
-    seconds = accumulate((step_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes), max)
-    plain = StepCosts(tuple(sizes), tuple(seconds))
-    counts: list[int] = []
-    if step.drafter is not None and step.drafter.attention_layers:
-        counts = [1] if graphs is None else sorted({*(n for n in DRAFTING_REQUESTS if n < max_requests), max_requests})
-    drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
+    has_network = step.drafter is not None and bool(step.drafter.attention_layers)
+    if graphs is None:
+        plain, drafting = _uncaptured(step, limits, sizes, has_network)
+    else:
+        # More tokens never cost less; a dip is noise.
+        seconds = accumulate((step_seconds(step, limits, graphs, size, num_wanted=0) for size in sizes), max)
+        plain = StepCosts(tuple(sizes), tuple(seconds))
+        counts = sorted({*(n for n in DRAFTING_REQUESTS if n < max_requests), max_requests}) if has_network else []
+        drafting = [_drafting(step, limits, graphs, n, plain) for n in counts]
     reading, row_seconds = read_costs(step)
     loads = (0.0, 0.0, 0.0) if graphs is None else sampler_costs(step, graphs)
     return replace(plain, drafting=tuple(drafting), logit_row_seconds=loads, is_padded=graphs is not None,
@@ -87,19 +90,35 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
     return 0.0, max(0.0, draw - greedy) / requests, max(0.0, searched - greedy) / requests
 
 
-def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, requests: int,
-              plain: StepCosts) -> DraftCost:
-    """The cost of a proposal. Where steps are captured, from steps that check as many drafts as they propose: start-up
-    captures those to serve batches, so that no graph is captured to be measured alone. Elsewhere from a step of one
-    request without drafts."""
+def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
+                has_network: bool) -> tuple[StepCosts, list[DraftCost]]:
+    """Costs of steps of these sizes, and of a proposal, from a step of one request without drafts: the best of some
+    sweeps over all of them."""
+    asked = [(size, 0) for size in sizes]
+    if has_network:
+        asked += [(1, 0), (1, 1), (1, limits.max_drafts)]
+    sweeps = [[step_seconds(step, limits, None, size, num_wanted, SWEEP_REPEATS) for size, num_wanted in asked]
+              for _ in range(SWEEPS)]
+    best = [min(times) for times in zip(*sweeps, strict=True)]
+    plain = StepCosts(tuple(sizes), tuple(accumulate(best[: len(sizes)], max)))
+    if not has_network:
+        return plain, []
+    none, one, most = best[len(sizes) :]
+    return plain, [_draft_cost(1, one - none, most - none, limits.max_drafts)]
+
+
+def _draft_cost(requests: int, one: float, most: float, num_drafts: int) -> DraftCost:
+    return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, num_drafts - 1)))
+
+
+def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs, requests: int, plain: StepCosts) -> DraftCost:
+    """The cost of a proposal, from captured steps that check as many drafts as they propose: start-up captures those to
+    serve batches, so that no graph is captured to be measured alone."""
     def seconds_of(drafts: int) -> float:
-        if graphs is None:
-            return step_seconds(step, limits, None, 1, drafts) - plain.step(1)
         key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
         return _replay_seconds(graphs, key, step.state.device) - plain.step(key.tokens)
 
-    one, most = seconds_of(1), seconds_of(limits.max_drafts)
-    return DraftCost(requests, max(0.0, one), max(0.0, (most - one) / max(1, limits.max_drafts - 1)))
+    return _draft_cost(requests, seconds_of(1), seconds_of(limits.max_drafts), limits.max_drafts)
 
 
 def _replay_seconds(graphs: StepGraphs, key: GraphKey, device: torch.device) -> float:
