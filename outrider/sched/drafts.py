@@ -28,6 +28,11 @@ PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has 
 # that has rested has not seen the prompts, so its later tries fail: a few unlucky drafts must not send it to rest for
 # good.
 FIRST_WEIGHT = 32.0
+# Where the drafter rests while no request drafts, a new request tries a draft in so many steps before its own
+# acceptance counts: every request, or one of so many while drafts are accepted too seldom.
+TRY_STEPS, TRY_FEW = 8, 4
+HOPELESS = 0.9  # acceptance that one draft each would need: no request tries
+HARDLY = 0.7  # the part of the needed acceptance that is enough for every request to try
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
@@ -140,8 +145,9 @@ class ProposedDepth:
     """The most drafts of a request, step after step: what pays, no more than was proposed in the step before, and now
     and then one draft more, to see whether it pays by now."""
 
-    def __init__(self, k: int) -> None:
-        self._k = k
+    def __init__(self, k: int, *, tries_from_rest: bool = True) -> None:
+        """tries_from_rest: also where no draft pays."""
+        self._k, self._tries_from_rest = k, tries_from_rest
         self.proposed = 0  # drafts that the last step proposed
         self._tried = 0  # drafts that the last step proposed for a try
         self._since = 0  # steps since the last try
@@ -152,7 +158,7 @@ class ProposedDepth:
         interval = PROBE_DEPTH_AFTER if best else PROBE_ALL_AFTER
         self._since += 1
         self._tried = 0
-        if self._since >= interval and best < self._k:
+        if self._since >= interval and best < self._k and (best or self._tries_from_rest):
             self._since, self._tried = 0, best + 1
         self.proposed = max(best, self._tried)
         return now
@@ -388,14 +394,21 @@ def shared_choices(gains: list[list[float]], most: int, count: int) -> Iterator[
 
 class IndividualDrafts(_LearningDrafts):
     """A count of its own for each request. Where proposals cost time, the drafter guesses no more than will be checked,
-    and rests while no request drafts."""
+    and rests while no request drafts. A drafter that has rested has not seen what was written meanwhile, so that a try
+    in the middle of a request says nothing: new requests try drafts from their prompts on."""
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
         super().__init__(k, costs)
         if not always_propose:
             self.acceptance = Acceptance(k, FIRST_WEIGHT)
         self._always_propose = always_propose
-        self._depth = ProposedDepth(k)
+        self._depth = ProposedDepth(k, tries_from_rest=False)
+        self._tries: dict[int, int] = {}  # by request, steps in which it still tries a draft
+        self._num_requests = 0
+
+    def forget(self, request: Request) -> None:
+        super().forget(request)
+        self._tries.pop(request.id, None)
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
@@ -403,7 +416,11 @@ class IndividualDrafts(_LearningDrafts):
             return DraftPlan(self._counts_of_guesses(requests, running, is_exact), self._k)
         counts = self._counts(requests, running, is_exact=False)
         # The drafter must see prompts that are being computed if it is to guess what follows them.
-        ahead = self._counts(requests, [i for i, request in enumerate(requests) if not request.yields_tokens], False)
+        reading = [i for i, request in enumerate(requests) if not request.yields_tokens]
+        ahead = self._counts(requests, reading, False)
+        for own, indexes in ((counts, running), (ahead, reading)):
+            for index in self._trying(requests, indexes):
+                own[index] = max(1, own[index])
         most, best = max(counts, default=0), max([*counts, *ahead], default=0)
         depth = self._depth.next(best)
         wanted = [0] * len(requests)
@@ -413,6 +430,26 @@ class IndividualDrafts(_LearningDrafts):
             count = counts[index] + 1 if depth > best and counts[index] == most else counts[index]
             wanted[index] = clamp_drafts(requests[index], min(count, depth), is_exact)
         return DraftPlan(wanted, self._depth.proposed)
+
+    def _trying(self, requests: list[Request], indexes: list[int]) -> list[int]:
+        """Those of the requests that try a draft in this step."""
+        needed = self._needed_acceptance(max(1, len(indexes)))
+        for request in requests:
+            if request.id not in self._tries:
+                is_likely = self._gains(request, False)[:1] > [HARDLY * needed]
+                self._tries[request.id] = TRY_STEPS if is_likely or self._num_requests % TRY_FEW == 0 else 0
+                self._num_requests += 1
+        if needed > HOPELESS:
+            return []
+        found = [index for index in indexes if self._tries[requests[index].id] and self._gains(requests[index], False)]
+        for index in found:
+            self._tries[requests[index].id] -= requests[index].yields_tokens
+        return found
+
+    def _needed_acceptance(self, count: int) -> float:
+        """The share of drafts that must be accepted where so many requests have one each."""
+        costs = self._costs
+        return (costs.step(2 * count, count) + costs.draft(1, count)) / costs.step(count, count) - 1
 
     def _counts_of_guesses(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
         """Counts of drafts that cost nothing to guess: a request that has had none for a while tries one."""

@@ -18,6 +18,8 @@ from outrider.sched.drafts import (
     MIN_GAIN,
     PROBE_ALL_AFTER,
     PROBE_DEPTH_AFTER,
+    TRY_FEW,
+    TRY_STEPS,
     DraftCounts,
     DraftPlan,
     FixedDrafts,
@@ -84,9 +86,11 @@ def test_a_drafter_that_costs_guesses_no_more_than_is_checked() -> None:
 def test_a_drafter_that_costs_sees_a_prompt_beside_a_request_that_does_not_draft() -> None:
     costs = StepCosts((1, 8), (1.0, 1.5), drafting=(DraftCost(1, 0.1, 0.1),))
     chooser, bad, prompt = auto_drafts(2, costs, always_propose=False), running(0), running(1)
+    for _ in range(TRY_STEPS):
+        chooser.choose([bad], is_exact=False)
     observed(chooser, prompt, 2, 2)
     observed(chooser, bad, 2, 0)
-    assert chooser.choose([bad], is_exact=False) == DraftPlan([0], 0)
+    assert chooser.choose([bad], is_exact=False).num_wanted == 0
     prompt.admitted_len = 10
     assert chooser.choose([bad, prompt], is_exact=False) == DraftPlan([0, 0], 2)
 
@@ -124,10 +128,36 @@ def test_it_tries_again_after_a_while() -> None:
     assert chosen[0] == 0 and 0 < sum(chosen) < 40  # now and then, and no more
 
 
-def test_a_drafter_that_costs_is_left_out_when_it_does_not_pay_but_for_a_look_now_and_then() -> None:
+def test_a_drafter_that_costs_is_left_out_where_no_acceptance_would_pay() -> None:
     chooser, request = auto_drafts(2, STEEP, always_propose=False), running(0)
-    proposals = [chooser.choose([request], is_exact=False).num_wanted for _ in range(200)]
-    assert proposals.count(0) > 190 and 1 in proposals
+    assert not any(chooser.choose([request], is_exact=False).num_wanted for _ in range(200))
+
+
+def test_new_requests_try_a_drafter_that_rests_from_their_prompts_on() -> None:
+    """One that has rested in a request has not seen its text, so that no later step of the request tries it. While
+    drafts are seldom accepted, one request in some tries, and one that gains goes on."""
+    costs = StepCosts((1, 8), (1.0, 1.7), drafting=(DraftCost(1, 0.2, 0.2),))
+    chooser = auto_drafts(1, costs, always_propose=False)
+    tries = []
+    for number in range(40):
+        request = running(number)
+        request.admitted_len = 10  # still computes its prompt
+        seen = chooser.choose([request], is_exact=False).num_wanted
+        request.admitted_len = 3
+        drafts = 0
+        for _ in range(60):
+            plan = chooser.choose([request], is_exact=False)
+            drafts += plan.num_drafts[0]
+            if plan.num_drafts[0]:
+                observed(chooser, request, 1, 0, times=1)
+        assert bool(drafts) == bool(seen), "the drafter sees the prompts of the requests that try it"
+        tries.append(drafts)
+        chooser.forget(request)
+    bad = tries[20:]
+    assert 0 in bad and 0 < max(bad) <= TRY_STEPS and sum(count > 0 for count in bad) <= 1 + len(bad) // TRY_FEW
+    chooser, request = auto_drafts(1, costs, always_propose=False), running(99)
+    observed(chooser, request, 1, 1)
+    assert all(chooser.choose([request], is_exact=False).num_wanted for _ in range(60))
 
 
 @pytest.mark.parametrize(("speculative", "most"), [(False, 0), (2, 2), (None, 4), (True, 4)])
