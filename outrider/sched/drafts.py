@@ -19,20 +19,13 @@ from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
 from outrider.sched.acceptance import Acceptance
 from outrider.sched.draft_chances import DraftChances
+from outrider.sched.draft_tries import HARDLY, HOPELESS, NewRequestTries, ProposedDepth
 from outrider.sched.request import Request
 from outrider.sched.spread_acceptance import SpreadAcceptance
 
-PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, where one alone would cost as much as all
-PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
-# Observations that the rate of the first request is worth, where the drafter rests while no request drafts. A drafter
-# that has rested has not seen the prompts, so its later tries fail: a few unlucky drafts must not send it to rest for
-# good.
+# Observations that the rate of the first request is worth, where the drafter rests while no request drafts: a few
+# unlucky drafts must not send it to rest.
 FIRST_WEIGHT = 32.0
-# Where the drafter rests while no request drafts, a new request tries a draft in so many steps before its own
-# acceptance counts: every request, or one of so many while drafts are accepted too seldom.
-TRY_STEPS, TRY_FEW = 8, 4
-HOPELESS = 0.9  # acceptance that one draft each would need: no request tries
-HARDLY = 0.7  # the part of the needed acceptance that is enough for every request to try
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
@@ -139,29 +132,6 @@ class _LearningDrafts(DraftCounts):
         if request.max_drafts is None and not is_exact:
             return gains
         return gains[: clamp_drafts(request, self._k, is_exact)]
-
-
-class ProposedDepth:
-    """The most drafts of a request, step after step: what pays, no more than was proposed in the step before, and now
-    and then one draft more, to see whether it pays by now."""
-
-    def __init__(self, k: int, *, tries_from_rest: bool = True) -> None:
-        """tries_from_rest: also where no draft pays."""
-        self._k, self._tries_from_rest = k, tries_from_rest
-        self.proposed = 0  # drafts that the last step proposed
-        self._tried = 0  # drafts that the last step proposed for a try
-        self._since = 0  # steps since the last try
-
-    def next(self, best: int) -> int:
-        """Drafts for the coming step, when `best` would pay."""
-        now = max(min(best, self.proposed), self._tried)
-        interval = PROBE_DEPTH_AFTER if best else PROBE_ALL_AFTER
-        self._since += 1
-        self._tried = 0
-        if self._since >= interval and best < self._k and (best or self._tries_from_rest):
-            self._since, self._tried = 0, best + 1
-        self.proposed = max(best, self._tried)
-        return now
 
 
 class DraftChoice(NamedTuple):
@@ -403,12 +373,11 @@ class IndividualDrafts(_LearningDrafts):
             self.acceptance = Acceptance(k, FIRST_WEIGHT)
         self._always_propose = always_propose
         self._depth = ProposedDepth(k, tries_from_rest=False)
-        self._tries: dict[int, int] = {}  # by request, steps in which it still tries a draft
-        self._num_requests = 0
+        self._tries = NewRequestTries()
 
     def forget(self, request: Request) -> None:
         super().forget(request)
-        self._tries.pop(request.id, None)
+        self._tries.forget(request.id)
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
@@ -435,16 +404,11 @@ class IndividualDrafts(_LearningDrafts):
         """Those of the requests that try a draft in this step."""
         needed = self._needed_acceptance(max(1, len(indexes)))
         for request in requests:
-            if request.id not in self._tries:
-                is_likely = self._gains(request, False)[:1] > [HARDLY * needed]
-                self._tries[request.id] = TRY_STEPS if is_likely or self._num_requests % TRY_FEW == 0 else 0
-                self._num_requests += 1
+            self._tries.meet(request.id, is_likely=self._gains(request, False)[:1] > [HARDLY * needed])
         if needed > HOPELESS:
             return []
-        found = [index for index in indexes if self._tries[requests[index].id] and self._gains(requests[index], False)]
-        for index in found:
-            self._tries[requests[index].id] -= requests[index].yields_tokens
-        return found
+        return [index for index in indexes if self._gains(requests[index], False)
+                and self._tries.take(requests[index].id, is_step=requests[index].yields_tokens)]
 
     def _needed_acceptance(self, count: int) -> float:
         """The share of drafts that must be accepted where so many requests have one each."""

@@ -14,18 +14,8 @@ from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
-from outrider.sched.drafts import (
-    MIN_GAIN,
-    PROBE_ALL_AFTER,
-    PROBE_DEPTH_AFTER,
-    TRY_FEW,
-    TRY_STEPS,
-    DraftCounts,
-    DraftPlan,
-    FixedDrafts,
-    ProposedDepth,
-    auto_drafts,
-)
+from outrider.sched.draft_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, TRY_FEW, TRY_STEPS, ProposedDepth
+from outrider.sched.drafts import MIN_GAIN, DraftCounts, DraftPlan, FixedDrafts, auto_drafts
 from outrider.sched.request import Request, State
 from tests.unit.made_requests import made_request
 
