@@ -61,16 +61,18 @@ class RowSlots(NamedTuple):
     # [tokens, 3] int64: the first place of each segment in that order, the place behind its last, and its slot. Behind
     # the last segment: `tokens` twice and NO_SLOT.
     segments: Tensor
+    num_segments: Tensor  # [1] int64
 
     @classmethod
     def from_slots(cls, slots: Tensor) -> RowSlots:
         sorted_slots, order = slots.sort(stable=True)
         segments = _segments(sorted_slots)
+        num_segments = (segments[:, 0] < len(slots)).sum(dim=0, keepdim=True)
         if slots.is_cuda:
             # Kernels read the order before they wait for their predecessors. This launch, which is an ordinary one,
             # lies between the segments and the first of them, and begins when the segments are in memory.
             slots.new_zeros(1)
-        return cls(slots, sorted_slots, order, segments)
+        return cls(slots, sorted_slots, order, segments, num_segments)
 
     @staticmethod
     def most_segments(num_rows: int, num_slots: int) -> int:

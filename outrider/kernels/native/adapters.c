@@ -18,7 +18,7 @@ int64_t count_segments(const Adapters *adapters) {
 
 /* Token rows in the order of their slots, as RowSlots has them: slot by slot, from the least on. */
 void sort_slots(const int64_t *slots, int64_t rows, int64_t segment_rows, int64_t *sorted, int64_t *order,
-                int64_t *segments) {
+                int64_t *segments, int64_t *num_segments) {
     int64_t place = 0, count = 0, slot = INT64_MIN, next;
     for (int64_t row = 0; row < rows; row++) slot = row == 0 || slots[row] < slot ? slots[row] : slot;
     for (; place < rows; slot = next) {
@@ -35,6 +35,7 @@ void sort_slots(const int64_t *slots, int64_t rows, int64_t segment_rows, int64_
             segments[3 * count + 2] = slot;
         }
     }
+    *num_segments = count;
     for (; count < rows; count++) segments[3 * count] = segments[3 * count + 1] = rows, segments[3 * count + 2] = -1;
 }
 

@@ -43,11 +43,11 @@ def takes_sort(slots: Tensor) -> bool:
 
 def sort_slots(slots: Tensor) -> RowSlots:
     rows = len(slots)
-    numbers = torch.empty(5 * rows, dtype=torch.int64)
-    sorted_slots, order, segments = numbers.split([rows, rows, 3 * rows])
+    numbers = torch.empty(5 * rows + 1, dtype=torch.int64)
+    sorted_slots, order, segments, num_segments = numbers.split([rows, rows, 3 * rows, 1])
     library().sort_slots(slots.data_ptr(), rows, SEGMENT_ROWS, sorted_slots.data_ptr(), order.data_ptr(),
-                         segments.data_ptr())
-    return RowSlots(slots, sorted_slots, order, segments.view(rows, 3))
+                         segments.data_ptr(), num_segments.data_ptr())
+    return RowSlots(slots, sorted_slots, order, segments.view(rows, 3), num_segments)
 
 
 def takes_reduce(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> bool:

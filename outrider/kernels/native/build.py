@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "forget_pages": (_I, [_P, _P]),
     "draft_chain": (_L, [_P, _P, _I]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
-    "sort_slots": (None, [_P, _L, _L, _P, _P, _P]),
+    "sort_slots": (None, [_P, _L, _L, _P, _P, _P, _P]),
     "reduce_adapters": (None, [_P, _P, _P, _L, _L, _P, _I]),
     "add_adapters": (None, [_P, _P, _P, _P, _L, _L, _L, _I]),
     "decoder_layers": (_L, [_P, _L, _P, _P, _P, _P, _I, _P, _P, _I]),

@@ -1,15 +1,13 @@
-"""Adapters of linear layers: two launches, one for each factor. `kernels/adapters.py` is the
-specification.
+"""Adapters of linear layers: two launches, one for each factor. `kernels/adapters.py` is the specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
 alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it.
 
 A piece of work is a segment of token rows with one slot (see `RowSlots`), and a range of features. Programs go through
-the pieces in turn and end where segments end, so that a launch is as large as the work that may be, and takes as long
-as the work that is. The first kernel needs nothing of the layer's product: it is launched before it, and lies beside
-its beginning. Factors and segments are written by no kernel of the layers, so they are fetched while the predecessor
-still runs.
+the pieces that there are, so that a launch is as large as the work that may be, and takes as long as the work that is.
+The first kernel needs nothing of the layer's product: it is launched before it, and lies beside its beginning. Factors
+and segments are written by no kernel of the layers, so they are fetched while the predecessor still runs.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ _MAX_PROGRAMS = 528  # that go through pieces of work: about as many as run at o
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
 _BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
 _BLOCK_N = 128
+_MAX_RANKS = 64
 _GATED = ("silu", "gelu_pytorch_tanh")
 _MAX_STEP = 16  # numbers that one load takes at most
 
@@ -54,17 +53,29 @@ def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def added_by(b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
-             BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """[TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank, of which `b` is
-    the first tile of ranks, at b_at. Sums are there for whole tiles of ranks."""
-    lane = tl.arange(0, TILE)
-    acc = tl.zeros([TILE, BLOCK_N], dtype=tl.float32)
-    for block in range(0, rank, TILE):
-        total = summed_ranges(inner_at + block, inner_stride, is_own[:, None], SPLITS)
-        acc = tl.dot(total.to(b.dtype), b, acc, input_precision="ieee")
-        b_at += TILE * b_stride
-        b = tl.load(b_at, mask=(block + TILE + lane < rank)[:, None] & is_there[None, :], other=0.0)
+def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
+    """The first block of output features that this program takes, of those of all segments, and the one behind its
+    last. Blocks that follow each other are mostly of one segment, whose sums a program then adds up once."""
+    num_blocks = tl.load(num_segments).to(tl.int32) * PER_SEGMENT
+    share = tl.cdiv(num_blocks, tl.num_programs(0))
+    first = tl.program_id(0) * share
+    return first, tl.minimum(first + share, num_blocks)
+
+
+@triton.jit
+def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
+             RANKS: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """[TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank. total, b: the
+    first RANKS ranks of both. HAS_MORE: there may be more."""
+    lane = tl.arange(0, RANKS)
+    acc = tl.dot(total, b, tl.zeros([TILE, BLOCK_N], dtype=tl.float32), input_precision="ieee")
+    if HAS_MORE:
+        for block in range(RANKS, rank, RANKS):
+            is_rank = block + lane < rank
+            more = summed_ranges(inner_at + block, inner_stride, is_own[:, None] & is_rank[None, :], SPLITS)
+            b_at += RANKS * b_stride
+            b = tl.load(b_at, mask=is_rank[:, None] & is_there[None, :], other=0.0)
+            acc = tl.dot(more.to(b.dtype), b, acc, input_precision="ieee")
     return acc
 
 
@@ -102,8 +113,7 @@ def _shrink_kernel(
             block = rest % share * TILE
             a_at = factor + (block + lane)[:, None] * K + column[None, :]
             a = tl.load(a_at, mask=(block + lane < rank)[:, None] & (column < K)[None, :], other=0.0)
-            if piece < tl.num_programs(0):
-                wait_for_inputs(PDL)
+            wait_for_inputs(PDL)  # in every piece: a program's first ones may be of rows without an adapter
             for block in range(rest % share * TILE, rank, share * TILE):
                 acc = tl.zeros([TILE, TILE], dtype=tl.float32)
                 for start in tl.static_range(0, SPLIT, BLOCK_K):
@@ -121,111 +131,138 @@ def _shrink_kernel(
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M", "num_pieces", "num_blocks", "first", "first_target", "num_targets"])
+@kernel(do_not_specialize=["M", "first", "first_target", "num_targets"])
 def _expand_kernel(
-    inner, numbers, places, scales, bounds, segments, order, out, out_stride, M, num_pieces, num_blocks, first, width,
+    inner, numbers, places, scales, bounds, segments, num_segments, order, out, out_stride, M, first, width,
     first_target, num_targets, inner_width, gain, COUNT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """first, width: the output features that `out` has. COUNT: targets that `inner` has, of num_blocks pieces each.
-    gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and so does `first`."""
+    """first, width: the output features that `out` has. COUNT: targets that `inner` has, of at most BLOCKS blocks of
+    BLOCK_N features each. gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and
+    so does `first`."""
     release_dependents(PDL)
-    lane = tl.arange(0, TILE)
-    piece = tl.program_id(0)
-    while piece < num_pieces:
-        place_of_target, rest = piece % COUNT, piece // COUNT
-        segment = segments + rest // num_blocks * 3
+    row, lane = tl.arange(0, TILE), tl.arange(0, RANKS)
+    next_block, end_block = own_blocks(num_segments, COUNT * BLOCKS)
+    while next_block < end_block:
+        place_of_target = next_block // BLOCKS % COUNT
+        segment = segments + next_block // (BLOCKS * COUNT) * 3
         begin, end, slot = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-        target = first_target + place_of_target
-        low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
-        num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
-        first_feature = rest % num_blocks * BLOCK_N
-        feature = first_feature + tl.arange(0, BLOCK_N)  # within the target
-        first_column = tl.multiple_of((low - first).to(tl.int32), STEP)
-        column = first_column + feature  # of `out`
-        # Groups of STEP features are whole, there or not, so that they can be loaded together.
-        is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
-        first_column += first_feature
-        if (slot >= 0) & (first_feature < num_features) & (first_column + BLOCK_N > 0) & (first_column < width):
-            place_of_row = begin + lane
-            is_own = place_of_row < end
-            token = tl.load(order + place_of_row, mask=is_own, other=0)
+        block = next_block % BLOCKS
+        stop = tl.minimum(BLOCKS, block + end_block - next_block)
+        next_block += stop - block
+        if slot >= 0:
+            target = first_target + place_of_target
+            low, high = tl.load(bounds + 2 * target), tl.load(bounds + 2 * target + 1)
+            num_features = tl.multiple_of((high - low).to(tl.int32), STEP)
+            first_column = tl.multiple_of((low - first).to(tl.int32), STEP)
+            # Blocks that have features of the target within `out`.
+            block = tl.maximum(block, -first_column // BLOCK_N)
+            stop = tl.minimum(stop, tl.cdiv(tl.minimum(num_features, width - first_column), BLOCK_N))
             slot_and_target = slot // EXPERTS * num_targets + target
             place = places + slot_and_target * PLACES
             rank = tl.load(place + 2).to(tl.int32)
-            factor = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
-            if EXPERTS > 1:
-                factor += tl.multiple_of(slot % EXPERTS * rank * num_features, ALIGNMENT)
-            scale = tl.load(scales + slot_and_target) * gain
-            b_at = factor + lane[:, None] * num_features + feature[None, :]
-            b = tl.load(b_at, mask=(lane < rank)[:, None] & is_there[None, :], other=0.0)
-            if piece < tl.num_programs(0):
+            if (rank > 0) & (block < stop):
+                place_of_row = begin + row
+                is_own = place_of_row < end
+                token = tl.load(order + place_of_row, mask=is_own, other=0)
+                factor = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
+                if EXPERTS > 1:
+                    factor += tl.multiple_of(slot % EXPERTS * rank * num_features, ALIGNMENT)
+                scale = tl.load(scales + slot_and_target) * gain
+                feature = block * BLOCK_N + tl.arange(0, BLOCK_N)  # within the target
+                # Groups of STEP features are whole, there or not, so that they can be loaded together.
+                column = first_column + feature  # of `out`
+                is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
+                is_rank = lane < rank
+                b_at = factor + lane[:, None] * num_features + feature[None, :]
+                b = tl.load(b_at, mask=is_rank[:, None] & is_there[None, :], other=0.0)
                 wait_for_inputs(PDL)
-            if rank > 0:
-                inside = is_own[:, None] & is_there[None, :]
-                out_at = out + token[:, None] * out_stride + column[None, :]
-                before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
-                row = place_of_row.to(tl.int64)[:, None] * COUNT + place_of_target
-                inner_at = inner + row * inner_width + lane[None, :]
+                inner_row = place_of_row.to(tl.int64)[:, None] * COUNT + place_of_target
+                inner_at = inner + inner_row * inner_width + lane[None, :]
                 stride = tl.cast(M, tl.int64) * COUNT * inner_width
-                acc = added_by(b, b_at, num_features, rank, inner_at, stride, is_own, is_there, TILE, BLOCK_N, SPLITS)
-                tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
-        piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
+                total = summed_ranges(inner_at, stride, is_own[:, None] & is_rank[None, :], SPLITS).to(b.dtype)
+                while block < stop:
+                    inside = is_own[:, None] & is_there[None, :]
+                    out_at = out + token[:, None] * out_stride + (first_column + feature)[None, :]
+                    before = tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
+                    acc = added_by(total, b, b_at, num_features, rank, inner_at, stride, is_own, is_there, TILE, RANKS,
+                                   HAS_MORE, BLOCK_N, SPLITS)
+                    tl.store(out_at, (before + scale * acc).to(out.dtype.element_ty), mask=inside)
+                    block += 1
+                    feature = block * BLOCK_N + tl.arange(0, BLOCK_N)
+                    column = first_column + feature
+                    is_there = tl.max_constancy((feature < num_features) & (column >= 0) & (column < width), [STEP])
+                    b_at = factor + lane[:, None] * num_features + feature[None, :]
+                    b = tl.load(b_at, mask=is_rank[:, None] & is_there[None, :] & (block < stop), other=0.0)
     wait_for_inputs(PDL)
 
 
-@kernel(do_not_specialize=["M", "num_pieces", "num_blocks", "first_target", "num_targets"])
+@kernel(do_not_specialize=["M", "first_target", "num_targets"])
 def _expand_gated_kernel(
-    inner, numbers, places, scales, segments, order, product, out, product_stride, out_stride, M, num_pieces,
-    num_blocks, width, first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, numbers, places, scales, segments, num_segments, order, product, out, product_stride, out_stride, M, width,
+    first_target, num_targets, inner_width, SPLITS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+    HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
+    STEP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):
     """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
-    has. Every token row is written; STEP divides width."""
+    has, of BLOCKS blocks of BLOCK_N features each. Every token row is written; STEP divides width."""
     release_dependents(PDL)
-    lane = tl.arange(0, TILE)
+    row, lane = tl.arange(0, TILE), tl.arange(0, RANKS)
     width = tl.multiple_of(width, STEP)
-    piece = tl.program_id(0)
-    while piece < num_pieces:
-        segment = segments + piece // num_blocks * 3
+    next_block, end_block = own_blocks(num_segments, BLOCKS)
+    while next_block < end_block:
+        segment = segments + next_block // BLOCKS * 3
         begin, end, slot = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-        place_of_row = begin + lane
+        block = next_block % BLOCKS
+        stop = tl.minimum(BLOCKS, block + end_block - next_block)
+        next_block += stop - block
+        place_of_row = begin + row
         is_own = place_of_row < end
         token = tl.load(order + place_of_row, mask=is_own, other=0)
-        feature = piece % num_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_there = tl.max_constancy(feature < width, [STEP])
-        # Sums for gate and up; none of a segment without an adapter, whose ranks count as 0.
+        # Ranks of gate and up; those of a segment without an adapter count as 0.
         slot_and_target = tl.maximum(slot, 0) * num_targets + first_target
         place = places + slot_and_target * PLACES
         gate_rank = tl.where(slot >= 0, tl.load(place + 2), 0).to(tl.int32)
         up_rank = tl.where(slot >= 0, tl.load(place + PLACES + 2), 0).to(tl.int32)
-        factor_at = lane[:, None] * width + feature[None, :]
-        gate_at = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT) + factor_at
-        up_at = numbers + tl.multiple_of(tl.load(place + PLACES + 1), ALIGNMENT) + factor_at
-        gate_b = tl.load(gate_at, mask=(lane < gate_rank)[:, None] & is_there[None, :], other=0.0)
-        up_b = tl.load(up_at, mask=(lane < up_rank)[:, None] & is_there[None, :], other=0.0)
         gate_scale, up_scale = tl.load(scales + slot_and_target), tl.load(scales + slot_and_target + 1)
-        if piece < tl.num_programs(0):
-            wait_for_inputs(PDL)
-        inside = is_own[:, None] & is_there[None, :]
-        product_at = product + token[:, None] * product_stride + feature[None, :]
-        gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32)
+        gate_factor = numbers + tl.multiple_of(tl.load(place + 1), ALIGNMENT)
+        up_factor = numbers + tl.multiple_of(tl.load(place + PLACES + 1), ALIGNMENT)
+        feature = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_there = tl.max_constancy(feature < width, [STEP])
+        factor_at = lane[:, None] * width + feature[None, :]
+        gate_b = tl.load(gate_factor + factor_at, mask=(lane < gate_rank)[:, None] & is_there[None, :], other=0.0)
+        up_b = tl.load(up_factor + factor_at, mask=(lane < up_rank)[:, None] & is_there[None, :], other=0.0)
+        wait_for_inputs(PDL)
         inner_at = inner + place_of_row.to(tl.int64)[:, None] * 2 * inner_width + lane[None, :]
         stride = tl.cast(M, tl.int64) * 2 * inner_width
-        if gate_rank > 0:
-            gate += gate_scale * added_by(gate_b, gate_at, width, gate_rank, inner_at, stride, is_own, is_there, TILE,
+        gate_total = summed_ranges(inner_at, stride, is_own[:, None] & (lane < gate_rank)[None, :], SPLITS)
+        up_total = summed_ranges(inner_at + inner_width, stride, is_own[:, None] & (lane < up_rank)[None, :], SPLITS)
+        gate_total, up_total = gate_total.to(gate_b.dtype), up_total.to(up_b.dtype)
+        while block < stop:
+            inside = is_own[:, None] & is_there[None, :]
+            product_at = product + token[:, None] * product_stride + feature[None, :]
+            gate = tl.load(product_at, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(product_at + width, mask=inside, other=0.0).to(tl.float32)
+            factor_at = lane[:, None] * width + feature[None, :]
+            if gate_rank > 0:
+                gate += gate_scale * added_by(gate_total, gate_b, gate_factor + factor_at, width, gate_rank, inner_at,
+                                              stride, is_own, is_there, TILE, RANKS, HAS_MORE, BLOCK_N, SPLITS)
+            if up_rank > 0:
+                up += up_scale * added_by(up_total, up_b, up_factor + factor_at, width, up_rank,
+                                          inner_at + inner_width, stride, is_own, is_there, TILE, RANKS, HAS_MORE,
                                           BLOCK_N, SPLITS)
-        if up_rank > 0:
-            up += up_scale * added_by(up_b, up_at, width, up_rank, inner_at + inner_width, stride, is_own, is_there,
-                                      TILE, BLOCK_N, SPLITS)
-        # Rounded as if they had been stored.
-        gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
-        result = gated(gate, up, GELU).to(out.dtype.element_ty)
-        tl.store(out + token[:, None] * out_stride + feature[None, :], result, mask=inside)
-        piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
+            # Rounded as if they had been stored.
+            gate, up = gate.to(out.dtype.element_ty).to(tl.float32), up.to(out.dtype.element_ty).to(tl.float32)
+            result = gated(gate, up, GELU).to(out.dtype.element_ty)
+            tl.store(out + token[:, None] * out_stride + feature[None, :], result, mask=inside)
+            block += 1
+            feature = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            is_there = tl.max_constancy(feature < width, [STEP])
+            factor_at = lane[:, None] * width + feature[None, :]
+            is_next = is_there[None, :] & (block < stop)
+            gate_b = tl.load(gate_factor + factor_at, mask=(lane < gate_rank)[:, None] & is_next, other=0.0)
+            up_b = tl.load(up_factor + factor_at, mask=(lane < up_rank)[:, None] & is_next, other=0.0)
     wait_for_inputs(PDL)
 
 
@@ -270,15 +307,15 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
     result = torch.empty(num_rows, width, dtype=out.dtype, device=out.device)
     if not num_rows:
         return result
-    block = min(_BLOCK_N, max(TILE, next_power_of_two(width)))
+    ranks, block = _ranks(inner.shape[3]), min(_BLOCK_N, max(TILE, next_power_of_two(width)))
     blocks = cdiv(width, block)
-    pieces = RowSlots.most_segments(num_rows, len(tables.scales)) * blocks
-    _expand_gated_kernel[(min(pieces, _MAX_PROGRAMS),)](
-        inner, tables.numbers, tables.places, tables.scales, rows.segments, rows.order, out, result, out.stride(0),
-        width, num_rows, pieces, blocks, width, targets.first, len(tables.bounds), inner.shape[3],
-        SPLITS=inner.shape[0], TILE=TILE, BLOCK_N=block, PLACES=NUM_PLACES,
-        ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl, num_warps=4, num_stages=1,
-        **pdl_options(pdl))
+    programs = min(RowSlots.most_segments(num_rows, len(tables.scales)) * blocks, _MAX_PROGRAMS)
+    _expand_gated_kernel[(programs,)](
+        inner, tables.numbers, tables.places, tables.scales, rows.segments, rows.num_segments, rows.order, out, result,
+        out.stride(0), width, num_rows, width, targets.first, len(tables.bounds), inner.shape[3],
+        SPLITS=inner.shape[0], TILE=TILE, RANKS=ranks, HAS_MORE=inner.shape[3] > ranks, BLOCK_N=block, BLOCKS=blocks,
+        PLACES=NUM_PLACES, ALIGNMENT=ALIGNMENT, STEP=_step(width), GELU=activation != "silu", PDL=pdl, num_warps=4,
+        num_stages=1, **pdl_options(pdl))
     return result
 
 
@@ -343,25 +380,21 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
     splits, num_rows, _, inner_width = inner.shape
     begins = (0, *targets.ends[:-1])
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
-    segments = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts) * len(asked)
-    block, warps = _block_of_features(widest, segments)
+    ranks, block = _ranks(inner_width), min(_BLOCK_N, max(TILE, next_power_of_two(widest)))
     blocks = cdiv(widest, block)
-    pieces = segments * blocks
-    _expand_kernel[(min(pieces, _MAX_PROGRAMS),)](
-        inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.segments, rows.order, out,
-        out.stride(0), num_rows, pieces, blocks, first, out.shape[1], asked.start, len(tables.bounds), inner_width,
-        gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE,
-        BLOCK_N=block, PLACES=NUM_PLACES, ALIGNMENT=alignment_of(num_experts, widest),
-        STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl, num_warps=warps, num_stages=1,
-        **pdl_options(pdl))
+    segments = RowSlots.most_segments(num_rows, len(tables.scales) * num_experts)
+    _expand_kernel[(min(segments * len(asked) * blocks, _MAX_PROGRAMS),)](
+        inner, tables.numbers, tables.places, tables.scales, tables.bounds, rows.segments, rows.num_segments,
+        rows.order, out, out.stride(0), num_rows, first, out.shape[1], asked.start, len(tables.bounds), inner_width,
+        gain, COUNT=len(asked), SPLITS=splits, EXPERTS=num_experts, TILE=TILE, RANKS=ranks,
+        HAS_MORE=inner_width > ranks, BLOCK_N=block, BLOCKS=blocks, PLACES=NUM_PLACES,
+        ALIGNMENT=alignment_of(num_experts, widest), STEP=_step(first, out.shape[1], *targets.ends), PDL=pdl,
+        num_warps=4, num_stages=1, **pdl_options(pdl))
 
 
-def _block_of_features(num_features: int, num_segments: int) -> tuple[int, int]:
-    """Output features that a program of the second kernel takes at once, and its warps: more where there is much work,
-    so that more of it is on its way from memory. Bits do not depend on it."""
-    is_much = num_segments * cdiv(num_features, _BLOCK_N) > 2 * _MAX_PROGRAMS
-    most, warps = (2 * _BLOCK_N, 8) if is_much else (_BLOCK_N, 4)
-    return min(most, max(TILE, next_power_of_two(num_features))), warps
+def _ranks(inner_width: int) -> int:
+    """Ranks that the second kernel multiplies with at once: all of most adapters."""
+    return min(_MAX_RANKS, next_power_of_two(inner_width))
 
 
 def _step(*places: int) -> int:
@@ -396,6 +429,7 @@ def _require_rows(name: str, rows: RowSlots, tables: AdapterTables, num_rows: in
     for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
         require_tensor(name, argument, tensor, (num_rows,), device, (torch.int64,))
     require_tensor(name, "segments", rows.segments, (num_rows, 3), device, (torch.int64,), 2)
+    require_tensor(name, "num_segments", rows.num_segments, (1,), device, (torch.int64,))
     num_slots, num_targets = tables.scales.shape
     require_tensor(name, "places", tables.places, (num_slots, num_targets, NUM_PLACES), device, (torch.int64,), 3)
     require_tensor(name, "scales", tables.scales, (num_slots, num_targets), device, (torch.float32,), 2)
