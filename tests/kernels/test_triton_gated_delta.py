@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
-from outrider.kernels.triton import gated_delta
+from outrider.kernels.triton import gated_delta_chunks
 from outrider.kernels.triton.gated_delta import delta_steps
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
@@ -305,13 +305,13 @@ def test_chunks_are_cut_at_boundaries_and_only_there(device: torch.device, monke
     if device.type == "cuda":
         pytest.skip("calls are counted under the interpreter")
     spans: list[tuple[int, int]] = []
-    whole = gated_delta._chunk
+    whole = gated_delta_chunks._chunk
 
     def counting(state: object, begin: object, end: object, *rest: object) -> object:
         spans.append((int(begin), int(end)))
         return whole(state, begin, end, *rest)
 
-    monkeypatch.setattr(gated_delta, "_chunk", counting)
+    monkeypatch.setattr(gated_delta_chunks, "_chunk", counting)
     case = make_case([Asked(40, boundaries=(21, 39, 60))])
     check(case, device, chunked=True, chunk=16, config=StepConfig(16, 1))
     heads = SMALL.num_value_heads
