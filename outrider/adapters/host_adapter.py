@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.adapters.experts_target import ExpertsTarget
 from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
-from outrider.adapters.targets import ExpertsTarget, NamedPair, Target, Targets, aligned
+from outrider.adapters.target import NamedPair, Target, aligned
+from outrider.adapters.targets import Targets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
 MAX_SCALE = torch.finfo(torch.float32).max

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from outrider.adapters.arena import AdapterArena
-from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget
+from outrider.adapters.target import EmbeddingTarget, ExpansionTarget
 from outrider.core.step import AdapterReach
 from outrider.kernels import moe, ops
 from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange

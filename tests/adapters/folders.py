@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.adapters.targets import EmbeddingTarget, ExpansionTarget, ExpertsTarget, LinearTarget, Targets
+from outrider.adapters.experts_target import ExpertsTarget
+from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, LinearTarget
+from outrider.adapters.targets import Targets
 from outrider.models.base import Model
 from tests.models import oracle
 

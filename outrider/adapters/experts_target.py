@@ -1,0 +1,171 @@
+"""The target that a projection of a layer's experts is.
+
+Files name it in several ways: a module for each expert, factors of three axes for all experts, or the wrapper that PEFT
+puts around a joint parameter. This file reads them all, and joins them into the two factors that the arena holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from outrider.adapters.peft_folder import AdapterError, FactorPair
+from outrider.adapters.target import HeldFactors, NamedPair, Target
+from outrider.core.step import AdapterReach
+from outrider.formats import join_names
+from outrider.layers.moe import Experts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertsTarget(Target):
+    """One of the two projections of all experts: `a` [experts, rank, inputs] and `b` [experts, rank, outputs]. Files
+    hold factors expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two. With
+    several ranks each holds a part of the inner features."""
+
+    experts: Experts
+    is_down: bool
+    is_planned: bool = False
+    reach = AdapterReach.EXPERTS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.held_outputs
+
+    @property
+    def is_served(self) -> bool:
+        return self.experts.format.plain_parts is not None
+
+    @property
+    def num_inputs(self) -> int:
+        declared = self.experts.declared
+        return declared.expert_size if self.is_down else declared.hidden_size
+
+    @property
+    def is_gated(self) -> bool:
+        return self.experts.is_gated and not self.is_down
+
+    @cached_property
+    def parts(self) -> Mapping[str, range]:
+        """The output features of each matrix, by its name in files."""
+        size = self.experts.declared.expert_size
+        if self.is_down:
+            return {"down_proj": range(self.experts.declared.hidden_size)}
+        if not self.experts.is_gated:
+            return {"up_proj": range(size)}
+        return {"gate_up_proj": range(2 * size), "gate_proj": range(size), "up_proj": range(size, 2 * size)}
+
+    @property
+    def num_outputs(self) -> int:
+        return max(part.stop for part in self.parts.values())
+
+    @cached_property
+    def _inner(self) -> range:
+        """The inner features of an expert that this rank holds."""
+        declared = self.experts.declared
+        return range(declared.expert_size) if declared.cut is None else declared.cut.ranks.share(declared.expert_size)
+
+    @property
+    def held_inputs(self) -> int:
+        """Input features of this rank's part."""
+        return len(self._inner) if self.is_down else self.num_inputs
+
+    @property
+    def held_outputs(self) -> int:
+        """Output features of this rank's part."""
+        return self.num_outputs if self.is_down else (1 + self.is_gated) * len(self._inner)
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        # A gated expert whose gate and up were adapted apart has the ranks of both.
+        count = self.experts.num_experts
+        return count * rank * self.held_inputs, count * rank * self.held_outputs
+
+    def common_name(self, rest: str) -> str:
+        """A module's name below that of the experts, with the name that most families have for its matrix."""
+        expert, _, matrix = rest.rpartition(".")
+        names = dict(zip(self.experts.declared.names, ("gate_proj", "up_proj", "down_proj"), strict=True))
+        return join_names(expert, names.get(matrix, matrix))
+
+    def takes(self, rest: str, pair: FactorPair) -> bool:
+        """Whether a module below the experts' name is (a part of) this projection."""
+        expert, _, matrix = rest.rpartition(".")
+        if matrix in self.parts:
+            return expert == "" or expert in self._expert_names
+        # PEFT's wrapper of a joint parameter does not say which one it is; the shapes do.
+        shapes = pair.a_shape[-1:] + pair.b_shape[:1]
+        if rest not in ("", "base_layer") or shapes != (self.num_inputs, self.num_outputs):
+            return False
+        if not self.experts.is_gated and self.num_inputs == self.num_outputs:
+            raise AdapterError(f"{pair.a}: both projections of the experts have the shape {list(shapes[::-1])}: "
+                               "which one is meant is not known; save the factors under the projections' names")
+        return True
+
+    def changed_parts(self, rest: str) -> set[tuple[int, int]]:
+        """Experts, each with the first output feature of the matrices that are changed: gate and up are two."""
+        expert, _, matrix = rest.rpartition(".")
+        outputs = self.parts.get(matrix, range(self.num_outputs))
+        begins = {part.start for part in self.parts.values() if part.start in outputs}
+        experts = [int(expert)] if expert in self._expert_names else range(self.experts.num_experts)
+        return {(index, begin) for index in experts for begin in begins}
+
+    @cached_property
+    def _expert_names(self) -> frozenset[str]:
+        return frozenset(map(str, range(self.experts.num_experts)))
+
+    def config_name(self, module: str) -> str:
+        """PEFT's wrapper of a joint parameter goes by the parameter's name."""
+        experts = module.removesuffix(".base_layer")
+        return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
+
+    def check(self, pair: FactorPair) -> int:
+        return self._rank_of(pair, pair.a_shape, pair.b_shape)
+
+    def _rank_of(self, pair: FactorPair, a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        count, inputs = self.experts.num_experts, self.num_inputs
+        outputs = {len(part) for part in self.parts.values()}
+        if len(a) == len(b) == 3 and a[0] == b[0] == count and a[2] == inputs and a[1] == b[2] and b[1] in outputs:
+            return a[1]
+        if len(a) == len(b) == 2 and a[1] == inputs and b[0] in outputs and a[0] == b[1]:
+            is_joint = "experts.lora" in pair.a or "experts.base_layer." in pair.a
+            if not is_joint:
+                return a[0]
+            if a[0] % count == 0:
+                return a[0] // count
+        raise AdapterError(f"{pair.a} {list(a)} and {pair.b} {list(b)} do not fit {count} experts of {inputs} inputs: "
+                           "the adapter is for another base model")
+
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        """Scales are folded into the second factor: those of gate and up may differ."""
+        count = self.experts.num_experts
+        pieces: list[tuple[slice, range, torch.Tensor, torch.Tensor]] = []  # experts, outputs, factors with experts
+        for pair in pairs:
+            expert, _, matrix = pair.module.rpartition(".")
+            a, b = pair.a, pair.b.double() * pair.scale
+            if expert in self._expert_names:
+                own = slice(int(expert), int(expert) + 1)
+                pieces.append((own, self.parts[matrix], a[None], b[None]))
+            elif a.dim() == 3:
+                pieces.append((slice(None), self.parts[matrix], a, b))
+            else:
+                b = b.unflatten(1, (-1, count)).permute(2, 0, 1)  # PEFT has the experts behind the ranks
+                pieces.append((slice(None), range(self.num_outputs), a.unflatten(0, (count, -1)), b))
+        used = torch.zeros(count, dtype=torch.int64)
+        for own, _, a, _ in pieces:
+            used[own] += a.shape[1]
+        rank = int(used.max())
+        joint_a = pairs[0].a.new_zeros(count, rank, self.num_inputs)
+        joint_b = torch.zeros(count, self.num_outputs, rank, dtype=torch.float64)
+        used.zero_()
+        for own, part, a, b in pieces:
+            first = int(used[own].max())
+            joint_a[own, first : first + a.shape[1]] = a.to(joint_a.dtype)
+            joint_b[own, part.start : part.stop, first : first + a.shape[1]] = b
+            used[own] += a.shape[1]
+        held = slice(self._inner.start, self._inner.stop)
+        if self.is_down:
+            joint_a = joint_a[:, :, held]
+        else:
+            joint_b = joint_b.unflatten(1, (1 + self.is_gated, -1))[:, :, held].flatten(1, 2)
+        return HeldFactors(joint_a, joint_b.transpose(1, 2), rank, 1.0)

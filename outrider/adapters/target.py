@@ -1,0 +1,188 @@
+"""A target: one product of a model that adapters may change.
+
+A target knows the shapes that a file's two factors must have, and brings them into the order and the part that this
+rank's product has. Experts are in `experts_target.py`; `targets.py` finds a model's targets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from outrider.adapters.peft_folder import AdapterError, FactorPair
+from outrider.core.step import AdapterReach
+from outrider.formats.declared import Segment, VocabularyCut
+from outrider.kernels.adapter_tables import ALIGNMENT
+from outrider.layers.embedding import Embedding
+from outrider.layers.latent_attention import LatentExpansion
+from outrider.layers.linear import Linear
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target(ABC):
+    """One product that adapters may change."""
+
+    index: int  # its row in the arena's tables
+    name: str  # of the module, without the names around the decoder
+    is_planned: bool = True  # the arena is planned with room for it in every adapter
+    reach: ClassVar[AdapterReach]  # the kind of products that it is one of
+
+    @abstractmethod
+    def sizes(self, rank: int) -> tuple[int, int]:
+        """Numbers of the two factors on the rank that holds the most."""
+
+    @abstractmethod
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        """This rank's part of the factors as they lie in the arena."""
+
+    @abstractmethod
+    def check(self, pair: FactorPair) -> int:
+        """The rank of a file's factors, or an AdapterError if they are those of another model."""
+
+    def config_name(self, module: str) -> str:
+        """The name of a file's module that patterns of the config are matched with."""
+        return module
+
+    def changed_parts(self, rest: str) -> set[tuple[int, int]]:
+        """The parts of the product that a file's module changes. No two modules of a file may change the same one.
+        rest: the module's name behind the target's."""
+        return {(0, 0)}
+
+    @property
+    def is_served(self) -> bool:
+        """Whether adapters may change it with the weights as they are stored here."""
+        return True
+
+    @property
+    @abstractmethod
+    def bounds(self) -> tuple[int, int]:
+        """The output features of this rank's module, or of each of its experts, that the target is."""
+
+    def room(self, rank: int) -> int:
+        return sum(map(aligned, self.sizes(rank)))
+
+
+class HeldFactors(NamedTuple):
+    """The two factors of a target's change in the order in which the arena holds them."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scale: float  # of their product
+
+
+@dataclass(frozen=True)
+class NamedPair:
+    """The factors of one module of a file, with the scale of their product."""
+
+    module: str  # as the target knows it: the rest of the name behind the target's
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
+    """The rank of factors [rank, inputs] and [outputs, rank]."""
+    rank = pair.a_shape[0] if pair.a_shape else 0
+    if pair.a_shape != (rank, num_inputs) or pair.b_shape != (num_outputs, rank) or not rank:
+        raise AdapterError(f"{pair.a} {list(pair.a_shape)} and {pair.b} {list(pair.b_shape)} do not fit the model, "
+                           f"whose weight is [{num_outputs}, {num_inputs}]: the adapter is for another base model")
+    return rank
+
+
+def _held_rows(b: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The rows of a segment that this rank holds."""
+    parts = [b[held.start : held.stop] for held in segment.held]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearTarget(Target):
+    """One matrix of a linear layer: `a` [rank, inputs] and `b` [rank, outputs]."""
+
+    linear: Linear
+    segment: Segment
+    reach = AdapterReach.LINEARS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return self.segment.rows.start, self.segment.rows.stop
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        cut = self.linear.declared.cut
+        num_outputs = cut.width(self.segment.size) if isinstance(cut, VocabularyCut) else len(self.segment.rows)
+        return rank * self.linear.declared.num_inputs, rank * num_outputs
+
+    def check(self, pair: FactorPair) -> int:
+        return _check_matrix(pair, self.linear.declared.in_features, self.segment.size)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        (pair,) = pairs
+        inputs, segment = self.linear.declared.inputs, self.segment
+        b = _held_rows(pair.b, segment)
+        if segment.layout is not None:
+            b = segment.layout.sort(b)
+        return HeldFactors(pair.a[:, inputs.start : inputs.stop], b.t(), b.shape[1], pair.scale)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpansionTarget(Target):
+    """The projection from the latent space to keys and values, which is used from both sides: `a` [rank, latent] and
+    `b` [rank, heads x (key | value)]."""
+
+    expansion: LatentExpansion
+    reach = AdapterReach.LATENTS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.expansion.declared.num_outputs
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        declared = self.expansion.declared
+        return rank * declared.num_inputs, rank * declared.num_outputs
+
+    def check(self, pair: FactorPair) -> int:
+        (segment,) = self.expansion.declared.segments
+        return _check_matrix(pair, self.expansion.declared.in_features, segment.size)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        (pair,), (segment,) = pairs, self.expansion.declared.segments
+        return HeldFactors(pair.a, _held_rows(pair.b, segment).t(), pair.b.shape[1], pair.scale)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmbeddingTarget(Target):
+    """A table of tokens: `a` [vocabulary, rank], which is looked up like the table itself, and `b` [rank, hidden]. With
+    several ranks each holds all of it."""
+
+    embedding: Embedding
+    is_planned: bool = False
+    reach = AdapterReach.EMBEDDINGS
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        return 0, self.embedding.declared.num_inputs
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.declared.segments[0].size
+
+    def sizes(self, rank: int) -> tuple[int, int]:
+        return rank * self.vocab_size, rank * self.embedding.declared.num_inputs
+
+    def check(self, pair: FactorPair) -> int:
+        if not pair.is_embedding:
+            raise AdapterError(f"{pair.a}: {self.name} is an embedding, whose factors are lora_embedding_A and _B")
+        return _check_matrix(pair, self.vocab_size, self.embedding.declared.in_features)
+
+    def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
+        (pair,) = pairs
+        return HeldFactors(pair.a.t(), pair.b.t(), pair.b.shape[1], pair.scale)
