@@ -49,10 +49,10 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
     source = PeftFolder.open(folder)
     ranks: dict[Target, int] = {}
     changed: dict[Target, set[tuple[int, int]]] = {}
-    places: dict[str, tuple[Target, str]] = {}
-    for module, pair in source.pairs.items():
-        target, rest = places[module] = targets.find(module, pair)
-        rank = target.check(pair)
+    places = {module: targets.find(module, pair) for module, pair in source.pairs.items()}
+    for module, pair, part in ((*named, part) for named in source.pairs.items() for part in places[named[0]]):
+        target, rest = part.target, part.rest
+        rank = target.check(part.of_pair(pair))
         if rank > max_rank:
             raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
         _check_rank(source, target.config_name(module), pair, rank)
@@ -81,11 +81,12 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
                                    "least 16 bits")
             if not _is_finite(tensor, dtype):
                 raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype})")
-        target, rest = places[module]
-        scale = source.scale(target.config_name(module))
-        if scale > MAX_SCALE:
-            raise AdapterError(f"{folder}: lora_alpha gives {module} the scale {scale:g}, with which nothing is finite")
-        held.setdefault(target, []).append(NamedPair(rest, a, b, scale))
+        for part in places[module]:
+            scale = source.scale(part.target.config_name(module))
+            if scale > MAX_SCALE:
+                raise AdapterError(f"{folder}: lora_alpha gives {module} the scale {scale:g}, with which nothing is "
+                                   "finite")
+            held.setdefault(part.target, []).append(NamedPair(part.rest, a, part.of_factor(b), scale))
 
     source.read(take)
     return _packed(name, held, dtype, pin)

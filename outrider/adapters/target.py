@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.core.step import AdapterReach
+from outrider.formats import HeadLayout
 from outrider.formats.declared import Segment, VocabularyCut
 from outrider.kernels.adapter_tables import ALIGNMENT
 from outrider.layers.embedding import Embedding
@@ -87,6 +88,35 @@ class NamedPair:
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+
+
+class TargetPart(NamedTuple):
+    """The part of a file's module that belongs to one target."""
+
+    target: Target
+    rest: str = ""  # of the module's name, behind the target's
+    rows: torch.Tensor | None = None  # of the second factor, in the target's order; None: all, as they are
+
+    def of_pair(self, pair: FactorPair) -> FactorPair:
+        """The module's factors, of which the second has this part's rows alone."""
+        return pair if self.rows is None else replace(pair, b_shape=(len(self.rows), *pair.b_shape[1:]))
+
+    def of_factor(self, b: torch.Tensor) -> torch.Tensor:
+        return b if self.rows is None else b[self.rows]
+
+
+@dataclass(frozen=True)
+class JointModule:
+    """A module that changes several targets of one layer: its rows hold theirs head by head."""
+
+    targets: tuple[LinearTarget, ...]
+    layout: HeadLayout
+
+    def parts(self, pair: FactorPair) -> tuple[TargetPart, ...]:
+        sizes = [target.segment.size for target in self.targets]
+        _check_matrix(pair, self.targets[0].linear.declared.in_features, sum(sizes))
+        rows = self.layout.sort(torch.arange(sum(sizes))).split(sizes)
+        return tuple(TargetPart(target, rows=own) for target, own in zip(self.targets, rows, strict=True))
 
 
 def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:

@@ -6,20 +6,20 @@ Modules with several matrices (q, k and v) have a target for each.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
 from outrider.adapters.experts_target import ExpertsTarget
 from outrider.adapters.peft_folder import AdapterError, FactorPair
-from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, LinearTarget, Target
+from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, JointModule, LinearTarget, Target, TargetPart
 from outrider.core.step import AdapterReach
 from outrider.formats import join_names
 from outrider.kernels.adapter_tables import TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
-from outrider.layers.linear import Linear, TiedLinear
+from outrider.layers.linear import FusedLinear, Linear, TiedLinear
 from outrider.layers.moe import Experts
 from outrider.models.base import Model
 
@@ -42,6 +42,7 @@ class Targets:
     of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies
     slot_name: Callable[[str], str] = field(repr=False, default=str)  # the model's name for a tensor of other files
     fixed: tuple[str, ...] = ()  # experts that adapters cannot change
+    joint: Mapping[str, JointModule] = field(repr=False, default_factory=dict)  # by the module's name
 
     @classmethod
     def from_model(cls, model: Model) -> Targets:
@@ -55,7 +56,11 @@ class Targets:
                 found.append(target)
                 of_module.setdefault(key, []).append(target)
         fixed = [name for name, module in modules.values() if isinstance(module, Experts) and not module.is_adaptable]
-        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()}, model.slot_name, tuple(fixed))
+        joint = {join_names(name, matrix): JointModule(_named(of_module[key], name, parts), layout)
+                 for key, (name, module) in modules.items() if isinstance(module, FusedLinear)
+                 for matrix, (parts, layout) in module.joint.items()}
+        return cls(tuple(found), {key: tuple(own) for key, own in of_module.items()}, model.slot_name, tuple(fixed),
+                   joint)
 
     @cached_property
     def ranges(self) -> Mapping[int, TargetRange]:
@@ -85,15 +90,16 @@ class Targets:
                 by_name.setdefault(target.name, []).append(target)
         return {name: tuple(own) for name, own in by_name.items()}
 
-    def find(self, module: str, pair: FactorPair) -> tuple[Target, str]:
-        """The target of a file's module, and the rest of the module's name behind it. Refused by the tensor's name if
-        the model has none."""
+    def find(self, module: str, pair: FactorPair) -> tuple[TargetPart, ...]:
+        """The targets that a file's module changes, mostly one. Refused by the tensor's name if the model has none."""
         name = plain_name(module)
         # An adapter has the names of transformers' modules, the model those of its makers' files.
         published = plain_name(self.slot_name(f"model.{name}.weight").removesuffix(".weight"))
         for known in (name, published):
             if (target := self._by_name.get(known)) is not None:
-                return target, ""
+                return (TargetPart(target),)
+        if name in self.joint:
+            return self.joint[name].parts(pair)
         for experts, targets in self._experts.items():
             if (inside := _below(experts, name, published)) is None:
                 continue
@@ -103,7 +109,7 @@ class Targets:
                 if not own.is_served:
                     raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
                                        "start the engine with keep_quantized=False")
-                return own, rest
+                return (TargetPart(own, rest),)
         if any(_below(experts, name, published) is not None for experts in self.fixed):
             raise AdapterError(f"{pair.a}: experts with biases, or whose weights are stored input by output, take no "
                                "adapters: train the other layers")
@@ -135,6 +141,12 @@ def named_modules(module: Module, prefix: str = "") -> Iterator[tuple[str, Modul
     yield prefix, module
     for name, part in module.parts():
         yield from named_modules(part, join_names(prefix, name))
+
+
+def _named(targets: Sequence[Target], layer: str, parts: Sequence[str]) -> tuple[LinearTarget, ...]:
+    """A layer's targets with these names, in their order."""
+    names = [join_names(layer, part) for part in parts]
+    return tuple(target for target in targets if isinstance(target, LinearTarget) and target.name in names)
 
 
 def _targets_of(name: str, module: Module, index: int) -> list[Target]:

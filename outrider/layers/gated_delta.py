@@ -19,7 +19,7 @@ from outrider.formats import HeadLayout, InputCut, OutputCut, PackedPart, RankGr
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
-from outrider.layers.linear import FusedLinear, Linear
+from outrider.layers.linear import FusedLinear, JointMatrix, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
 from outrider.layers.rotary import Angles
 from outrider.mixers import Gates, MixerParams, RecurrentLayer
@@ -96,20 +96,25 @@ class GatedDeltaMixer(ConvMixer):
 class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device, gate: str = "silu") -> None:
-        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four. gate: the
-        activation of the output's gate, silu or sigmoid."""
+        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four. A GGUF file
+        of Qwen3-Next has four, and adapters of that model change the two. gate: the activation of the output's gate,
+        silu or sigmoid."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        stored, layouts = dict(zip(names, self.sizes, strict=True)), {}
+        repeats = heads // shape.num_key_heads
+        sizes = (shape.key_dim, shape.key_dim, repeats * shape.value_dim, repeats * shape.value_dim)
+        layouts = {"in_proj_qkvz": HeadLayout(shape.num_key_heads, sizes),
+                   "in_proj_ba": HeadLayout(shape.num_key_heads, (repeats, repeats))}
         if is_interleaved:
-            repeats = heads // shape.num_key_heads
-            sizes = (shape.key_dim, shape.key_dim, repeats * shape.value_dim, repeats * shape.value_dim)
             stored = {"in_proj_qkvz": sum(self.sizes[:2]), "in_proj_ba": sum(self.sizes[2:])}
-            layouts = {"in_proj_qkvz": HeadLayout(shape.num_key_heads, sizes),
-                       "in_proj_ba": HeadLayout(shape.num_key_heads, (repeats, repeats))}
-        self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device, layouts=layouts)
+            self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device, layouts=layouts)
+        else:
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            joint = {"in_proj_qkvz": JointMatrix(names[:2], layouts["in_proj_qkvz"]),
+                     "in_proj_ba": JointMatrix(names[2:], layouts["in_proj_ba"])}
+            self.enter = FusedLinear(hidden_size, dict(zip(names, self.sizes, strict=True)), bias=False, dtype=dtype,
+                                     device=device, joint=joint)
         self.norm = GatedNorm(shape.value_dim, shape.value_dim, eps, gate_first=False, dtype=dtype, device=device,
                               activation=gate)
         self.out = Linear(value_size, hidden_size, bias=False, dtype=dtype, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -96,14 +97,25 @@ class Linear(FormatModule[LinearFormat]):
             residual.add_(self(x, context))
 
 
+class JointMatrix(NamedTuple):
+    """A matrix that holds several of a layer's matrices head by head, in files of another form. A checkpoint that has
+    them apart may still get adapters that were trained on the joint one."""
+
+    parts: tuple[str, ...]  # names of the layer's own matrices
+    layout: HeadLayout
+
+
 class FusedLinear(Linear):
     """Several linear layers of one input as one product. `stored`: name and output features of each, in order;
-    `layouts`: the layouts of those that the checkpoint holds head by head."""
+    `layouts`: the layouts of those that the checkpoint holds head by head; `joint`: matrices of files of another form,
+    by their names."""
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,
         layouts: Mapping[str, HeadLayout] | None = None, cut: OutputCut | InputCut | None = None,
+        joint: Mapping[str, JointMatrix] | None = None,
     ) -> None:
+        self.joint = joint or {}
         sizes = {name: ModelSize(size) for name, size in stored.items()}
         declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, layouts or {}, cut)
         FormatModule.__init__(self, declared, DenseLinear)

@@ -14,7 +14,7 @@ from outrider.layers import Linear, RowAdapters, StepContext
 from outrider.layers.context import LinearLayer, NothingAttends
 from outrider.llm import LLM
 from tests.adapters.folders import make_adapter, peft_greedy
-from tests.models import oracle
+from tests.models import gguf_files, oracle
 
 PROMPT = oracle.tokens_of(seed=3, count=12).tolist()
 COUNT = 12
@@ -78,6 +78,21 @@ def test_text_of_a_language_model_within_another_is_that_of_peft(tmp_path: Path)
     with LLM(str(folder), **SETTINGS) as llm:
         assert tokens_of(llm, [PROMPT] * 3, asked) == wanted
         assert tokens_of(llm, [PROMPT] * 3, asked[::-1]) == wanted[::-1], "pages of the first run are found"
+
+
+def test_a_gguf_file_of_qwen3_next_takes_adapters_on_the_joint_projections_of_its_makers(tmp_path: Path) -> None:
+    """The file has the projections of gated delta layers apart; PEFT knows two joint ones, key head by key head."""
+    written = gguf_files.FAMILIES["qwen3next"]
+    folder = written.checkpoint(tmp_path / "hf")
+    file = gguf_files.write(tmp_path / "model.gguf", folder, written)
+    paths = [make_adapter(folder, tmp_path / "ba", 1, target_modules=["in_proj_ba"]),
+             make_adapter(folder, tmp_path / "both", 2, target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"],
+                          rank_pattern={"in_proj_ba": 3})]
+    wanted = [peft_greedy(folder, each, PROMPT, COUNT) for each in (None, *paths)]
+    assert len(set(map(tuple, wanted))) == 3, "the adapters change nothing"
+    asked = [None, *(LoRARequest(path.name, 1, str(path)) for path in paths)]
+    with LLM(str(file), **SETTINGS) as llm:
+        assert tokens_of(llm, [PROMPT] * 3, asked) == wanted
 
 
 def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path) -> None:
