@@ -16,11 +16,22 @@ from outrider.drafters.base import Drafts, Step
 from outrider.kernels import native
 from outrider.sched.drafts import DraftCounts, DraftPlan, SharingPlan, SizedDrafts
 from outrider.sched.request import Request
-from tests.drafters.hybrid_rig import mtp_of, script_with_errors
+from tests.drafters.hybrid_rig import script_with_errors
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
-from tests.engine.test_unequal_counts import ASKS, SETTINGS, K, long, model_of, sizes_apart
+from tests.engine.varied_drafts import (
+    ASKS,
+    MANY,
+    SETTINGS,
+    K,
+    lines_of,
+    long,
+    model_of,
+    plain_tokens,
+    run_captured,
+    sizes_apart,
+)
 
 TABLE = [(level << CHANCE_BITS) // NUM_LEVELS for _ in range(K) for level in range(NUM_LEVELS)]
 
@@ -55,17 +66,7 @@ class SharedDrafts(DraftCounts):
     long("deepseek_v32", "mtp", False),
 ])
 def test_tokens_are_those_without_drafts(family: str, drafter: str, stands_in: bool) -> None:
-    model = model_of(family)
-    with Rig(model, **SETTINGS) as rig:
-        wanted = tokens_of(rig.run(ASKS))
-    right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, wanted, strict=True)}
-    made: Any = SureDrafter(K, script_with_errors(right, range(1, K + 2)))
-    if drafter == "mtp":
-        made = mtp_of(model, K)
-    with Rig(model, drafter=made, **SETTINGS) as rig, sizes_apart(3):
-        rig.scheduler._drafts = SharedDrafts(K)
-        AsCaptured(rig, takes_prompts=rig.step.recurrent.needs_no_counts, stands_in=stands_in)
-        assert tokens_of(rig.run(ASKS)) == wanted
+    rig, _ = run_captured(family, drafter, SharedDrafts(K), stands_in=stands_in, scripted=SureDrafter)
     shared = [(batch.sharing.total, [part.num_drafted for part in result.requests])
               for batch, result in zip(rig.batches, rig.results, strict=True) if batch.sharing is not None]
     assert all(sum(counts) <= total for total, counts in shared)
@@ -82,7 +83,7 @@ def test_log_probabilities_are_those_of_the_runs() -> None:
             for index, ask in enumerate(ASKS)]
     found = []
     for has_drafts in (False, True):
-        right = {tuple(ask.prompt): run for ask, (run,) in zip(asks, tokens_of(found[0]), strict=True)} if found else {}
+        right = lines_of(asks, tokens_of(found[0])) if found else {}
         made = SureDrafter(K, script_with_errors(right, range(1, K + 2))) if has_drafts else None
         with Rig(model, drafter=made, **SETTINGS) as rig, sizes_apart(3):
             if has_drafts:
@@ -99,10 +100,8 @@ def test_log_probabilities_are_those_of_the_runs() -> None:
 def test_the_engine_checks_what_its_drafter_is_sure_of() -> None:
     """The scheduler's own choice, where token rows are dear: half of all drafts hold, and the drafter says which."""
     model, asks = model_of("llama"), [Ask(prompt_of(i, 4 + i % 3, 24), greedy(60)) for i in range(12)]
-    settings = SETTINGS | {"max_num_seqs": 12, "max_num_batched_tokens": 96}
-    with Rig(model, **settings) as rig:
-        wanted = tokens_of(rig.run(asks))
-    lines = {tuple(ask.prompt): run for ask, (run,) in zip(asks, wanted, strict=True)}
+    wanted = plain_tokens(model, asks, **MANY)
+    lines = lines_of(asks, wanted)
     source = random.Random(0)
     wrong = {prompt: [(token + 1) % 24 if source.random() < 0.5 else token for token in run]
              for prompt, run in lines.items()}
@@ -124,7 +123,7 @@ def test_the_engine_checks_what_its_drafter_is_sure_of() -> None:
                 line = is_right[tuple(one.token_ids[: one.prompt_len])]
                 self._right[one.row, one.prompt_len : one.prompt_len + len(line)] = torch.tensor(line)
 
-    with Rig(model, drafter=Honest(K, lambda prompt, index: wrong[prompt]), **settings) as rig:
+    with Rig(model, drafter=Honest(K, lambda prompt, index: wrong[prompt]), **MANY) as rig:
         rig.scheduler._drafts = SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.0), is_padded=True))
         AsCaptured(rig)
         assert tokens_of(rig.run(asks)) == wanted

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from outrider.runner.graphs.keys import GraphKeys
-from tests.engine.test_unequal_counts import UnequalDrafts, sizes_apart
+from tests.engine.varied_drafts import UnequalDrafts, sizes_apart
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import TIE, GpuRig, asks, assert_same_tokens, loaded, reference
 from tests.gpu.test_engines import DRAFTERS, HYBRIDS, folder_of

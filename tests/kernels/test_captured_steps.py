@@ -39,7 +39,7 @@ from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
-from tests.engine.test_unequal_counts import UnequalDrafts, sizes_apart
+from tests.engine.varied_drafts import UnequalDrafts, sizes_apart
 from tests.models.gemma4 import save_assistant, save_target
 from tests.models.oracle import load
 
