@@ -30,7 +30,7 @@ from outrider.models.hybrid import LINEAR
 from outrider.models.kimi_linear import KimiLinear, with_common_names
 
 # Values of keys that a file may leave out.
-DEFAULTS: dict[str, Any] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+DEFAULTS: dict[str, Any] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 2}
 
 
 class GatedLatentAttention(LatentAttention):

@@ -25,6 +25,7 @@ class Cohere(Llama):
     """CohereForCausalLM."""
 
     default_tied = True
+    default_theta = 500_000.0
     rotates_pairs = True
 
     def __init__(
@@ -60,6 +61,8 @@ class Cohere(Llama):
 
 class Cohere2(Cohere):
     """Cohere2ForCausalLM."""
+
+    default_theta = 10_000.0
 
     def windows(self, config: ConfigReader) -> list[int | None]:
         every = config.get("sliding_window_pattern", int, config.get("layer_switch", int, 4, least=1), least=1)

@@ -112,6 +112,10 @@ class ConfigReader:
         counts as read of this one."""
         return ConfigReader({**self.values, **values}, self.source, self._reads)
 
+    def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
+        """The config with values for keys that the file leaves out. A key that the file has as null stays null."""
+        return self.with_values({key: value for key, value in values.items() if key not in self.values})
+
     def refuse_unread(self) -> None:
         """Raise ConfigError for keys of the file that nothing has read and that are not known to be harmless."""
         unread = list(self._reads.unread())

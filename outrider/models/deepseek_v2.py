@@ -4,6 +4,9 @@ further tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 
 from outrider.kernels.moe import RouteRule
@@ -18,6 +21,7 @@ class DeepseekV2(DeepseekV3):
     """DeepseekV2ForCausalLM."""
 
     num_predicted = 0
+    defaults: ClassVar[Mapping[str, Any]] = {"n_shared_experts": 2, "q_lora_rank": 1536}
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

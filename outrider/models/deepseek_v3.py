@@ -6,7 +6,8 @@ GLM-MoE-DSA some layers take the choice of the layer before them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -44,6 +45,9 @@ class DeepseekV3(Decoder):
     # Keys that may have one value only.
     fixed: tuple[tuple[str, Any], ...] = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"),
                                           ("moe_layer_freq", 1), ("rope_interleave", True), ("mlp_bias", False))
+    # For configs without the keys; those of transformers' config classes.
+    defaults: ClassVar[Mapping[str, Any]] = {"n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+                                             "first_k_dense_replace": 3, "q_lora_rank": 1536}
     default_eps = 1e-6  # of norms, for configs without one
     default_routed_scale = 2.5  # of the sum of a token's experts, for configs without one
     expert_activation: str | None = None  # of routed experts; None: that of the other MLPs
@@ -52,6 +56,7 @@ class DeepseekV3(Decoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
+        config = config.with_defaults(self.defaults)
         for key, only in self.fixed:
             config.must_equal(key, only, default=only)
         if set(config.get("layer_types", list[str], [])) - {*self.layer_types}:
@@ -156,6 +161,8 @@ class GlmMoeDsa(DeepseekV32):
     """GlmMoeDsaForCausalLM."""
 
     index_rotates_pairs = True
+    defaults: ClassVar[Mapping[str, Any]] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+                                             "first_k_dense_replace": 3}
     default_eps = 1e-5
 
 

@@ -13,7 +13,7 @@ import torch
 from outrider.formats import RankGroup, Ranks, TensorCut, WeightSlot, join_names
 from outrider.formats.declared import ModelSize
 from outrider.kernels.moe import CLAMPED, ExpertBiases
-from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, Router, SelfAttention
+from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, RopeParams, Router, SelfAttention
 from outrider.layers.base import HeldRows
 from outrider.layers.moe import TransposedSlot
 from outrider.mixers import AttentionLayer
@@ -98,6 +98,11 @@ class GptOss(Llama):
         config.must_equal("swiglu_alpha", 1.702, default=1.702)
         config.passes_over("initial_context_length", "experts_per_token")  # other names of keys that are read
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
+
+    def read_rope(self, config: ConfigReader) -> RopeParams:
+        if not config.has("rope_scaling"):
+            config.required("rope_parameters", dict)  # transformers' default is the yarn of its checkpoints
+        return super().read_rope(config)
 
     def windows(self, config: ConfigReader) -> list[int | None]:
         kinds = [FULL if index % 2 else SLIDING for index in range(self.num_layers)]

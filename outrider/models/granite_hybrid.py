@@ -43,6 +43,7 @@ class GraniteHybrid(HybridDecoder):
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         refuse_unsupported(config)
+        config = config.with_defaults({"num_local_experts": 8})  # small models name 0
         config.must_equal("normalization_function", "rmsnorm", default="rmsnorm")
         if not config.get("num_local_experts", int, 0):
             config.passes_over("num_experts_per_tok", "intermediate_size")

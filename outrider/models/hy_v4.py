@@ -68,6 +68,7 @@ class HYV4(DeepseekV32):
 
     fixed = (("enable_ihc", True), ("learnable_sink", True), ("gated_mla", True), ("gating_type", "elementwise"),
              ("tie_word_embeddings", False))
+    defaults = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     default_eps = 1e-5
     default_routed_scale = 2.827
 

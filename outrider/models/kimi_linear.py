@@ -34,7 +34,7 @@ from outrider.models.nemotron_h import read_rule
 
 LINEAR_SECTION = "linear_attn_config"  # in the makers' own files; transformers writes its keys beside the others
 # Values of keys that a file may leave out.
-DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446}
+DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1}
 # Names of keys in the files of these families, by the names that others use.
 OTHER_NAMES = {
     "max_position_embeddings": "model_max_length",

@@ -36,6 +36,9 @@ NEW = {*KDA_FAMILIES, *STREAM_FAMILIES, *POOLED_FAMILIES, "hy_v4", "hy_v4_yarn"}
 # One config of each architecture that has the key.
 FIRST = {name: family for family, (name, _) in reversed(ALL.items()) if INSTALLED >= NEWER or family not in NEW}
 EPS, SCALE = "rms_norm_eps", "routed_scaling_factor"
+# Keys that must be there: indexers have queries of that rank, and DeepSeek-V2's method names groups.
+ASKED = {"DeepseekV2": ("n_group", "topk_group"), "DeepseekV32": ("q_lora_rank",), "GlmMoeDsa": ("q_lora_rank",),
+         "HYV4": ("q_lora_rank",)}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -93,18 +96,41 @@ def test_keys_of_parts_that_a_model_does_not_have(family: str, changes: dict[str
         assert (all_logits(load(folder), tokens) - hf_logits(folder, tokens)).abs().max() < 1e-4
 
 
-def test_a_rope_that_is_left_out_is_asked_for() -> None:
+@pytest.mark.parametrize("family", ["ministral3", "gpt_oss"])
+def test_a_rope_that_is_left_out_is_asked_for(family: str) -> None:
     """transformers' default is the yarn of one checkpoint."""
-    config = config_of("ministral3")
+    config = config_of(family)
     del config["rope_parameters"]
     with pytest.raises(ConfigError, match="rope_parameters is missing"):
         build(config)
 
 
-@pytest.mark.skipif(INSTALLED < NEWER, reason=f"transformers has this family since {KDA_SINCE}")
-def test_groups_of_experts_that_are_left_out() -> None:
-    config = config_of("bailing_hybrid", num_local_experts=32)
-    for key in ("num_expert_group", "n_group", "topk_group"):
-        config.pop(key, None)
-    rule = next(routers_of(build(config))).rule
-    assert (rule.num_groups, rule.top_groups) == (8, 4)
+def test_a_theta_that_is_left_out() -> None:
+    for family, theta in (("cohere", 500_000.0), ("cohere2", 10_000.0)):
+        config = config_of(family)
+        del config["rope_parameters"]
+        model: Any = build(config)
+        assert model.read_rope(model.config).theta == theta
+
+
+@pytest.mark.parametrize("name", [name for name in (
+    "DeepseekV2", "DeepseekV3", "DeepseekV32", "GlmMoeDsa", "Glm4Moe", "HYV4", "KimiLinear", "BailingHybrid")
+    if name in FIRST])
+def test_experts_and_queries_that_are_left_out_are_those_of_transformers(name: str) -> None:
+    """Groups of experts, experts that every token takes, dense layers at the beginning, and the rank of the queries."""
+    family = FIRST[name]
+    config = config_of(family, num_experts_per_tok=8,
+                       **{"n_routed_experts" if name == "DeepseekV2" else "num_local_experts": 32})
+    for key in ("num_expert_group", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
+                "mlp_layer_types", "q_lora_rank"):
+        if key not in ASKED.get(name, ()):
+            config.pop(key, None)
+    default = type(hf_config(family)).from_dict(json.loads(json.dumps(config)))
+    wanted = default.to_dict() | {"architectures": config["architectures"]}
+    assert shapes_of(build(config)) == shapes_of(build(json.loads(json.dumps(wanted))))
+    groups = {(router.rule.num_groups, router.rule.top_groups) for router in routers_of(build(config))}
+    assert groups == {(default.n_group, default.topk_group)}
+
+
+def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(slot.shape) for name, slot in model.weights().items()}
