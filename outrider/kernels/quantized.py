@@ -28,6 +28,7 @@ PACKED_AT_ONCE = 1 << 24  # weights that are unpacked into bytes at a time while
 TRIAL_SHAPE = (8192, 2048)  # shape of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
+ERROR_ROWS = 8  # token rows whose products tell how much rounding activations costs
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def round_activations(x: Tensor) -> Tensor:
 
 
 def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None) -> float:
-    """The largest error of a product whose activations, normally distributed, are rounded to 8 bits, as a share of its
-    largest result."""
-    x = torch.randn(1, parts[0].inputs, generator=torch.Generator().manual_seed(0))
+    """The largest error of products whose activations, normally distributed, are rounded to 8 bits, as a share of their
+    largest result. Of several token rows: the one result of a single row and output could be near 0 by chance."""
+    x = torch.randn(ERROR_ROWS, parts[0].inputs, generator=torch.Generator().manual_seed(0))
     rounded, close = (native.product(x, PackedMatrix(parts, bias, bits)) for bits in (8, 24))
     return float((rounded - close).abs().max() / close.abs().max().clamp_min(1e-30))
 
