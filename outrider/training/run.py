@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.config import EngineConfig
+from outrider.engine.load import find_model
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 from outrider.models.base import Model
@@ -22,7 +23,7 @@ from outrider.training.texts import SplitTexts, TextStore, count_answer_tokens, 
 from outrider.training.trainee import DrafterCard, Trainee, trainee_class
 from outrider.training.trainer import Trainer
 from outrider.training.vocabulary import DraftVocabulary
-from outrider.training.workspace import Workspace
+from outrider.training.workspace import MODEL_FILES, Workspace, digest_model
 
 BYTES_PER_TOKEN = 4
 SPARE_BYTES = 64 << 20
@@ -81,7 +82,8 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     workspace.check_room(settings.num_texts * settings.max_text_tokens * BYTES_PER_TOKEN + SPARE_BYTES,
                          "the texts of this run")
     digest = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else None
-    workspace.open(settings.as_json() | {"model": target.name, "prompts": digest})
+    workspace.open(settings.as_json() | {"model": target.name, "prompts": digest,
+                                         MODEL_FILES: digest_model(find_model(config).path)})
     texts = _texts(target, config, settings, workspace, prompts, report)
     vocabulary = DraftVocabulary.from_counts(count_answer_tokens(texts.training, model.vocab_size),
                                              settings.draft_vocab_size)

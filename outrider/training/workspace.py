@@ -6,6 +6,7 @@ that a resumed run goes on from.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from safetensors import SafetensorError
 from outrider.training.settings import changed_settings
 
 GIB = 1 << 30
+MODEL_FILES = "model_files"  # key in the noted settings: the digest of the target's files
+NUM_SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file's bytes, spread evenly
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,31 @@ class Workspace:
         except (ValueError, TypeError) as error:
             raise ValueError(f"--resume: {self._settings} does not hold the settings of a run ({error}): name another "
                              "folder to begin anew") from None
-        if changed := changed_settings(before, settings):
+        before.setdefault(MODEL_FILES, settings.get(MODEL_FILES))  # older runs noted the target's name alone
+        changed = changed_settings(before, settings)
+        if changed == [MODEL_FILES]:
+            raise ValueError(f"--resume: the run in {self.folder} was begun with another model under the name "
+                             f"{settings.get('model')}: its config or weights have changed since; name another folder "
+                             "to begin anew")
+        if changed:
             listed = ", ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in changed)
             raise ValueError(f"--resume: the run in {self.folder} has other settings: {listed}")
+
+
+def digest_model(path: Path) -> str:
+    """A digest of a model's config and weights, given its folder or file, from the files' sizes and a few of their
+    bytes: weights that were trained further differ nearly everywhere."""
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.name == "config.json"
+                                                 or file.suffix in (".safetensors", ".gguf"))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size};".encode())
+        with open(file, "rb") as opened:
+            for index in range(NUM_SAMPLES):
+                opened.seek(index * max(0, size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:

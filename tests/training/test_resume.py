@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outrider.training.checkpoint import TrainingCheckpoint
 from outrider.training.texts import TextStore, TrainingText
-from outrider.training.workspace import Workspace, replace_file, write_text
+from outrider.training.workspace import MODEL_FILES, Workspace, digest_model, replace_file, write_text
 from tests.training.runs import train
 
 RUN: dict[str, Any] = {"passes": 2, "epochs": 3, "evaluations": 3}
@@ -58,12 +58,39 @@ def test_a_finished_run_is_exported_again_without_training(tmp_path: Path) -> No
     assert after.keys() == {name.replace("midlayer.", "layers.0.") for name in before}
 
 
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "head", **RUN)
     with pytest.raises(ValueError, match="passes was 2 and is 3"):
         train(tmp_path / "head", **RUN | {"passes": 3})
     with pytest.raises(ValueError, match="prompts was .* and is "):
         train(tmp_path / "head", num_prompts=23, **RUN | {"num_texts": 24})
+    monkeypatch.setattr("outrider.training.run.digest_model", lambda path: f"that of other files in {path}")
+    with pytest.raises(ValueError, match="begun with another model under the name target"):
+        train(tmp_path / "head", **RUN)
+
+
+def test_another_model_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    """The texts and the head of a run belong to the weights that it began with."""
+    folder, workspace = tmp_path / "model", Workspace(tmp_path / "head")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    weights = torch.randn(40_000)
+    save_file({"w": weights}, folder / "model.safetensors")
+
+    def open_run() -> None:
+        workspace.open({"model": "model", MODEL_FILES: digest_model(folder)})
+
+    open_run()
+    open_run()
+    save_file({"w": weights + 1e-3}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="begun with another model under the name model"):
+        open_run()
+    save_file({"w": weights}, folder / "model.safetensors")
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="begun with another model"):
+        open_run()
+    write_text(workspace.inner / "settings.json", '{"model": "model"}')  # of a run that noted the name alone
+    open_run()
 
 
 def test_a_write_that_fails_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
