@@ -10,11 +10,11 @@ import torch
 from outrider.models.base import Model
 from outrider.training.block_network import BlockNetwork, weight_shapes
 from outrider.training.block_sizes import BlockSizes, block_taps
-from outrider.training.eagle3 import OUTPUT, begin_weights, output_logits
+from outrider.training.eagle3 import OUTPUT, begin_weights
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
-from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.trainee import DrafterCard, PassOutput, Trainee
 from outrider.training.vocabulary import DraftVocabulary
 
 
@@ -36,7 +36,7 @@ class BlockTrainee(Trainee):
     def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
         return block_taps(target, settings)
 
-    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         """One block at every place that some pass asks for; pass s reads row s of the blocks' drafts."""
         anchors, place = block_places(rows, *taught.tokens.shape)
         if not anchors.shape[1]:
@@ -46,10 +46,12 @@ class BlockTrainee(Trainee):
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None
         for index, own_rows in enumerate(rows):
-            logits = output_logits(flat[place[own_rows], index], output)
+            own = flat[:, index].index_select(0, place[own_rows])
             if self.sizes.markov_rank:  # after the true token, which is the draft before if that is right
-                logits = logits + self.network.addition(tokens[own_rows + index])
-            yield logits
+                own, weight = self.network.with_markov_head(own, tokens[own_rows + index], output)
+                yield PassOutput(own, weight)
+            else:
+                yield PassOutput(own, output)
 
     def block_embeds(self, taught: TaughtTexts, anchors: torch.Tensor) -> torch.Tensor:
         """[texts, blocks, rows, hidden] embeddings of the last known tokens, with masks behind them."""

@@ -38,9 +38,12 @@ class BlockNetwork(NamedLayers):
             x = x + self._mlp(prefix, self._norm(f"{prefix}.post_attention_layernorm", x))
         return self._norm("norm", x)
 
-    def addition(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The Markov head's addition to the logits of drafts after `tokens` [rows]."""
-        return self._linear("markov_head.markov_w2", self._weights["markov_head.markov_w1.weight"][tokens])
+    def with_markov_head(self, states: torch.Tensor, tokens: torch.Tensor,
+                         output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and output rows, made longer so that their product has the Markov head's addition."""
+        before = self._weights["markov_head.markov_w1.weight"][tokens]
+        after = self._weights["markov_head.markov_w2.weight"]
+        return torch.cat((states, before), dim=-1), torch.cat((output, after), dim=-1)
 
     def _attend(self, prefix: str, x: torch.Tensor, context: torch.Tensor, places: torch.Tensor,
                 before: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from outrider.learning.eagle3_network import LAYER, Eagle3Network
 from outrider.models.base import Decoder, Model
@@ -14,7 +13,7 @@ from outrider.training.eagle3_sizes import HeadSizes, read_taps, weight_shapes
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
-from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.trainee import DrafterCard, PassOutput, Trainee
 from outrider.training.vocabulary import DraftVocabulary
 
 OUTPUT = "lm_head.weight"
@@ -36,15 +35,14 @@ class Eagle3Trainee(Trainee):
     def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
         return read_taps(target, settings)
 
-    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         width = taught.tokens.shape[1]
         embeds = self._target.embed_tokens.format.look_up(taught.tokens.flatten()).detach()
         passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.taps, self.num_passes)
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None
         for own_rows, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
-            chosen = states[own_rows // width, own_rows % width - 1]
-            yield output_logits(chosen, output)
+            yield PassOutput(rows_at(states, own_rows, width), output)
 
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
         tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
@@ -57,13 +55,10 @@ class Eagle3Trainee(Trainee):
         write_drafter(folder, config, tensors, self._vocabulary, "eagle3", self.num_passes, card)
 
 
-def output_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits of states x. Where they are measured, products are in float32: in 16 bits they have ties, which would
-    count as wrong drafts."""
-    if torch.is_grad_enabled():
-        return F.linear(x, weight)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(weight.dtype), weight)
+def rows_at(states: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
+    """The states [rows, hidden] at rows (text * width + position) of a pass's states [texts, count, hidden], which
+    begin at position 1."""
+    return states.flatten(0, 1).index_select(0, rows // width * states.shape[1] + rows % width - 1)
 
 
 def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabulary: DraftVocabulary,

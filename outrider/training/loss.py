@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.buffers import send
+from outrider.training.distillation import distillation_loss
 from outrider.training.teacher import TaughtTexts
 from outrider.training.trainee import Trainee
 
@@ -16,21 +18,20 @@ def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pas
     """The part of a step's loss that a micro-batch adds. num_texts: of the whole step.
 
     A pass's loss is the cross-entropy of the drafter's distribution against the target's over the same tokens, at
-    places where the target's likeliest token is one of them (`is_known`). Its mean is taken over a text first and then
-    over texts, so that long answers do not outweigh short ones."""
-    width = taught.tokens.shape[1]
-    chosen = []
+    places where the target's likeliest token is one of them (`is_known`, on the host). Its mean is taken over a text
+    first and then over texts, so that long answers do not outweigh short ones."""
+    width, device = taught.tokens.shape[1], taught.tokens.device
+    chosen, places, row_weights = [], [], []
     for index in range(trainee.num_passes):
         drafted = taught.best.roll(-index, dims=1)  # what the target says after the drafts before this one
-        chosen.append((taught.may_draft(index + 1) & is_known[drafted]).flatten().nonzero()[:, 0])
-    total = torch.zeros((), device=taught.tokens.device)
-    for index, logits in enumerate(trainee.logits(taught, chosen)):
-        rows, logits = chosen[index], logits.float()
-        wanted = taught.logits.flatten(0, 1)[rows + index].softmax(dim=-1)
-        losses = logits.logsumexp(dim=-1) - (wanted * logits).sum(dim=-1)
-        text_of = rows // width
-        counts = torch.bincount(text_of, minlength=len(taught.lengths))
-        total = total + pass_weights[index] * (losses / counts[text_of]).sum() / num_texts
+        rows = (taught.may_draft(index + 1) & is_known[drafted]).flatten().nonzero()[:, 0]
+        counts = torch.bincount(rows // width, minlength=len(taught.lengths))
+        chosen.append(send(rows, device))
+        places.append(send(taught.place_of.flatten()[rows + index], device))
+        row_weights.append(send(pass_weights[index] / (counts[rows // width] * num_texts), device))
+    total = torch.zeros((), device=device)
+    for index, (states, weight) in enumerate(trainee.outputs(taught, chosen)):
+        total = total + distillation_loss(states, weight, taught.logits, places[index], row_weights[index])
     return total
 
 
@@ -65,9 +66,10 @@ class HeldOutAcceptance:
 def held_out_acceptance(trainee: Trainee, taught: TaughtTexts, ids: torch.Tensor) -> HeldOutAcceptance:
     """ids: the drafter's tokens as the target's. In a greedy text the true tokens are the target's likeliest ones, so a
     chain of right drafts has the inputs that drafting would give it."""
-    rows = taught.may_draft(trainee.num_passes).flatten().nonzero()[:, 0]
+    device = taught.tokens.device
+    rows = send(taught.may_draft(trainee.num_passes).flatten().nonzero()[:, 0], device)
     is_right = torch.ones_like(rows, dtype=torch.bool)
-    best, counts = taught.best.flatten(), []
+    best, counts = send(taught.best.flatten(), device), []
     for index, logits in enumerate(trainee.logits(taught, [rows] * trainee.num_passes)):
         is_right = is_right & (ids[logits.argmax(dim=-1)] == best[rows + index])
         counts.append(int(is_right.sum()))

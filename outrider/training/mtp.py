@@ -20,11 +20,11 @@ from outrider.models.base import Decoder, Model
 from outrider.models.head import load_head
 from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources import resolve
-from outrider.training.eagle3 import output_logits
+from outrider.training.eagle3 import rows_at
 from outrider.training.export import write_module
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
-from outrider.training.trainee import DrafterCard, Trainee
+from outrider.training.trainee import DrafterCard, PassOutput, Trainee
 from outrider.training.unrolled_attend import UnrolledAttend
 from outrider.training.vocabulary import DraftVocabulary
 
@@ -54,10 +54,10 @@ class MTPTrainee(Trainee):
         _checked(target, settings)
         return (target.num_layers,)
 
-    def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         width = taught.tokens.shape[1]
         for own_rows, states in zip(rows, self.passes(taught), strict=False):  # texts may be too short for the last
-            yield output_logits(states[own_rows // width, own_rows % width - 1], self._output)
+            yield PassOutput(rows_at(states, own_rows, width), self._output)
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:

@@ -17,7 +17,9 @@ class DrafterOptimizer:
         self._weights, self._clip = weights, settings.clip
         self._peak, self._num_steps = peak_rate, num_steps
         self._num_warm = max(1, round(settings.warm_up * num_steps))
-        self._adam = torch.optim.AdamW(list(weights.values()), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._is_fused = all(weight.is_cuda for weight in weights.values())  # one launch for all weights
+        self._adam = torch.optim.AdamW(list(weights.values()), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.0,
+                                       fused=self._is_fused or None)
 
     def rate(self, step: int) -> float:
         if step < self._num_warm:
@@ -28,13 +30,13 @@ class DrafterOptimizer:
     def zero_gradients(self) -> None:
         self._adam.zero_grad(set_to_none=True)
 
-    def apply(self, step: int) -> float:
-        """Change the weights by their gradients. Returns the norm that the gradients had."""
-        norm = torch.nn.utils.clip_grad_norm_(list(self._weights.values()), self._clip)
+    def apply(self, step: int) -> torch.Tensor:
+        """Change the weights by their gradients. Returns the norm that the gradients had, on the weights' device."""
+        norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(list(self._weights.values()), self._clip)
         for group in self._adam.param_groups:
             group["lr"] = self.rate(step)
         self._adam.step()
-        return float(norm)
+        return norm.detach()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Moments of every weight, by `first.NAME` and `second.NAME`; empty before the first step."""
@@ -45,7 +47,7 @@ class DrafterOptimizer:
     def load(self, state: dict[str, torch.Tensor], num_steps_done: int) -> None:
         for name, weight in self._weights.items():
             self._adam.state[weight] = {
-                "step": torch.tensor(float(num_steps_done)),
+                "step": torch.tensor(float(num_steps_done), device=weight.device if self._is_fused else "cpu"),
                 "exp_avg": state[f"first.{name}"].to(weight.device).clone(),
                 "exp_avg_sq": state[f"second.{name}"].to(weight.device).clone(),
             }

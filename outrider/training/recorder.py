@@ -22,37 +22,44 @@ class TapRecorder(Drafter):
     reads_hidden = HiddenReads.ALL
 
     def __init__(self, taps: tuple[int, ...], hidden_size: int, dtype: torch.dtype) -> None:
-        self.taps = taps
-        self._width, self._dtype = (len(taps) + 1) * hidden_size, dtype
+        self.taps, self.dtype = taps, dtype
+        self.width = (len(taps) + 1) * hidden_size
         self._starts: dict[tuple[int, ...], int] = {}
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         self._device = device
-        # The last token row takes the states of tokens that belong to no text: padding, and sampled ones.
-        self._nowhere = limits.extent(Axis.TOKENS)
-        # [TOKENS + 1, taps and final state]: a recording has at most the tokens of one batch.
-        self.states = torch.zeros(self._nowhere + 1, self._width, dtype=self._dtype, device=device)
-        self.is_written = torch.zeros(self._nowhere + 1, dtype=torch.bool, device=device)
-        self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=self._nowhere)
+        self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
         self._length_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)
+        self.expect([], self.recording(0))
 
-    def expect(self, texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """Give each text its place in `states`. Returns the first token row of each; equal texts share theirs."""
+    def recording(self, num_tokens: int) -> torch.Tensor:
+        """[tokens + 1, taps and final state]: room for the states of texts with so many tokens. The last token row
+        takes the states of tokens that belong to no text: padding, and sampled ones."""
+        return torch.empty(num_tokens + 1, self.width, dtype=self.dtype, device=self._device)
+
+    def expect(self, texts: Sequence[tuple[int, ...]], recording: torch.Tensor) -> dict[tuple[int, ...], int]:
+        """Record the states of these texts from now on. Returns the first token row of each in the recording; equal
+        texts share theirs."""
         self._starts, start = {}, 0
         for text in texts:
             if text not in self._starts:
                 self._starts[text] = start
                 start += len(text)
+        self._states, self._nowhere = recording, len(recording) - 1
         assert start <= self._nowhere, f"{start} tokens in a recording of at most {self._nowhere}"
-        self.is_written.zero_()
+        self._is_written = torch.zeros(len(recording), dtype=torch.bool, device=self._device)
         return self._starts
+
+    def has_recorded_all(self) -> bool:
+        """Whether the states of every token of the expected texts are there."""
+        return bool(self._is_written[: sum(map(len, self._starts))].all())
 
     def admit(self, admissions: list[Admission]) -> None:
         rows, starts, lengths = [], [], []
         for own in admissions:
             start = self._starts.get(own.request.token_ids)
             rows.append(own.row)
-            starts.append(self._nowhere if start is None else start)
+            starts.append(0 if start is None else start)
             lengths.append(0 if start is None else own.prompt_len)
         if rows:
             at = to_device(rows, torch.int64, self._device)
@@ -67,8 +74,8 @@ class TapRecorder(Drafter):
         is_text = (index < view.live[view.request_of]) & (view.positions < self._length_of[rows])
         place = torch.where(is_text, self._start_of[rows] + view.positions, self._nowhere)
         states = torch.cat((*step.hidden.taps, step.hidden.final), dim=-1)
-        self.states.index_copy_(0, place, states.to(self._dtype))
-        self.is_written.index_fill_(0, place, True)
+        self._states.index_copy_(0, place, states.to(self.dtype))
+        self._is_written.index_fill_(0, place, True)
 
     def propose(self, step: Step) -> Drafts:
         raise AssertionError("a recorder with max_drafts = 0 is never asked for drafts")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -13,47 +14,66 @@ from outrider.config import EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.engine.assembly import engine_around
-from outrider.layers import NothingAttends, StepContext
+from outrider.kernels.buffers import send
 from outrider.llm import LLM
 from outrider.models.base import Model
 from outrider.runner.worker import Worker
 from outrider.training.batches import MAX_MICRO_TEXTS
+from outrider.training.draft_logits import DraftLogits
 from outrider.training.recorder import TapRecorder
+from outrider.training.text_states import SEGMENT_BYTES, StateRoom, TextStates, Tokens, segments, to_pinned
 from outrider.training.texts import TrainingText
 from outrider.training.vocabulary import DraftVocabulary
 
-LOGIT_ROWS = 2048  # token rows whose logits over the whole vocabulary are held at once
 CACHE_SHARE = 0.1  # of a GPU's memory, for the pages of the texts that are computed
+GPU_STEP_TOKENS = 32768  # most tokens of the target's steps on a GPU, where large steps are faster
+MICRO_BATCHES = 4  # that such a step may have: who lowers `micro_tokens` has little memory
+REPORT_SECONDS = 5.0
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class TaughtTexts:
-    """A micro-batch, padded to its longest text. On the target's device; nothing in it needs a gradient."""
+    """A micro-batch, padded to its longest text. What decides which places are learned from is on the host, so that no
+    step waits for the device; the rest is on the target's device, and nothing in it needs a gradient."""
 
     tokens: torch.Tensor  # [texts, length] int64; zeros behind a text's end
+    taps: torch.Tensor  # [texts, length, taps, hidden] residual streams of the target
+    logits: torch.Tensor  # [places, draft vocabulary] float32, the target's logits of the drafter's tokens
+    # On the host:
+    place_of: torch.Tensor  # [texts, length] the row of `logits` with a token's logits, for those of `may_draft(1)`
+    best: torch.Tensor  # [texts, length] the target's likeliest next token, of its whole vocabulary, in the answer
     lengths: torch.Tensor  # [texts]
     answer_from: torch.Tensor  # [texts]
-    taps: torch.Tensor  # [texts, length, taps, hidden] residual streams of the target
-    logits: torch.Tensor  # [texts, length, draft vocabulary] float32, the target's logits of the drafter's tokens
-    best: torch.Tensor  # [texts, length] the target's likeliest next token, of its whole vocabulary
 
     def may_draft(self, num_drafts: int) -> torch.Tensor:
-        """[texts, length] bool: tokens of which the next `num_drafts` tokens are known and belong to the answer. After
-        the first token of a text nothing is drafted: there is no hidden state before it."""
-        at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return (at >= (self.answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < self.lengths[:, None])
+        """[texts, length] bool on the host: tokens of which the next `num_drafts` tokens are known and belong to the
+        answer."""
+        return may_draft(self.lengths, self.answer_from, self.tokens.shape[1], num_drafts)
+
+
+def may_draft(lengths: torch.Tensor, answer_from: torch.Tensor, width: int, num_drafts: int) -> torch.Tensor:
+    """See `TaughtTexts.may_draft`. After the first token of a text nothing is drafted: there is no hidden state before
+    it."""
+    at = torch.arange(width)
+    return (at >= (answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < lengths[:, None])
 
 
 class Teacher:
-    """An engine around the target that computes texts and keeps their hidden states."""
+    """An engine around the target that computes texts, and the hidden states of the texts that it keeps."""
 
     def __init__(self, config: EngineConfig, model: Model, taps: tuple[int, ...], vocabulary: DraftVocabulary, *,
                  max_text_tokens: int, micro_tokens: int) -> None:
         self._model, self._taps = model, taps
-        self._ids = vocabulary.ids.to(model.device)
+        self._logits = DraftLogits(model, vocabulary.ids.to(model.device))
         self._recorder = TapRecorder(taps, model.hidden_size, model.dtype)
+        self._kept: dict[Tokens, TextStates] = {}
+        step_tokens = micro_tokens
+        if model.device.type == "cuda":
+            step_tokens = max(micro_tokens, min(GPU_STEP_TOKENS, MICRO_BATCHES * micro_tokens))
+        self._step_tokens = step_tokens
         config = replace(config.without_drafts(), enable_prefix_caching=False, enforce_eager=True,
-                         max_model_len=max_text_tokens + 1, max_num_batched_tokens=micro_tokens, max_step_ms=None,
+                         max_model_len=max_text_tokens + 1, max_num_batched_tokens=step_tokens, max_step_ms=None,
                          max_num_seqs=min(MAX_MICRO_TEXTS, micro_tokens),
                          gpu_memory_utilization=_memory_share(config, model.device))
         self._llm = LLM.around(engine_around(config, Worker(config, model, drafter=self._recorder)))
@@ -66,53 +86,108 @@ class Teacher:
         self._llm.close()
 
     @torch.no_grad()
+    def keep(self, texts: Sequence[TrainingText], report: Callable[[str], None]) -> None:
+        """Compute texts and keep their states while there is room, the first texts first."""
+        missing = {tokens: start for tokens, start in _answers(texts).items() if tokens not in self._kept}
+        room, began = StateRoom.measure(self._model.device), time.perf_counter()
+        before, last_told = replace(room), began
+        row_bytes = self._recorder.width * self._recorder.dtype.itemsize
+        # On a CPU one step computes a segment: how the engine spreads more texts over its steps may differ in a resumed
+        # run, and a row's last bits with it.
+        is_cpu = self._model.device.type == "cpu"
+        max_tokens, max_texts = ((self._step_tokens, MAX_MICRO_TEXTS) if is_cpu else
+                                 (SEGMENT_BYTES // row_bytes, len(missing)))
+        num_done, num_tokens = 0, sum(map(len, missing))
+        for group in segments(missing, max_tokens, max_texts):
+            count = sum(map(len, group))
+            is_on_device = room.take_on_device((count + 1) * row_bytes)
+            if not is_on_device and not room.take_on_host((count + 1) * row_bytes):
+                break
+            found = self._compute(group)
+            if not is_on_device:
+                found = _on_host(found)
+            self._kept |= found
+            num_done += count
+            now = time.perf_counter()
+            if now - last_told >= REPORT_SECONDS:
+                report(f"target's states of {num_done} of {num_tokens} tokens "
+                       f"({num_done / (now - began):.0f} tokens/s)")
+                last_told = now
+        seconds = max(time.perf_counter() - began, 1e-9)
+        places = f"{(before.on_device - room.on_device) / GIB:.2f} GiB on the device"
+        if before.on_host != room.on_host:
+            places += f" and {(before.on_host - room.on_host) / GIB:.2f} GiB in the host's memory"
+        rest = "" if num_done == num_tokens else "; the others are computed whenever they are trained on"
+        report(f"keeps the target's states of {num_done} of {num_tokens} tokens, computed in {seconds:.1f} s "
+               f"({num_done / seconds:.0f} tokens/s): {places}{rest}")
+
+    @torch.no_grad()
     def teach(self, texts: Sequence[TrainingText]) -> TaughtTexts:
-        starts = self._record([text.tokens for text in texts])
+        missing = {tokens: start for tokens, start in _answers(texts).items() if tokens not in self._kept}
+        computed = self._compute(missing) if missing else {}
         device, length = self._model.device, max(len(text.tokens) for text in texts)
         tokens = torch.zeros(len(texts), length, dtype=torch.int64)
-        place = torch.zeros(len(texts), length, dtype=torch.int64)  # of each token in the recording; any for padding
+        best = torch.zeros(len(texts), length, dtype=torch.int64)
+        states = torch.zeros(len(texts), length, self._recorder.width, dtype=self._recorder.dtype, device=device)
         for row, text in enumerate(texts):
-            end = len(text.tokens)
+            end, own = len(text.tokens), self._kept.get(text.tokens) or computed[text.tokens]
             tokens[row, :end] = torch.tensor(text.tokens)
-            place[row, :end] = torch.arange(end) + starts[text.tokens]
-        # Indexing copies: recorded tensors belong to the engine, and autograd may not keep them.
-        states = self._recorder.states[place.to(device)]
-        taps, final = states.split([states.shape[-1] - self._model.hidden_size, self._model.hidden_size], dim=-1)
-        logits, best = self._logits(final.flatten(0, 1))
+            best[row, :end] = own.best
+            states[row, :end].copy_(own.states, non_blocking=True)
+        lengths = torch.tensor([len(text.tokens) for text in texts])
+        answer_from = torch.tensor([text.answer_from for text in texts])
+        is_place = may_draft(lengths, answer_from, length, 1).flatten()
+        taps, final = states[..., : -self._model.hidden_size], states.flatten(0, 1)[:, -self._model.hidden_size :]
+        places = send(is_place.nonzero()[:, 0], device)
         return TaughtTexts(
-            tokens.to(device), torch.tensor([len(text.tokens) for text in texts], device=device),
-            torch.tensor([text.answer_from for text in texts], device=device),
-            taps.unflatten(-1, (len(self._taps), self._model.hidden_size)), logits.view(*place.shape, -1),
-            best.view(place.shape),
+            send(tokens, device), taps.unflatten(-1, (len(self._taps), self._model.hidden_size)),
+            self._logits(final[places]), (is_place.cumsum(0) - 1).view(tokens.shape), best, lengths,
+            answer_from,
         )
 
-    def _record(self, texts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """Let the engine compute the texts. Returns where the states of each begin."""
-        starts = self._recorder.expect(texts)
+    def _compute(self, answer_from: Mapping[Tokens, int]) -> dict[Tokens, TextStates]:
+        """Let the engine compute the texts. answer_from: of each text."""
+        recording = self._recorder.recording(sum(map(len, answer_from)))
+        starts = self._recorder.expect(list(answer_from), recording)
         self._wait()  # steps run on a stream of their own
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
-        prompts: list[Prompt] = [list(text) for text in starts]
+        prompts: list[Prompt] = [list(tokens) for tokens in starts]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         errors = [output.outputs[0].error for output in outputs if output.outputs[0].finish_reason == "error"]
         if errors:
             raise RuntimeError(f"the target cannot compute {len(errors)} of {len(outputs)} texts: {errors[0]}")
         self._wait()  # a result is back before the recorder's part of the step has run
-        if not bool(self._recorder.is_written[: sum(len(text) for text in starts)].all()):
+        if not self._recorder.has_recorded_all():
             raise RuntimeError("the engine did not record the hidden states of all texts; the log may say why")
-        return starts
+        is_answer = torch.zeros(len(recording), dtype=torch.bool)
+        for tokens, start in starts.items():
+            is_answer[start + answer_from[tokens] - 1 : start + len(tokens) - 1] = True
+        rows = is_answer.nonzero()[:, 0]
+        final = recording[:, -self._model.hidden_size :]
+        best = torch.zeros(len(recording), dtype=torch.int64)
+        for part in rows.split(self._step_tokens):
+            best[part] = self._logits.best(final[part.to(final.device)]).cpu()
+        return {tokens: TextStates(recording[start : start + len(tokens)], best[start : start + len(tokens)])
+                for tokens, start in starts.items()}
 
     def _wait(self) -> None:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
-    def _logits(self, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the drafter's tokens, and the likeliest of all tokens. final: [tokens, hidden]"""
-        parts = []
-        for rows in final.split(LOGIT_ROWS):
-            context = StepContext(NothingAttends(), torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
-            logits = self._model.logits(rows, context)
-            parts.append((logits[:, self._ids].float(), logits.argmax(dim=-1)))
-        return torch.cat([own for own, _ in parts]), torch.cat([best for _, best in parts])
+
+def _answers(texts: Sequence[TrainingText]) -> dict[Tokens, int]:
+    """Where the answer of each text begins, in the texts' order; of equal texts with two prompts, the earlier place."""
+    starts: dict[Tokens, int] = {}
+    for text in texts:
+        starts[text.tokens] = min(text.answer_from, starts.get(text.tokens, text.answer_from))
+    return starts
+
+
+def _on_host(found: dict[Tokens, TextStates]) -> dict[Tokens, TextStates]:
+    """The texts of one recording, moved to the host's memory."""
+    moved = to_pinned(torch.cat([own.states for own in found.values()]))
+    parts = moved.split([len(tokens) for tokens in found])
+    return {tokens: TextStates(part, own.best) for (tokens, own), part in zip(found.items(), parts, strict=True)}
 
 
 def _memory_share(config: EngineConfig, device: torch.device) -> float:

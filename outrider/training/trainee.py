@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from outrider.models.base import Model
 from outrider.training.methods import METHODS
@@ -24,6 +26,13 @@ class DrafterCard:
 
     target_name: str
     lines: list[str]  # how the drafter was made and what it reached, as Markdown
+
+
+class PassOutput(NamedTuple):
+    """A pass's last product: logits are states @ weight'."""
+
+    states: torch.Tensor  # [rows, n]
+    weight: torch.Tensor  # [draft vocabulary, n]
 
 
 class Trainee(ABC):
@@ -42,9 +51,17 @@ class Trainee(ABC):
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None: ...
 
     @abstractmethod
+    def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
+        """For each pass the states that lead to the logits of draft `pass` after some tokens. rows: for each pass the
+        indexes (text * length + position) of the last known tokens, on the target's device."""
+
+    @torch.no_grad()
     def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """For each pass the logits [rows, draft vocabulary] of draft `pass` after some tokens. rows: for each pass the
-        indexes (text * length + position) of the last known tokens."""
+        """For each pass the logits [rows, draft vocabulary], for a measurement: products are in float32, since in 16
+        bits they have ties, which would count as wrong drafts."""
+        for states, weight in self.outputs(taught, rows):
+            with torch.autocast(states.device.type, enabled=False):
+                yield F.linear(states.to(weight.dtype), weight)
 
     @abstractmethod
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:

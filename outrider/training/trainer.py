@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +24,7 @@ from outrider.training.workspace import Workspace
 LEAST_GAIN = 0.005  # of the mean run, to count as better
 LEAST_RUN = 1.1  # a run with a smaller mean run is still at its beginning, and has not stalled
 REPORT_SECONDS = 5.0
+MAX_UNSETTLED = 16  # steps whose losses have not been read: reading one waits for the device
 
 
 class Trainer:
@@ -35,11 +37,12 @@ class Trainer:
                                settings.micro_tokens, settings.epochs, settings.seed)
         self._optimizer = DrafterOptimizer(trainee.weights, settings, peak_rate=peak_rate,
                                            num_steps=self._plan.num_steps)
-        self._is_known, self._ids = vocabulary.is_known.to(device), vocabulary.ids.to(device)
+        self._is_known, self._ids = vocabulary.is_known, vocabulary.ids.to(device)
         self._pass_weights = pass_weights(settings.passes, settings.pass_decay)
         self._every = max(1, self._plan.num_steps // settings.evaluations)
         # The state of the run. The optimizer's moments stay with the optimizer until a checkpoint is written.
         self._state = TrainingCheckpoint(0, trainee.weights, {}, {})
+        self._unsettled: list[torch.Tensor] = []  # [loss, norm of the gradient] of the last steps, on the device
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -66,19 +69,24 @@ class Trainer:
         self._report(f"training {self._trainee.num_parameters / 1e6:.2f}M parameters on "
                      f"{len(self._texts.training)} texts of {sum(self._plan.lengths)} tokens, "
                      f"{self._plan.num_steps} steps; {len(self._texts.held_out)} texts held out")
+        if self._state.step < self._plan.num_steps and not self._has_stalled():
+            self._teacher.keep([*self._texts.held_out, *self._texts.training], self._report)
         last_saved = last_told = time.perf_counter()
+        num_tokens = 0  # since the last line
         while self._state.step < self._plan.num_steps and not self._has_stalled():
-            began = time.perf_counter()
-            loss = self._train_step(self._state.step)
-            self._advance(loss)
-            done, now = self._state.step, time.perf_counter()
-            if now - last_told >= REPORT_SECONDS or done == self._plan.num_steps:
-                tokens = sum(self._plan.lengths[index] for index in self._plan.texts_of(done - 1))
+            self._train_step(self._state.step)
+            done = self._state.step
+            num_tokens += sum(self._plan.lengths[index] for index in self._plan.texts_of(done - 1))
+            if time.perf_counter() - last_told >= REPORT_SECONDS or done == self._plan.num_steps:
+                loss = self._settle()
+                now = time.perf_counter()
                 self._report(f"step {done} of {self._plan.num_steps}: loss {loss:.3f}, rate "
-                             f"{self._optimizer.rate(done - 1):.1e}, {tokens / (now - began):.0f} tokens/s")
-                last_told = now
+                             f"{self._optimizer.rate(done - 1):.1e}, {num_tokens / (now - last_told):.0f} tokens/s")
+                last_told, num_tokens = now, 0
             if done % self._every == 0 or done == self._plan.num_steps:
+                began = time.perf_counter()
                 self._evaluate()
+                last_told += time.perf_counter() - began  # the speed of steps is told without it
             if time.perf_counter() - last_saved >= self._settings.save_seconds:
                 self._save()
                 last_saved = time.perf_counter()
@@ -87,9 +95,10 @@ class Trainer:
         self._save()
         self._trainee.load(self._state.best)
 
-    def _train_step(self, step: int) -> float:
+    def _train_step(self, step: int) -> None:
+        """Queue a step on the device. Its loss is known after `_settle`."""
         groups = self._plan.micro_batches(step)
-        num_texts, total = sum(map(len, groups)), 0.0
+        num_texts, total = sum(map(len, groups)), torch.zeros((), device=self._device)
         self._optimizer.zero_gradients()
         for group in groups:
             taught = self._teacher.teach([self._texts.training[index] for index in group])
@@ -98,17 +107,29 @@ class Trainer:
                     loss = text_loss(self._trainee, taught, self._is_known, self._pass_weights, num_texts)
                 if loss.requires_grad:  # else no place of these texts can be learned from
                     loss.backward()
-            total += float(loss.detach())
+            total = total + loss.detach()
         norm = self._optimizer.apply(step)
-        if not (torch.isfinite(torch.tensor([total, norm])).all()):
-            raise RuntimeError(f"step {step + 1}: the loss is {total} and the gradient's norm {norm}; lower "
-                               "--learning-rate")
-        return total
+        self._unsettled.append(torch.stack((total.double(), norm.double())))
+        self._state = replace(self._state, step=step + 1)
+        if len(self._unsettled) == MAX_UNSETTLED:
+            self._settle()
 
-    def _advance(self, loss: float) -> None:
-        self._state = replace(self._state, step=self._state.step + 1, losses=[*self._state.losses, loss])
+    def _settle(self) -> float:
+        """Read the losses of the steps that are queued. Returns the last one. Raises RuntimeError for a step whose loss
+        or gradient is not finite: the checkpoint, which is written after this, never holds what came of it."""
+        if self._unsettled:
+            first = self._state.step - len(self._unsettled)
+            read = torch.stack(self._unsettled).tolist()
+            self._unsettled = []
+            for step, (loss, norm) in enumerate(read, start=first):
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    raise RuntimeError(f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}; lower "
+                                       "--learning-rate")
+            self._state = replace(self._state, losses=[*self._state.losses, *(loss for loss, _ in read)])
+        return self._state.losses[-1] if self._state.losses else math.nan
 
     def _evaluate(self) -> None:
+        self._settle()
         acceptance = self.measure()
         losses, state = self._state.losses, self._state
         is_best = not state.evaluations or acceptance.mean_run >= self.best.acceptance.mean_run
@@ -140,6 +161,7 @@ class Trainer:
         return max(runs[-patience:]) < max(runs[:-patience]) + LEAST_GAIN
 
     def _save(self) -> None:
+        self._settle()
         replace(self._state, moments=self._optimizer.state()).write(self._workspace.checkpoint)
 
     def _arithmetic(self) -> AbstractContextManager[object]:

@@ -57,9 +57,11 @@ def test_the_network_in_training_drafts_as_the_engines_drafter_does(name: str, r
             anchors = torch.tensor([[last]])
             states = network.states(trainee.block_embeds(taught, anchors), anchors, taught.taps)[0, 0]
             for index, draft in enumerate(proposal.drafts):
-                scores = states[trainee.sizes.first_row + index] @ weights["lm_head.weight"].T
+                own, output = states[trainee.sizes.first_row + index], weights["lm_head.weight"]
                 if rank:
-                    scores = scores + network.addition(torch.tensor([tokens[last + index]]))[0]
+                    before = torch.tensor([tokens[last + index]])
+                    (own,), output = network.with_markov_head(own[None], before, output)
+                scores = own @ output.T
                 assert int(vocabulary.ids[scores.argmax()]) == draft
 
 

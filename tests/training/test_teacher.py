@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.layers import NothingAttends, StepContext
 from outrider.learning.eagle3_network import Eagle3Network
+from outrider.training import text_states
+from outrider.training.draft_logits import DraftLogits
 from outrider.training.eagle3 import Eagle3Trainee
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import Teacher
@@ -65,7 +68,56 @@ def test_taps_are_the_residual_streams_that_were_asked_for() -> None:
     first, last = taught.taps[0].unbind(dim=1)
     torch.testing.assert_close(first, model.embed_tokens.weight[list(text.tokens)])
     logits = model.norm(last) @ model.lm_head.format.dense().T  # type: ignore[attr-defined, union-attr]
-    torch.testing.assert_close(logits.float(), taught.logits[0], rtol=1e-5, atol=1e-5)
+    places = taught.may_draft(1)[0]
+    torch.testing.assert_close(logits[places].float(), taught.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_kept_texts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And teach what they would if they were computed whenever they are asked for."""
+    texts, lines = greedy_texts("target"), list[str]()
+    with teacher_of("target") as teacher:
+        computed = teacher.teach(texts)
+        teacher.keep(texts, lines.append)
+        monkeypatch.setattr(Teacher, "_compute", None)
+        kept = teacher.teach(texts[::-1])
+        teacher.keep(texts, lines.append)
+    length = sum(len(text.tokens) for text in texts)
+    assert f"keeps the target's states of {length} of {length} tokens" in lines[0]
+    assert "of 0 of 0 tokens" in lines[1]
+    for name in ("tokens", "taps", "best", "lengths", "answer_from"):
+        one, two = getattr(computed, name), getattr(kept, name).flip(0)
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
+    places = computed.may_draft(1)
+    rows = computed.logits[computed.place_of[places]], kept.logits[kept.place_of.flip(0)[places]]
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-5)
+
+
+def test_texts_without_room_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = greedy_texts("target")
+    row_bytes = 8 * 4 * loaded("target").model.hidden_size  # three taps and the final state in float64
+    monkeypatch.setattr(text_states, "available_bytes", lambda: 2 * row_bytes * (len(texts[0].tokens) + 1))
+    with teacher_of("target") as teacher:
+        wanted = teacher.teach(texts)
+        teacher._step_tokens = 1  # every text has a segment of its own
+        lines: list[str] = []
+        teacher.keep(texts, lines.append)
+        teacher._step_tokens = 128
+        assert f"states of {len(texts[0].tokens)} of " in lines[0] and "the others are computed" in lines[0]
+        found = teacher.teach(texts)
+    torch.testing.assert_close(found.taps, wanted.taps, rtol=0, atol=1e-9)
+    assert torch.equal(found.best, wanted.best)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_the_drafters_tokens_are_those_of_the_whole_vocabulary(name: str) -> None:
+    """Also where the target scales, caps or suppresses them."""
+    model = loaded(name, torch.float64).model
+    final = torch.randn(5, model.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ids = torch.arange(0, model.vocab_size, 3)
+    logits = DraftLogits(model, ids)
+    whole = model.logits(final, StepContext(NothingAttends(), torch.zeros(5, dtype=torch.int64)))
+    torch.testing.assert_close(logits(final), whole[:, ids].float())
+    assert torch.equal(logits.best(final), whole.argmax(dim=-1))
 
 
 def varied(name: str, weight: torch.Tensor) -> torch.Tensor:

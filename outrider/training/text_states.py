@@ -1,0 +1,74 @@
+"""The target's hidden states of texts, kept so that the target computes each text once and not in every epoch.
+
+States lie on the device while a share of its free memory holds them, and then in a share of the host's memory. Texts
+for which neither has room are computed again whenever they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from outrider.core.host_memory import available_bytes
+
+DEVICE_SHARE = 0.5  # of a GPU's free memory; training needs the rest
+HOST_SHARE = 0.5  # of the host's available memory
+SEGMENT_BYTES = 1 << 30  # states that are allocated and computed together
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the target computes for one text."""
+
+    states: torch.Tensor  # [tokens, taps and final state], on the device or in pinned memory of the host
+    best: torch.Tensor  # [tokens] int64 on the host: the likeliest next token; 0 before the answer and at the end
+
+
+@dataclass
+class StateRoom:
+    """Bytes that states may still take."""
+
+    on_device: int
+    on_host: int  # beside a GPU; 0 where the device is the host itself
+
+    @classmethod
+    def measure(cls, device: torch.device) -> StateRoom:
+        host = int(HOST_SHARE * available_bytes())
+        if device.type != "cuda":
+            return cls(host, 0)
+        return cls(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), host)
+
+    def take_on_device(self, num_bytes: int) -> bool:
+        """Whether the device has room, which is taken."""
+        has_room = num_bytes <= self.on_device
+        self.on_device -= num_bytes if has_room else 0
+        return has_room
+
+    def take_on_host(self, num_bytes: int) -> bool:
+        has_room = num_bytes <= self.on_host
+        self.on_host -= num_bytes if has_room else 0
+        return has_room
+
+
+def segments(answer_from: Mapping[Tokens, int], max_tokens: int, max_texts: int) -> Iterator[dict[Tokens, int]]:
+    """Texts in their order, in groups of at most `max_tokens` tokens, or of one longer text. Groups depend on the texts
+    alone, so that a resumed run computes the same ones. answer_from: of each text."""
+    group: dict[Tokens, int] = {}
+    total = 0
+    for tokens, start in answer_from.items():
+        if group and (total + len(tokens) > max_tokens or len(group) == max_texts):
+            yield group
+            group, total = {}, 0
+        group[tokens] = start
+        total += len(tokens)
+    if group:
+        yield group
+
+
+def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a GPU's tensor in the host's memory, from which the GPU reads without making the host wait."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
