@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.learning.named_layers import NamedLayers, wide
+from outrider.learning.unrolled_attention import attend
 
 LAYER = "midlayer"
 
@@ -26,7 +27,6 @@ LAYER = "midlayer"
 class HeadForm:
     """The sizes and variants of an EAGLE-3 head of one Llama layer that its arithmetic depends on."""
 
-    num_kv_heads: int
     head_dim: int
     eps: float
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # turns x [.., dim] by positions [.., 1]
@@ -62,9 +62,10 @@ class Eagle3Network(NamedLayers):
             keys.append(self._form.rotate(self._heads("k", x), positions))
             values.append(self._heads("v", x))
             query = self._form.rotate(self._heads("q", x), positions)
-            mixed = self._attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values])
+            mixed = attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values],
+                           self._scale)
             stream = normed if self._form.norm_before_residual else hidden
-            stream = stream + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
+            stream = stream + self._linear(f"{LAYER}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
             stream = stream + self._mlp(LAYER, self._norm(f"{LAYER}.post_attention_layernorm", stream))
             output = self._norm("norm", stream)
             yield output
@@ -76,22 +77,6 @@ class Eagle3Network(NamedLayers):
             normed = [self._norm(f"fc_norm.{index}", tap.to(dtype)) for index, tap in enumerate(taps.unbind(dim=2))]
             taps = torch.stack(normed, dim=2)
         return wide(self._linear("fc", taps.flatten(2).to(dtype)))
-
-    def _attend(self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-        """query [texts, heads, count, dim], keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
-        count, heads * dim]."""
-        kv_heads, count = self._form.num_kv_heads, query.shape[2]
-        query = query.unflatten(1, (kv_heads, -1))  # [texts, kv heads, group, count, dim]
-        shared = query.flatten(2, 3) @ keys[0].transpose(-1, -2)
-        is_later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
-        scores = [shared.unflatten(2, (-1, count)).masked_fill(is_later, float("-inf"))]
-        scores += [(query * key[:, :, None]).sum(dim=-1, keepdim=True) for key in keys[1:]]
-        shares = (torch.cat([wide(score) for score in scores], dim=-1) * self._scale).softmax(dim=-1)
-        filled = shares[..., :count].flatten(2, 3).to(values[0].dtype) @ values[0]
-        mixed = filled.unflatten(2, (-1, count))
-        for index, value in enumerate(values[1:]):
-            mixed = mixed + shares[..., count + index, None] * value[:, :, None]
-        return mixed.flatten(1, 2).transpose(1, 2).flatten(2)
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)

@@ -36,7 +36,7 @@ class ServedHead:
         self._is_rounded = {name: may_round and fits_bfloat16(slot.target) for name, slot in self.slots.items()}
         table = head.rotary.table[1:]  # slot p turns by the angles of p - 1
         self.form = HeadForm(
-            head.sizes.num_kv_heads, head.sizes.head_dim, head.sizes.eps,
+            head.sizes.head_dim, head.sizes.eps,
             lambda x, positions: rotate_by_table(x, positions, table), norms_taps=bool(head.tap_norms),
             feeds_back_normed=head.feeds_back_normed, norm_before_residual=head.norm_before_residual,
         )

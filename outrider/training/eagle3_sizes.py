@@ -55,7 +55,7 @@ class HeadSizes:
     @property
     def form(self) -> HeadForm:
         """The part that the head's arithmetic depends on."""
-        return HeadForm(self.num_kv_heads, self.head_dim, self.eps, partial(rotate, theta=self.rope_theta),
+        return HeadForm(self.head_dim, self.eps, partial(rotate, theta=self.rope_theta),
                         norms_taps=not self.is_classic, feeds_back_normed=not self.is_classic)
 
     def layer_config(self) -> dict[str, Any]:
