@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ def test_a_finished_run_is_exported_again_without_training(tmp_path: Path) -> No
     assert not any(line.startswith("step ") for line in lines)
     after = load_file(tmp_path / "head" / "model.safetensors")
     assert after.keys() == {name.replace("midlayer.", "layers.0.") for name in before}
+
+
+def test_texts_that_were_copied_to_another_folder_are_trained_on(tmp_path: Path) -> None:
+    """So that a run on another machine generates nothing."""
+    run = RUN | {"epochs": 1, "evaluations": 1}
+    whole, lines = train(tmp_path / "whole", **run), list[str]()
+    shutil.copytree(tmp_path / "whole" / "training", tmp_path / "copied" / "training",
+                    ignore=lambda _, names: [name for name in names if not name.startswith("texts-")])
+    Workspace(tmp_path / "copied").check_empty(resume=True)
+    copied = train(tmp_path / "copied", report=lines.append, **run)
+    assert not any(line.startswith(("generating", "texts ")) for line in lines)
+    assert copied.evaluations == whole.evaluations
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
