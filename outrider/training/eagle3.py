@@ -20,13 +20,15 @@ OUTPUT = "lm_head.weight"
 
 
 class Eagle3Trainee(Trainee):
-    """The head begins with the target's final norm and output rows, and random weights between."""
+    """The head begins with the target's final norm and output rows, and random weights between that `ease_beginning`
+    changes."""
 
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
         self._target, self._vocabulary = target, vocabulary
         self.num_passes = settings.passes
         self.sizes = HeadSizes.for_target(target, settings)
         fresh = begin_weights(weight_shapes(self.sizes, len(vocabulary.ids)), target, vocabulary, settings.seed)
+        ease_beginning(fresh, self.sizes)
         self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
         self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
         self._network = Eagle3Network(self.sizes.form, self.weights)
@@ -79,3 +81,18 @@ def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabula
         weights["norm.weight"] = target.norm.scale
     # Copies outside of inference mode: the target's tensors stay its own.
     return {name: weight.detach().to(target.device, torch.float32).clone() for name, weight in weights.items()}
+
+
+def ease_beginning(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
+    """Change fresh weights, in place, so that a head need not first find out what is the same for every target.
+
+    The layer's input begins as the last tap alone, so that the residual stream has the axes that the target's output
+    rows read. Queries begin with the weights of their keys, so that a slot attends to itself first: its own token
+    reaches the stream through attention alone, and would begin as one of hundreds."""
+    fc, key = weights["fc.weight"], weights[f"{LAYER}.self_attn.k_proj.weight"]
+    last = sizes.taps.index(max(sizes.taps)) * sizes.hidden_size
+    fc.zero_()
+    fc[:, last : last + sizes.hidden_size].fill_diagonal_(1.0)
+    group = sizes.num_heads // sizes.num_kv_heads
+    weights[f"{LAYER}.self_attn.q_proj.weight"].copy_(
+        key.unflatten(0, (sizes.num_kv_heads, 1, -1)).expand(-1, group, -1, -1).flatten(0, 2))

@@ -120,8 +120,26 @@ def test_logits_of_the_drafters_tokens_are_those_of_the_whole_vocabulary(name: s
     assert torch.equal(logits.best(final), whole.argmax(dim=-1))
 
 
+def test_a_head_begins_with_the_last_tap_and_attends_to_its_own_slot() -> None:
+    """The two things that runs otherwise spend their first steps on."""
+    model = loaded("target", torch.float64).model
+    settings = TrainingSettings(**SMALL | {"passes": 1, "taps": (1, 4, 2)})
+    sizes = Eagle3Trainee(model, settings, whole_vocabulary("target")).sizes
+    weights = Eagle3Trainee(model, settings, whole_vocabulary("target")).weights
+    hidden = model.hidden_size
+    taps = torch.randn(3, hidden)
+    assert torch.equal(weights["fc.weight"] @ taps.flatten(), taps[1])
+    x = torch.randn(2 * hidden)
+    query, key = (weights[f"midlayer.self_attn.{name}_proj.weight"] @ x for name in "qk")
+    assert sizes.num_heads > sizes.num_kv_heads
+    keys = key.unflatten(0, (sizes.num_kv_heads, -1)).repeat_interleave(sizes.num_heads // sizes.num_kv_heads, dim=0)
+    torch.testing.assert_close(query.unflatten(0, (sizes.num_heads, -1)), keys)
+
+
 def varied(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Weights with which attention decides much of the result, and so the positions of slots."""
+    """Weights with which attention decides much of the result, and so the positions of slots, and every tap counts."""
+    if name == "fc.weight":
+        return weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     if weight.dim() == 1:
         return weight + torch.empty_like(weight).normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
     return weight * (4 if "q_proj" in name or "k_proj" in name or "o_proj" in name else 1)
