@@ -56,7 +56,7 @@ def flash_attention(query: torch.Tensor, keys: Sequence[torch.Tensor], values: S
     group = query.shape[1] // keys[0].shape[1]
     keys = [key.repeat_interleave(group, dim=1) for key in keys]
     values = [value.repeat_interleave(group, dim=1) for value in values]
-    mixed: torch.Tensor = _FlashAttention.apply(scale, query.contiguous(), *keys, *values)  # type: ignore[no-untyped-call]
+    mixed: torch.Tensor = _FlashAttention.apply(scale, query.contiguous(), *keys, *values)
     return mixed
 
 

@@ -43,7 +43,7 @@ def distillation_loss(states: torch.Tensor, weight: torch.Tensor, target_logits:
     is on. states [rows, hidden], weight [vocabulary, hidden]; both may need gradients."""
     is_narrow = torch.is_autocast_enabled(states.device.type)
     dtype = torch.get_autocast_dtype(states.device.type) if is_narrow else weight.dtype
-    loss: torch.Tensor = _Distillation.apply(states, weight, target_logits, places, row_weights, dtype)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _Distillation.apply(states, weight, target_logits, places, row_weights, dtype)
     return loss
 
 
