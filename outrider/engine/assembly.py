@@ -17,7 +17,8 @@ from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.adapter_slots import AdapterSlots
-from outrider.sched.drafts import DraftCounts, FixedDrafts, auto_drafts
+from outrider.sched.auto_drafts import auto_drafts
+from outrider.sched.drafts import DraftCounts, FixedDrafts
 from outrider.sched.host_drafts import HostDrafter
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler

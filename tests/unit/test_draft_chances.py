@@ -12,8 +12,9 @@ from outrider.core.decode_sizes import unequal_sizes
 from outrider.core.draft_confidence import LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, levels_of
 from outrider.core.structured import StructuredOutputsParams
 from outrider.sched.draft_chances import DraftChances
-from outrider.sched.drafts import IndividualDrafts, SizedDrafts, extended
+from outrider.sched.individual_drafts import IndividualDrafts
 from outrider.sched.request import Request
+from outrider.sched.sized_drafts import SizedDrafts, extended
 from tests.unit.test_draft_counts import running
 from tests.unit.test_shared_rows import COSTS, K
 

@@ -12,7 +12,8 @@ from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import FixedDrafts, auto_drafts
+from outrider.sched.auto_drafts import auto_drafts
+from outrider.sched.drafts import FixedDrafts
 from outrider.sched.host_drafts import HostDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler

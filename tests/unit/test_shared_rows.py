@@ -12,8 +12,9 @@ import pytest
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import size_for, unequal_sizes
-from outrider.sched.drafts import HOLD, MIN_GAIN, SHARE_GAIN, Foresight, SizedDrafts
+from outrider.sched.learned_drafts import MIN_GAIN
 from outrider.sched.request import Request
+from outrider.sched.sized_drafts import HOLD, SHARE_GAIN, Foresight, SizedDrafts
 from outrider.sched.spread_acceptance import PROBE_PLANS, SpreadAcceptance
 from tests.unit.test_draft_counts import running
 

@@ -1,0 +1,15 @@
+"""auto_drafts: the chooser of draft counts for an engine whose step costs are measured."""
+
+from __future__ import annotations
+
+from outrider.core.costs import StepCosts
+from outrider.sched.individual_drafts import IndividualDrafts
+from outrider.sched.sized_drafts import SizedDrafts
+
+
+def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
+    """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
+    worth saving, as long as steps are not captured; a captured step is so fast that a lookup is 2% of it."""
+    if costs.is_padded:
+        return SizedDrafts(k, costs)
+    return IndividualDrafts(k, costs, always_propose=always_propose)

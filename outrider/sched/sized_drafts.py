@@ -1,0 +1,258 @@
+"""SizedDrafts: counts of drafts for captured steps, which have sizes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice, zip_longest
+from operator import itemgetter
+from typing import NamedTuple, TypeAlias
+
+from outrider.core import RequestResult
+from outrider.core.costs import StepCosts
+from outrider.core.decode_sizes import FEW, unequal_sizes
+from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
+from outrider.sched.draft_tries import ProposedDepth
+from outrider.sched.drafts import DraftPlan, SharingPlan, clamp_drafts
+from outrider.sched.learned_drafts import MIN_GAIN, LearnedDrafts
+from outrider.sched.request import Request
+from outrider.sched.spread_acceptance import SpreadAcceptance
+
+SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
+KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
+LEARN_SPREAD_EVERY = 8  # steps
+FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
+FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
+CHAINS = 256  # chains of drafts that stand for those of the next step
+HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+
+
+RateOf: TypeAlias = Callable[[float, int, int], float]
+
+
+class DraftChoice(NamedTuple):
+    """A number of drafts over all requests of a step, and the most that one of them gets."""
+
+    depth: int
+    total: int
+
+
+class ProposedChain(NamedTuple):
+    """Drafts that were proposed for a request: how sure the drafter is of them, and how many they are."""
+
+    request_id: int
+    levels: int
+    num_drafts: int
+
+
+class HeldCounts(NamedTuple):
+    """Drafts of each request, as planned for some steps of the same requests. With `sharing`, the most of each."""
+
+    request_ids: list[int]
+    counts: list[int]
+    depth: int  # the most drafts of a request
+    last_step: int  # number of the last step that it holds for
+    sharing: SharingPlan | None = None
+
+
+class Foresight:
+    """How many of the drafts of unequal plans were accepted, of those that were expected to be.
+
+    A request whose drafts were accepted for a while may write something else now. Then the drafts that seemed likeliest
+    disappoint more than the mean of all drafts, and one number for all requests is better."""
+
+    def __init__(self) -> None:
+        self._expected = self._accepted = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of expected drafts that is accepted, 1 at most."""
+        return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
+
+    def observe(self, expected: float, num_accepted: int) -> None:
+        self._expected = self._expected * FORESIGHT_DECAY + expected
+        self._accepted = self._accepted * FORESIGHT_DECAY + num_accepted
+
+    def fade(self) -> None:
+        """Forget a part of what was observed, in a step with equal counts, so that unequal ones are tried again."""
+        self._expected *= FORESIGHT_FADE
+        self._accepted *= FORESIGHT_FADE
+
+
+class SizedDrafts(LearnedDrafts):
+    """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
+    among them, likeliest drafts first. Either the scheduler shares them out, by each request's acceptance, or the
+    device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
+    all, whose graphs start-up captures. The drafter rests while no request drafts."""
+
+    def __init__(self, k: int, costs: StepCosts) -> None:
+        super().__init__(k, costs)
+        self.acceptance: SpreadAcceptance = SpreadAcceptance(k)
+        self._depth = ProposedDepth(k)
+        self._step = 0
+        self._held = HeldCounts([], [], 0, 0)
+        self._last = DraftChoice(0, 0)  # the last that was shared out
+        self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
+        self._foresight = Foresight()
+        self._level_foresight = Foresight()  # the same, of drafts that the device chose
+        self._chains: deque[ProposedChain] = deque(maxlen=CHAINS)  # the last of all requests
+        self._next_learning = 0  # number of the step
+
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        self._step += 1
+        request_ids = [request.id for request in requests]
+        if self._step > self._held.last_step or request_ids != self._held.request_ids:
+            self._held = self._plan(requests, request_ids, self._k)
+        counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
+        depth = self._depth.next(most)
+        if depth < most:  # no more was proposed before
+            _, counts, _, _, sharing = self._plan(requests, request_ids, depth)
+        elif depth > most:  # for a try: requests that have the most get one more
+            counts = [count + (count == most) for count in counts]
+        wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens else 0
+                  for request, count in zip(requests, counts, strict=True)]
+        return DraftPlan(wanted, self._depth.proposed, sharing)
+
+    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
+        if request.levels:
+            self._chains.append(ProposedChain(request.id, request.levels, request.num_proposed))
+        if is_shared:
+            gains = self.chances.gains(request.id, request.checked_levels, result.num_drafted)
+            self._level_foresight.observe(sum(gains), result.num_accepted)
+            super().observe(request, result, num_scheduled)
+            return
+        if request.checked_levels and num_scheduled:
+            self._learn_chances(request, result)
+        count, expected = self._expected.get(request.id, (0, 0.0))
+        if count and count == num_scheduled:
+            self._foresight.observe(expected, result.num_accepted)
+        if num_scheduled:
+            self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
+
+    def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
+        if self._step >= self._next_learning:
+            self._next_learning = self._step + LEARN_SPREAD_EVERY
+            self.acceptance.learn_spread(request_ids)
+        gains = [self._gains(request, is_exact=False) for request in requests]
+        choice, rate = self._best(requests, gains, most)
+        shared = self._best_by_levels(requests, most, rate)
+        if shared is not None:
+            self._expected.clear()
+            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HOLD - 1,
+                              self._sharing(request_ids, shared.total))
+        self._level_foresight.fade()
+        if choice.total == choice.depth * len(requests):
+            self._foresight.fade()
+            self._expected.clear()
+            return HeldCounts(request_ids, [choice.depth] * len(requests), choice.depth, self._step)
+        counts = self._share_out(requests, gains, choice)
+        self._expected = {request_id: (count, sum(own[:count]))
+                          for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
+        return HeldCounts(request_ids, counts, choice.depth, self._step + HOLD - 1)
+
+    def _rate_of(self, requests: list[Request]) -> RateOf:
+        """Tokens per second of a step of these requests, by expected tokens, most drafts of a request, token rows."""
+        count, costs = len(requests), self._costs
+        reading = costs.read([request.bound.at_most for request in requests])
+        sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
+
+        def rate(tokens: float, depth: int, rows: int) -> float:
+            drafting = costs.draft(depth, count)
+            return tokens / (costs.step(rows, count) + reading + drafting + sampling * rows / count)
+
+        return rate
+
+    def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> tuple[DraftChoice, float]:
+        """The choice with the most expected tokens per second, of at most `most` drafts for a request, and its rate.
+        Requests that still compute their prompts count too: they will run soon, and the drafter must see them."""
+        count = len(requests)
+        if not count:
+            return DraftChoice(0, 0), 0.0
+        rate, tokens = self._rate_of(requests), float(count)
+        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * MIN_GAIN
+        for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
+            tokens += sum(column)
+            own_rate = rate(tokens, depth, count * (1 + depth))
+            if own_rate > best_rate:
+                best, best_rate = DraftChoice(depth, depth * count), own_rate
+        if count <= FEW or self.acceptance.are_alike:
+            return best, best_rate
+        share = self._foresight.share
+        shared = {choice: rate(count + share * expected, choice.depth, count + choice.total)
+                  for choice, expected in shared_choices(gains, most, count)}
+        choice = max(shared, key=shared.__getitem__, default=best)
+        if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:
+            choice = self._last  # its graph is there
+        if shared.get(choice, 0.0) > best_rate * SHARE_GAIN:
+            best, best_rate = choice, shared[choice]
+            self._last = choice
+        return best, best_rate
+
+    def _best_by_levels(self, requests: list[Request], most: int, best_rate: float) -> DraftChoice | None:
+        """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
+        next step are not known yet: the last that were proposed stand for them, also if the drafter rests since."""
+        count = len(requests)
+        # A grammar's masks are made by the host, which must know the logit rows.
+        if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
+            return None
+        if 2 * len(self._chains) < count:
+            return None
+        rate, share = self._rate_of(requests), self._level_foresight.share
+        sample = [extended(self.chances.gains(own.request_id, own.levels, own.num_drafts),
+                           self.acceptance.gains(own.request_id)) for own in self._chains]
+        rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
+                 for choice, expected in shared_choices(sample, most, count)}
+        choice = max(rates, key=rates.__getitem__, default=self._last)
+        if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
+            choice = self._last  # its graph is there
+        if rates.get(choice, 0.0) <= best_rate * SHARE_GAIN:
+            return None
+        self._last = choice
+        return choice
+
+    def _sharing(self, request_ids: list[int], total: int) -> SharingPlan:
+        chances, most = self.chances, (1 << WEIGHT_BITS + 3)
+        weights = {one: min(round(chances.factor(one) * (1 << WEIGHT_BITS)), most) for one in request_ids}
+        table = [min(round(chance * (1 << CHANCE_BITS)), 1 << CHANCE_BITS) for own in chances.table() for chance in own]
+        return SharingPlan(total, weights, table)
+
+    def _share_out(self, requests: list[Request], gains: list[list[float]], choice: DraftChoice) -> list[int]:
+        """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""
+        drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
+        drafts.sort(key=itemgetter(0), reverse=True)
+        del drafts[choice.total :]
+        counts = [0] * len(requests)
+        for _, index in drafts:
+            counts[index] += 1
+        due = [index for index, own in enumerate(gains)
+               if own and not counts[index] and self.acceptance.is_probe_due(requests[index].id)]
+        for index, (_, least_likely) in zip(due, reversed(drafts), strict=False):
+            counts[least_likely] -= 1
+            counts[index] = 1
+        return counts
+
+
+def extended(waiting: list[float], usual: list[float]) -> list[float]:
+    """Gains of drafts that wait, and of the further ones that there would be if more were proposed: these are as likely
+    to be accepted, once reached, as they usually are."""
+    if not waiting:
+        return usual
+    waiting = waiting[: len(usual)]
+    reached = usual[len(waiting) - 1] if waiting else 0.0
+    return waiting + [waiting[-1] * gain / reached if reached else 0.0 for gain in usual[len(waiting) :]]
+
+
+def shared_choices(gains: list[list[float]], most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
+    """Every size of a captured step of `count` requests that can be shared out, with the drafts that are then expected
+    to be accepted. gains: of the drafts of each request, or of a sample of such chains."""
+    scale = len(gains) / count
+    likeliest: list[float] = []
+    for depth in range(1, most + 1):
+        likeliest += sorted((own[depth - 1] for own in gains if len(own) >= depth), reverse=True)
+        likeliest.sort(reverse=True)  # two sorted runs: they are merged
+        expected = list(accumulate(likeliest))
+        for size in unequal_sizes(count, depth):
+            at = max(1, round((size - count) * scale))
+            if at > len(expected):
+                break
+            yield DraftChoice(depth, size - count), expected[at - 1] / scale
