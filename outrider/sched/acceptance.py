@@ -7,12 +7,29 @@ that has stopped drafting tries again now and then. Knows no drafter by name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-DECAY = 0.9  # factor on one request's counts, per observation
+FIRST_RATE = 0.7  # of drafts before any was checked
 SHARED_DECAY = 0.999  # factor on the counts over all requests, per observation
-PRIOR_WEIGHT = 2.0  # observations that the shared rate is worth to a new request
+USUAL_DEVIATION = 2.0  # squared deviations of a request from what is usual, in variances, that are nothing unusual
+LEAST_VARIANCE = 0.01  # of one observation
 FORGETTING = 0.95  # factor on a request's counts, per step without drafts
 PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
+
+
+class Memory(NamedTuple):
+    """How far a request's own counts are believed."""
+
+    decay: float  # factor on the counts, per observation
+    prior_weight: float  # observations that the shared rate is worth to a new request
+    first_weight: float  # observations that the rate of the first request is worth
+
+
+# A text begins to repeat itself at any time, and stops as suddenly.
+QUICK = Memory(0.9, 2.0, 2.0)
+# A request that stops drafting cannot easily begin again if the drafter misses the text since: some unlucky drafts in a
+# row must not stop it, nor those of the first request the drafts of all others.
+PATIENT = Memory(0.98, 16.0, 32.0)
 
 
 @dataclass(slots=True)
@@ -41,21 +58,25 @@ class Rates:
         self.hit = [h * factor for h in self.hit]
 
 
+def believed_weight(weight: float, deviation: float, variance: float) -> float:
+    """What is usual counts for `weight` observations, and less for a request that deviates from it by more than chance:
+    it may be one of a new kind. variance: that of such deviations."""
+    return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
+
+
 class Acceptance:
     """Rates of every request that has drafted, and those that all requests share."""
 
     probe_after = PROBE_AFTER
-    decay = DECAY
 
-    def __init__(self, k: int, first_weight: float = PRIOR_WEIGHT) -> None:
-        """first_weight: observations that the rate of the first request is worth."""
-        self._k = k
-        self._shared = Rates([first_weight] * k, [first_weight * 0.7] * k)
+    def __init__(self, k: int, memory: Memory = QUICK) -> None:
+        self._k, self._memory = k, memory
+        self._shared = Rates([memory.first_weight] * k, [memory.first_weight * FIRST_RATE] * k)
         self._rates: dict[int, Rates] = {}
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
         rates = self._rates_of(request_id, idle=0)
-        rates.observe(num_drafted, num_accepted, self.decay)
+        rates.observe(num_drafted, num_accepted, self._memory.decay)
         rates.gains = []
         self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
 
@@ -63,13 +84,18 @@ class Acceptance:
         """Count drafts that were proposed, by their chances of being reached and accepted. Which of them are checked
         depends on the chances, so that what was accepted of those checked would say too much of the others."""
         rates = self._rates_of(request_id, idle=0)
-        for own, decay in ((rates, self.decay), (self._shared, SHARED_DECAY)):
+        for own, decay in ((rates, self._memory.decay), (self._shared, SHARED_DECAY)):
             tried, hit, reached = own.tried, own.hit, 1.0
             for place, gain in enumerate(gains):
                 tried[place] = tried[place] * decay + reached
                 hit[place] = hit[place] * decay + gain
                 reached = gain
         rates.gains = []
+
+    @property
+    def usual_rate(self) -> float:
+        """The rate at which first drafts are accepted, over all requests."""
+        return self._shared.hit[0] / self._shared.tried[0]
 
     def forget(self, request_id: int) -> None:
         self._rates.pop(request_id, None)
@@ -85,11 +111,21 @@ class Acceptance:
                 reached *= shared_hit / shared_tried
                 gains.append(reached)
             return gains
+        weight = self._own_weight(rates)
         for shared_hit, shared_tried, hit, tried in zip(shared.hit, shared.tried, rates.hit, rates.tried, strict=True):
-            reached *= (hit + PRIOR_WEIGHT * (shared_hit / shared_tried)) / (tried + PRIOR_WEIGHT)
+            reached *= (hit + weight * (shared_hit / shared_tried)) / (tried + weight)
             gains.append(reached)
         rates.gains = gains
         return gains
+
+    def _own_weight(self, rates: Rates) -> float:
+        """Observations that the shared rate is worth to a request with these rates."""
+        weight, tried = self._memory.prior_weight, rates.tried[0]
+        if not tried:
+            return weight
+        shared = self.usual_rate
+        chance = max(shared * (1 - shared), LEAST_VARIANCE) * (1 / tried + 1 / weight)
+        return believed_weight(weight, rates.hit[0] / tried - shared, chance)
 
     def is_probe_due(self, request_id: int) -> bool:
         """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself

@@ -11,5 +11,5 @@ def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDraft
     """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
     worth saving, as long as steps are not captured; a captured step is so fast that a lookup is 2% of it."""
     if costs.is_padded:
-        return SizedDrafts(k, costs)
+        return SizedDrafts(k, costs, misses_rests=not always_propose)
     return IndividualDrafts(k, costs, always_propose=always_propose)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.core.draft_confidence import MOST_CHANCE, NUM_LEVELS, levels_of
+from outrider.sched.acceptance import believed_weight
 
 FIRST_RATE = 0.7  # of drafts before any was checked
 MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
-PLACE_WEIGHT, OWN_WEIGHT = 32.0, 6.0  # accepted drafts that a factor of 1 is worth to a place, and to a request
-SHARED_DECAY, OWN_DECAY = 0.999, 0.95  # factors on what was counted over all requests and of one, per observation
+PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
+OWN_WEIGHT = 20.0  # checked drafts that a factor of 1 is worth to a request
+SHARED_DECAY, OWN_DECAY = 0.999, 0.98  # factors on what was counted over all requests and of one, per observation
 
 
 @dataclass(slots=True)
@@ -34,16 +36,6 @@ class _Ratio:
         self.expected = self.expected * decay + expected
 
 
-class _OwnRatio(_Ratio):
-    """Those of one request: the fewer were observed, the nearer is the factor to 1."""
-
-    __slots__ = ()
-
-    @property
-    def factor(self) -> float:
-        return (self.accepted + OWN_WEIGHT) / (self.expected + OWN_WEIGHT)
-
-
 class DraftChances:
     """Chances of drafts by level, place and request."""
 
@@ -53,14 +45,14 @@ class DraftChances:
         self._hit = [0.0] * NUM_LEVELS
         self._all = _Ratio(MEAN_WEIGHT * FIRST_RATE, MEAN_WEIGHT)
         self._places = [_Ratio(PLACE_WEIGHT, PLACE_WEIGHT) for _ in range(k)]
-        self._own: dict[int, _OwnRatio] = {}
+        self._own: dict[int, _Ratio] = {}
         self._rates: list[float] = []  # of each level
 
     def observe(self, request_id: int, packed: int, num_drafted: int, num_accepted: int) -> None:
         """Drafts of these levels were checked. Those behind the first rejected one were not reached."""
         own = self._own.get(request_id)
         if own is None:
-            own = self._own[request_id] = _OwnRatio(0.0, 0.0)
+            own = self._own[request_id] = _Ratio(0.0, 0.0)
         rates = self.rates
         tried, hit = self._tried, self._hit
         for place, level in enumerate(levels_of(packed, min(num_accepted + 1, num_drafted, self._k))):
@@ -90,8 +82,13 @@ class DraftChances:
         return [[rate * place.factor for rate in self.rates] for place in self._places]
 
     def factor(self, request_id: int) -> float:
+        """The factor of a request: the fewer of its drafts were checked, the nearer to 1."""
         own = self._own.get(request_id)
-        return 1.0 if own is None else own.factor
+        if own is None:
+            return 1.0
+        weight = OWN_WEIGHT * self._all.factor
+        weight = believed_weight(weight, own.accepted - own.expected, own.expected * (1 + own.expected / weight))
+        return (own.accepted + weight) / (own.expected + weight)
 
     def gains(self, request_id: int, packed: int, count: int) -> list[float]:
         """The chance that draft j of the request is reached and accepted, for its `count` drafts of these levels."""

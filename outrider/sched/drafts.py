@@ -35,6 +35,11 @@ class DraftCounts(ABC):
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
 
+    def begin(self, requests: list[Request]) -> int:
+        """These requests start in the step that `choose` was just asked about: their first tokens are computed. Returns
+        how many drafts the step must propose at least, so that the drafter sees their prompts."""
+        return 0
+
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         """A step of the request has ended, for which so many drafts were scheduled; is_shared: by the device."""
 

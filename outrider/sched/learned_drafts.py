@@ -1,38 +1,65 @@
-"""LearnedDrafts: what the choosers of draft counts have in common, the acceptance that they learn as steps go by.
+"""LearnedDrafts: what the choosers of draft counts have in common: acceptance that is learned as steps go by, and tries
+of a drafter that rests.
 
 A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up.
+A drafter with a network rests while no draft pays.
 """
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
 from outrider.sched.acceptance import Acceptance
 from outrider.sched.draft_chances import DraftChances
+from outrider.sched.draft_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
 from outrider.sched.drafts import DraftCounts, clamp_drafts
 from outrider.sched.request import Request
 
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
+LEAST_LEFT = 2 * (READ_STEPS + TRY_STEPS)  # tokens that a request has left if it tries drafts that were not read along
 
 
 class LearnedDrafts(DraftCounts):
     """Learns acceptance from results."""
 
-    def __init__(self, k: int, costs: StepCosts) -> None:
-        self._k = k
-        self._costs = costs
-        self.acceptance = Acceptance(k)
+    def __init__(self, k: int, costs: StepCosts, acceptance: Acceptance, *, misses_rests: bool) -> None:
+        """misses_rests: the drafter has a network, whose state misses the tokens of steps that propose nothing."""
+        self._k, self._costs, self._misses_rests = k, costs, misses_rests
+        self.acceptance = acceptance
         self.chances = DraftChances(k)
+        self._depth = ProposedDepth(k, tries_from_rest=not misses_rests)
+        self._sight = DrafterSight(misses_rests=misses_rests)
+        self._tries = DrafterTries(costs)
+        self._requests: list[Request] = []  # those of the step that is planned
+
+    def begin(self, requests: list[Request]) -> int:
+        for request in requests:
+            self._sight.begin(request.id)
+        if not self._depth.proposed:
+            everyone = self._requests + requests
+            self._depth.proposed = self._best_depth(everyone) or int(self._try_new(requests, len(everyone)))
+        return self._depth.proposed
+
+    @abstractmethod
+    def _best_depth(self, requests: list[Request]) -> int:
+        """The most drafts of a request that pay, also counting requests that compute their prompts."""
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         """Learn how many of the scheduled drafts a step has accepted. A draft that was scheduled but did not exist (a
         lookup found nothing) counts as rejected, because it has cost as much."""
+        self._note_tries(request, result)
         if request.checked_levels and num_scheduled:
             self._learn_chances(request, result)
         elif num_scheduled:
             self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
-        if request.levels and not result.finish:
+        if request.levels and not result.finish and self._sees(request):
             self.acceptance.expect(request.id, self._waiting_gains(request))
+
+    def _note_tries(self, request: Request, result: RequestResult) -> None:
+        if self._tries.any_left:
+            self._tries.accept(request.id, result.num_accepted)
 
     def _learn_chances(self, request: Request, result: RequestResult) -> None:
         if not result.finish:  # the end may have cut off accepted drafts
@@ -41,13 +68,69 @@ class LearnedDrafts(DraftCounts):
     def forget(self, request: Request) -> None:
         self.acceptance.forget(request.id)
         self.chances.forget(request.id)
+        self._sight.forget(request.id)
+        self._tries.forget(request.id)
+
+    def _next_step(self, requests: list[Request]) -> list[Request]:
+        """Begin to plan a step. Returns the requests that were not known before: they start in this step."""
+        self._sight.next_step(self._depth.proposed)
+        self._requests = requests
+        new = [request for request in requests if not self._sight.knows(request.id)]
+        for request in new:
+            self._sight.begin(request.id)
+        return new
+
+    def _trying(self, requests: list[Request]) -> set[int]:
+        """Requests that try a draft in this step, if the step before has proposed one."""
+        if not self._tries.any_left:
+            return set()
+        return {own.id for own in requests if self._tries.has(own.id) and self._sees(own)}
+
+    def _is_trying(self, requests: list[Request], new: list[Request], best: int) -> bool:
+        """Whether some of the requests try drafts in this step. best: the most drafts that pay."""
+        if self._tries.any_left:
+            trying = [request for request in requests if self._tries.has(request.id)]
+            for request in trying:
+                if request.yields_tokens:
+                    self._tries.take(request.id)
+            if trying:
+                return True
+        if best or not self._misses_rests or not requests:
+            return False
+        self._tries.rest(len(requests))
+        return self._try_new(new, len(requests)) or not self._depth.proposed and self._try_all(requests)
+
+    def _try_new(self, requests: list[Request], num_requests: int) -> bool:
+        """Let requests that start now, of so many, try drafts."""
+        ids = [request.id for request in requests if request.max_drafts != 0]
+        return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
+
+    def _try_all(self, requests: list[Request]) -> bool:
+        """Let requests try drafts, after the drafter has read along with them for a while."""
+        ids = [request.id for request in requests if request.max_drafts != 0 and request.yields_tokens
+               and request.end_len - request.bound.at_most >= LEAST_LEFT]
+        return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)
 
     def _waiting_gains(self, request: Request) -> list[float]:
         """The chance that each draft which waits on the device is reached and accepted, by how sure its drafter is."""
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
     def _gains(self, request: Request, is_exact: bool) -> list[float]:
+        """The chance that draft j of the request is reached and accepted. None if the drafter has not seen enough of
+        the request, unless it is awake and will have before the request ends."""
+        if not self._sees(request) and (not self._depth.proposed
+                                        or request.end_len - request.bound.at_most < LEAST_LEFT):
+            return []
         gains = self.acceptance.gains(request.id)
         if request.max_drafts is None and not is_exact:
             return gains
         return gains[: clamp_drafts(request, self._k, is_exact)]
+
+    def _sees(self, request: Request) -> bool:
+        """Whether the drafter has seen enough of the request to guess what follows."""
+        return self._sight.sees_all or self._sight.sees(request.id)
+
+    @property
+    def _least_gain(self) -> float:
+        """What drafts must gain: more to wake a drafter that rests than to keep it awake."""
+        return 1.0 if self._misses_rests and self._depth.proposed else MIN_GAIN

@@ -129,7 +129,9 @@ class Scheduler:
             if request.state is State.RUNNING and step.room_for(request) > 0:
                 short |= self._schedule_known(request, step, batch) == 0
         if not short and self.stats.num_preemptions == num_preemptions:
-            self._admit(step, batch)
+            started = self._admit(step, batch)
+            if started and self._drafts is not None:
+                plan = plan._replace(num_wanted=max(plan.num_wanted, self._drafts.begin(started)))
         return self._finish_batch(batch, plan)
 
     def update(self, result: StepResult) -> list[Update]:
@@ -203,12 +205,9 @@ class Scheduler:
     # Inside: making a batch
 
     def _plan_drafts(self) -> DraftPlan:
-        """Plan drafts for the running requests or, if none runs, for those about to be admitted: a drafter that guesses
-        from the prompt must see it from its first token."""
         if self._drafts is None:
             return DraftPlan([0] * len(self._running), 0)
-        requests = self._running or self._waiting.first(len(self._free_rows))
-        return self._drafts.choose(requests, is_exact=not self._in_flight and self._host_drafts is None)
+        return self._drafts.choose(list(self._running), is_exact=not self._in_flight and self._host_drafts is None)
 
     def _schedule_decoding(self, batch: BatchBuilder, plan: DraftPlan) -> tuple[list[Request], int, bool]:
         """A token and drafts for every request that yields tokens. Returns the requests that still compute their
@@ -219,8 +218,8 @@ class Scheduler:
         is_short = False
         lookahead, host_drafts = self.cache.lookahead, self._host_drafts
         others = len(running)  # still to be looked at
-        # The hot loop: a thousand requests, every step. Without requests the plan speaks of those about to start.
-        for request, num_drafts in zip(running, plan.num_drafts, strict=False):
+        # The hot loop: a thousand requests, every step.
+        for request, num_drafts in zip(running, plan.num_drafts, strict=True):
             others -= 1
             if request.state is not State.RUNNING:
                 continue  # preempted by an earlier one in this loop
@@ -275,13 +274,14 @@ class Scheduler:
             self.cache.promise(batch.step, request.id, request.token_ids, bound)
         return chunk
 
-    def _admit(self, step: FullStep, batch: BatchBuilder) -> None:
-        """Give rows to requests that wait. A request whose beginning others are computing, or whose long prompt gets no
-        room beside short ones, waits for a later step, and holds up none of those behind it. So does a request for
-        whose adapter the device has no room, which needs no row meanwhile; once it has waited for long, no other
-        adapter starts before it."""
+    def _admit(self, step: FullStep, batch: BatchBuilder) -> list[Request]:
+        """Give rows to requests that wait; returns these requests. A request whose beginning others are computing, or
+        whose long prompt gets no room beside short ones, waits for a later step, and holds up none of those behind it.
+        So does a request for whose adapter the device has no room, which needs no row meanwhile; once it has waited for
+        long, no other adapter starts before it."""
         passed_over: list[Request] = []
         without_adapter: list[Request] = []
+        started: list[Request] = []
         is_full = False  # for requests with adapters
         while (self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0
                and len(without_adapter) < MAX_WITHOUT_ADAPTER):
@@ -305,10 +305,12 @@ class Scheduler:
                 without_adapter.append(self._waiting.pop())
                 continue
             self._start(self._waiting.pop(), start)
+            started.append(request)
             if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
         for request in (*passed_over, *without_adapter):
             self._waiting.push(request)
+        return started
 
     def _find_start(self, request: Request, step: int) -> Start:
         asked = request.input

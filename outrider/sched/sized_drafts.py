@@ -12,11 +12,11 @@ from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
-from outrider.sched.draft_tries import ProposedDepth
+from outrider.sched.acceptance import PATIENT
 from outrider.sched.drafts import DraftPlan, SharingPlan, clamp_drafts
-from outrider.sched.learned_drafts import MIN_GAIN, LearnedDrafts
+from outrider.sched.learned_drafts import LearnedDrafts
 from outrider.sched.request import Request
-from outrider.sched.spread_acceptance import SpreadAcceptance
+from outrider.sched.spread_acceptance import STEADY, SpreadAcceptance
 
 SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
@@ -85,10 +85,12 @@ class SizedDrafts(LearnedDrafts):
     device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
     all, whose graphs start-up captures. The drafter rests while no request drafts."""
 
-    def __init__(self, k: int, costs: StepCosts) -> None:
-        super().__init__(k, costs)
-        self.acceptance: SpreadAcceptance = SpreadAcceptance(k)
-        self._depth = ProposedDepth(k)
+    acceptance: SpreadAcceptance
+
+    def __init__(self, k: int, costs: StepCosts, *, misses_rests: bool = True) -> None:
+        """misses_rests: the drafter has a network, whose state misses the tokens of steps that propose nothing."""
+        acceptance = SpreadAcceptance(k, PATIENT if misses_rests else STEADY)
+        super().__init__(k, costs, acceptance, misses_rests=misses_rests)
         self._step = 0
         self._held = HeldCounts([], [], 0, 0)
         self._last = DraftChoice(0, 0)  # the last that was shared out
@@ -100,27 +102,32 @@ class SizedDrafts(LearnedDrafts):
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         self._step += 1
+        new = self._next_step(requests)
         request_ids = [request.id for request in requests]
         if self._step > self._held.last_step or request_ids != self._held.request_ids:
             self._held = self._plan(requests, request_ids, self._k)
         counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
-        depth = self._depth.next(most)
+        trying, is_trying = self._trying(requests), self._is_trying(requests, new, most)
+        depth = self._depth.next(max(most, is_trying))
         if depth < most:  # no more was proposed before
             _, counts, _, _, sharing = self._plan(requests, request_ids, depth)
+        elif is_trying and not most:
+            counts = [min(depth, own in trying) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
             counts = [count + (count == most) for count in counts]
-        wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens else 0
+        wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens and self._sees(request) else 0
                   for request, count in zip(requests, counts, strict=True)]
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
-        if request.levels:
+        if request.levels and self._sees(request):
             self._chains.append(ProposedChain(request.id, request.levels, request.num_proposed))
         if is_shared:
             gains = self.chances.gains(request.id, request.checked_levels, result.num_drafted)
             self._level_foresight.observe(sum(gains), result.num_accepted)
             super().observe(request, result, num_scheduled)
             return
+        self._note_tries(request, result)
         if request.checked_levels and num_scheduled:
             self._learn_chances(request, result)
         count, expected = self._expected.get(request.id, (0, 0.0))
@@ -130,11 +137,10 @@ class SizedDrafts(LearnedDrafts):
             self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
 
     def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
-        if self._step >= self._next_learning:
-            self._next_learning = self._step + LEARN_SPREAD_EVERY
-            self.acceptance.learn_spread(request_ids)
-        gains = [self._gains(request, is_exact=False) for request in requests]
-        choice, rate = self._best(requests, gains, most)
+        choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,
+                                                       learns=self._step >= self._next_learning)
+        if not choice.depth and self._misses_rests and self._depth.proposed:  # before the drafter rests
+            choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most, learns=True)
         shared = self._best_by_levels(requests, most, rate)
         if shared is not None:
             self._expected.clear()
@@ -149,6 +155,19 @@ class SizedDrafts(LearnedDrafts):
         self._expected = {request_id: (count, sum(own[:count]))
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
         return HeldCounts(request_ids, counts, choice.depth, self._step + HOLD - 1)
+
+    def _plan_by_acceptance(self, requests: list[Request], request_ids: list[int], most: int, *,
+                            learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
+        """The best choice by each request's acceptance, its rate, and the gains of drafts. learns: how much requests
+        differ is estimated anew."""
+        if learns:
+            self._next_learning = self._step + LEARN_SPREAD_EVERY
+            self.acceptance.learn_spread(request_ids)
+        gains = [self._gains(request, is_exact=False) for request in requests]
+        return *self._best(requests, gains, most), gains
+
+    def _best_depth(self, requests: list[Request]) -> int:
+        return self._best(requests, [self._gains(request, is_exact=False) for request in requests], self._k)[0].depth
 
     def _rate_of(self, requests: list[Request]) -> RateOf:
         """Tokens per second of a step of these requests, by expected tokens, most drafts of a request, token rows."""
@@ -169,7 +188,7 @@ class SizedDrafts(LearnedDrafts):
         if not count:
             return DraftChoice(0, 0), 0.0
         rate, tokens = self._rate_of(requests), float(count)
-        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * MIN_GAIN
+        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * self._least_gain
         for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
             tokens += sum(column)
             own_rate = rate(tokens, depth, count * (1 + depth))
@@ -190,8 +209,10 @@ class SizedDrafts(LearnedDrafts):
 
     def _best_by_levels(self, requests: list[Request], most: int, best_rate: float) -> DraftChoice | None:
         """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
-        next step are not known yet: the last that were proposed stand for them, also if the drafter rests since."""
+        next step are not known yet: the last that were proposed stand for them."""
         count = len(requests)
+        if self._misses_rests and not self._depth.proposed:
+            return None
         # A grammar's masks are made by the host, which must know the logit rows.
         if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
             return None

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outrider.sched.acceptance import PRIOR_WEIGHT, Acceptance, Rates
+from outrider.sched.acceptance import Acceptance, Memory, Rates
 
-OWN_DECAY = 0.95  # factor on one request's counts, per observation
+# Of a drafter that misses nothing while it rests. Counts are believed a little longer than elsewhere, because plans for
+# many requests hold for some steps.
+STEADY = Memory(0.95, 2.0, 2.0)
 IDLE_DECAY = 0.985  # the same, per plan without drafts
 PROBE_PLANS = 16  # plans without drafts until a request tries one
 NOISE_MARGIN = 1.5  # requests differ if their variance exceeds this many times that of chance
@@ -27,13 +29,12 @@ class SpreadAcceptance(Acceptance):
     towards the requests' mean by as much as chance could have moved them away from it. A plan holds for some steps."""
 
     probe_after = PROBE_PLANS
-    decay = OWN_DECAY
 
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
+    def __init__(self, k: int, memory: Memory = STEADY) -> None:
+        super().__init__(k, memory)
         self.are_alike = True  # requests differ no more than by chance
         self._mean = 0.0  # of the first draft's rate over requests that differ
-        self._weight = PRIOR_WEIGHT  # observations that the mean is worth to a request
+        self._weight = memory.prior_weight  # observations that the mean is worth to a request
 
     def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
         super().observe(request_id, num_drafted, num_accepted)
@@ -46,13 +47,13 @@ class SpreadAcceptance(Acceptance):
         for own in found:
             own.gains = []
         tried = [(own.hit[0] / own.tried[0], own.tried[0]) for own in found if own.tried[0] >= LEAST_TRIED]
-        self.are_alike, self._weight = True, PRIOR_WEIGHT
+        self.are_alike, self._weight = True, self._memory.prior_weight
         if len(tried) < FEWEST:
             return
         mean = sum(rate for rate, _ in tried) / len(tried)
         of_one = mean * (1 - mean)  # variance of one observation
         variance = sum((rate - mean) ** 2 for rate, _ in tried) / (len(tried) - 1)
-        chance = of_one * sum(1 / effective_observations(count) for _, count in tried) / len(tried)
+        chance = of_one * sum(1 / effective_observations(count, self._memory.decay) for _, count in tried) / len(tried)
         between = variance - NOISE_MARGIN * chance
         if between > LEAST_SPREAD:
             self.are_alike, self._mean = False, mean
@@ -79,6 +80,6 @@ class SpreadAcceptance(Acceptance):
         rates.fade(IDLE_DECAY)
 
 
-def effective_observations(count: float) -> float:
+def effective_observations(count: float, decay: float) -> float:
     """How many independent observations have the variance of a mean of decayed ones whose weights sum to `count`."""
-    return count * (1 + OWN_DECAY) / (2 - count * (1 - OWN_DECAY))
+    return count * (1 + decay) / (2 - count * (1 - decay))

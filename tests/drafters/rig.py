@@ -11,7 +11,7 @@ import torch
 from outrider.core import ScheduledBatch
 from outrider.drafters.base import Drafts, Step
 from outrider.models.base import Model
-from outrider.sched.drafts import DraftPlan, clamp_drafts
+from outrider.sched.drafts import DraftCounts, DraftPlan, clamp_drafts
 from outrider.sched.request import Request
 from tests.engine.harness import Rig
 
@@ -55,7 +55,7 @@ class DraftRig(Rig):
         return drafts
 
 
-class _ChosenDrafts:
+class _ChosenDrafts(DraftCounts):
     """FixedDrafts, but for the steps in which nothing is proposed."""
 
     def __init__(self, rig: DraftRig, propose_at: Callable[[int], int], k: int) -> None:

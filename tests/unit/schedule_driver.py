@@ -16,7 +16,7 @@ from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import DraftPlan
+from outrider.sched.drafts import DraftCounts, DraftPlan
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
@@ -111,15 +111,14 @@ class WatchedPool(PagePool):
         return [*self.blank_pages(), *fresh]
 
 
-class RandomDrafts:
+class RandomDrafts(DraftCounts):
     """Chooses draft counts without a reason."""
 
     def __init__(self, rng: Random, most: int) -> None:
         self._rng, self._most = rng, most
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
-        # Those who are about to start come here too.
-        wanted = [self._rng.randint(0, self._most) if r.state is State.RUNNING else 0 for r in requests]
+        wanted = [self._rng.randint(0, self._most) for _ in requests]
         return DraftPlan(wanted, self._most if self._rng.random() < 0.8 else 0)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:

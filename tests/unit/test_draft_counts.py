@@ -15,7 +15,7 @@ from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
 from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.draft_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, TRY_FEW, TRY_STEPS, ProposedDepth
+from outrider.sched.draft_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, READ_STEPS, TRY_STEPS, ProposedDepth
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.sched.learned_drafts import MIN_GAIN
 from outrider.sched.request import Request, State
@@ -126,12 +126,12 @@ def test_a_drafter_that_costs_is_left_out_where_no_acceptance_would_pay() -> Non
 
 
 def test_new_requests_try_a_drafter_that_rests_from_their_prompts_on() -> None:
-    """One that has rested in a request has not seen its text, so that no later step of the request tries it. While
-    drafts are seldom accepted, one request in some tries, and one that gains goes on."""
+    """One that has rested in a request has not seen its text, so that no later step of a short request tries it. While
+    drafts are seldom accepted, few requests try some, and one that gains goes on."""
     costs = StepCosts((1, 8), (1.0, 1.7), drafting=(DraftCost(1, 0.2, 0.2),))
     chooser = auto_drafts(1, costs, always_propose=False)
     tries = []
-    for number in range(40):
+    for number in range(60):
         request = running(number)
         request.admitted_len = 10  # still computes its prompt
         seen = chooser.choose([request], is_exact=False).num_wanted
@@ -146,10 +146,26 @@ def test_new_requests_try_a_drafter_that_rests_from_their_prompts_on() -> None:
         tries.append(drafts)
         chooser.forget(request)
     bad = tries[20:]
-    assert 0 in bad and 0 < max(bad) <= TRY_STEPS and sum(count > 0 for count in bad) <= 1 + len(bad) // TRY_FEW
+    assert 0 in bad and max(bad) == TRY_STEPS and 2 <= sum(count > 0 for count in bad) <= len(bad) // 3
     chooser, request = auto_drafts(1, costs, always_propose=False), running(99)
     observed(chooser, request, 1, 1)
     assert all(chooser.choose([request], is_exact=False).num_wanted for _ in range(60))
+
+
+def test_requests_that_start_beside_others_wake_a_drafter_that_rests() -> None:
+    """If they pay for it alone. Those that ran before get no drafts until it has read along for a while."""
+    costs = StepCosts((1, 8), (1.0, 1.2), drafting=(DraftCost(1, 0.05, 0.05),))
+    for own in (costs, replace(costs, is_padded=True)):
+        chooser, old, new = auto_drafts(1, own, always_propose=False), running(0, max_tokens=None), running(1)
+        old.end_len = 1000
+        observed(chooser, old, 1, 0, times=100)
+        for _ in range(3):
+            assert chooser.choose([old], is_exact=False).num_wanted == 0
+        observed(chooser, new, 1, 1, times=500)
+        chooser.choose([old], is_exact=False)
+        assert chooser.begin([new]) == 1
+        plans = [chooser.choose([old, new], is_exact=False) for _ in range(READ_STEPS)]
+        assert all(plan.num_wanted and plan.num_drafts == [0, 1] for plan in plans)
 
 
 @pytest.mark.parametrize(("speculative", "most"), [(False, 0), (2, 2), (None, 4), (True, 4)])
@@ -179,7 +195,7 @@ def test_padded_steps_give_all_requests_the_same_and_no_more_than_was_proposed()
     costs = StepCosts((1, 64), (1.0, 1.2), (DraftCost(1, 0.01, 0.01),), is_padded=True)
     chooser, requests = auto_drafts(3, costs, always_propose=False), [running(0), running(1)]
     for request in requests:
-        observed(chooser, request, 3, 2)
+        observed(chooser, request, 3, 2, times=100)
     plans = [chooser.choose(requests, is_exact=False) for _ in range(2)]
     assert plans[0].num_drafts == [0, 0], "nothing was proposed before"
     assert plans[1].num_drafts == [2, 2]
@@ -191,21 +207,21 @@ def test_bad_luck_with_a_later_draft_is_forgotten() -> None:
     costs = StepCosts((1, 64), (1.0, 1.02), (DraftCost(1, 0.05, 0.2),), is_padded=True)
     chooser, usual, unlucky = auto_drafts(2, costs, always_propose=False), running(0), running(1)
     observed(chooser, usual, 2, 2, times=60)
-    observed(chooser, unlucky, 2, 1, times=6)
+    observed(chooser, unlucky, 2, 1, times=30)
     assert chooser.choose([unlucky], is_exact=False).num_wanted == 1
-    observed(chooser, unlucky, 1, 1, times=60)
+    observed(chooser, unlucky, 1, 1, times=120)
     assert chooser.choose([unlucky], is_exact=False).num_wanted == 2
 
 
 def test_one_draft_more_is_tried_now_and_then() -> None:
-    depth = ProposedDepth(3)
+    depth = ProposedDepth(3, tries_from_rest=True)
     used, proposed = [], []
     for _ in range(3 * PROBE_DEPTH_AFTER + 1):
         used.append(depth.next(1))
         proposed.append(depth.proposed)
     assert used.count(2) == proposed.count(2) == 3 and used[0] == 0 and set(used[1:]) == {1, 2}
     assert all(now == before for before, now in zip(proposed, used[1:], strict=False))
-    depth = ProposedDepth(3)
+    depth = ProposedDepth(3, tries_from_rest=True)
     assert sum(depth.next(0) for _ in range(2 * PROBE_ALL_AFTER + 1)) == 2
 
 
