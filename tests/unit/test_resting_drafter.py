@@ -11,11 +11,14 @@ import pytest
 
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, StepCosts
+from outrider.core.decode_sizes import FEW
 from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
+from outrider.sched.acceptance import PATIENT, Acceptance
 from outrider.sched.auto_drafts import auto_drafts
 from outrider.sched.draft_tries import READ_STEPS, TRY_SHARE, TRY_STEPS, DrafterSight, DrafterTries
 from outrider.sched.drafts import DraftCounts
+from outrider.sched.learned_drafts import LEAST_LEFT
 from outrider.sched.request import Request, State
 from tests.unit.made_requests import made_request
 
@@ -98,7 +101,10 @@ kinds = pytest.mark.parametrize(("costs", "batch", "has_levels"), [
 
 
 def serving(costs: StepCosts, batch: int, has_levels: bool, rate_of: Callable[[int, int], float],
-            length: int = 100) -> Serving:
+            length: int | None = None) -> Serving:
+    """Answers are too short to be read along with, unless so many requests run that one that starts cannot pay alone
+    for the drafter."""
+    length = length or (LEAST_LEFT - 20 if batch <= FEW else LEAST_LEFT + 40)
     return Serving(auto_drafts(K, costs, always_propose=False), costs, batch, rate_of, length=length,
                    has_levels=has_levels)
 
@@ -122,12 +128,12 @@ def test_a_drafter_that_rested_in_poor_traffic_drafts_again_when_traffic_is_good
     poor = [served.step() for _ in range(1500)]
     assert sum(step.num_drafts for step in poor[-200:]) < 40 * batch
     good_from = served.num_started
-    for _ in range(2500):
+    for _ in range(1500):
         served.step()
-    good = [served.step() for _ in range(200)]
+    good = [served.step() for _ in range(300)]
     best = max(sum(0.9 ** place for place in range(1 + count)) / (costs.step((1 + count) * batch, batch)
                + costs.draft(count, batch)) for count in range(K + 1)) * batch
-    assert sum(step.tokens for step in good) / sum(step.seconds for step in good) > 0.9 * best
+    assert sum(step.tokens for step in good) / sum(step.seconds for step in good) > 0.85 * best
 
 
 @pytest.mark.parametrize("costs", [UNCAPTURED, CAPTURED])
@@ -169,3 +175,20 @@ def test_tries_cost_no_more_than_their_share_of_the_time() -> None:
     for _ in range(10000):
         hopeless.rest(1)
     assert not hopeless.begin([0], 1, 1.0), "no acceptance would pay"
+
+
+def test_a_request_unlike_the_others_is_believed_after_a_few_drafts() -> None:
+    """All others had next to no drafts accepted, or nearly all. One that is like them is not judged by its luck."""
+    for usual, own in ((0, 1), (1, 0)):
+        acceptance = Acceptance(1, PATIENT)
+        for _ in range(1000):
+            acceptance.observe(0, 1, usual)
+        for _ in range(TRY_STEPS):
+            acceptance.observe(1, 1, own)
+        assert abs(acceptance.gains(1)[0] - own) < 0.25
+    alike = Acceptance(1, PATIENT)
+    for step in range(1000):
+        alike.observe(0, 1, step % 2)
+    for step in range(TRY_STEPS):
+        alike.observe(1, 1, int(step < 2))
+    assert abs(alike.gains(1)[0] - 0.5) < 0.1
