@@ -18,6 +18,7 @@ class SharingPlan(NamedTuple):
     total: int
     weights: dict[int, int]  # by request
     chances: list[int]
+    fixed_drafts: list[int]  # drafts of each request in a step that also computes prompts, where the device shares none
 
 
 class DraftPlan(NamedTuple):
@@ -34,6 +35,10 @@ class DraftCounts(ABC):
     @abstractmethod
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
+
+    def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
+        """The plan that was just made, for a step that also computes prompts: the device shares no rows out there."""
+        return plan if plan.sharing is None else DraftPlan(plan.sharing.fixed_drafts, plan.num_wanted)
 
     def begin(self, requests: list[Request]) -> int:
         """These requests start in the step that `choose` was just asked about: their first tokens are computed. Returns

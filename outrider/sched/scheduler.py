@@ -207,7 +207,8 @@ class Scheduler:
     def _plan_drafts(self) -> DraftPlan:
         if self._drafts is None:
             return DraftPlan([0] * len(self._running), 0)
-        return self._drafts.choose(list(self._running), is_exact=not self._in_flight and self._host_drafts is None)
+        plan = self._drafts.choose(list(self._running), is_exact=not self._in_flight and self._host_drafts is None)
+        return self._drafts.beside_prompts(plan) if self._waiting.has_next and self._free_rows else plan
 
     def _schedule_decoding(self, batch: BatchBuilder, plan: DraftPlan) -> tuple[list[Request], int, bool]:
         """A token and drafts for every request that yields tokens. Returns the requests that still compute their

@@ -117,7 +117,16 @@ class SizedDrafts(LearnedDrafts):
             counts = [count + (count == most) for count in counts]
         wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens and self._sees(request) else 0
                   for request, count in zip(requests, counts, strict=True)]
+        if sharing is not None:
+            sharing = sharing._replace(fixed_drafts=list(map(min, wanted, sharing.fixed_drafts)))
         return DraftPlan(wanted, self._depth.proposed, sharing)
+
+    def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
+        """Where requests come and go, the next step has prompts too: no more is proposed than it would check."""
+        if plan.sharing is None:
+            return plan
+        self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
+        return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         if request.levels and self._sees(request):
@@ -144,8 +153,9 @@ class SizedDrafts(LearnedDrafts):
         shared = self._best_by_levels(requests, most, rate)
         if shared is not None:
             self._expected.clear()
+            fixed_drafts = [round(choice.total / len(requests))] * len(requests)
             return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HOLD - 1,
-                              self._sharing(request_ids, shared.total))
+                              self._sharing(request_ids, shared.total, fixed_drafts))
         self._level_foresight.fade()
         if choice.total == choice.depth * len(requests):
             self._foresight.fade()
@@ -231,11 +241,11 @@ class SizedDrafts(LearnedDrafts):
         self._last = choice
         return choice
 
-    def _sharing(self, request_ids: list[int], total: int) -> SharingPlan:
+    def _sharing(self, request_ids: list[int], total: int, fixed_drafts: list[int]) -> SharingPlan:
         chances, most = self.chances, (1 << WEIGHT_BITS + 3)
         weights = {one: min(round(chances.factor(one) * (1 << WEIGHT_BITS)), most) for one in request_ids}
         table = [min(round(chance * (1 << CHANCE_BITS)), 1 << CHANCE_BITS) for own in chances.table() for chance in own]
-        return SharingPlan(total, weights, table)
+        return SharingPlan(total, weights, table, fixed_drafts)
 
     def _share_out(self, requests: list[Request], gains: list[list[float]], choice: DraftChoice) -> list[int]:
         """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""

@@ -57,8 +57,8 @@ class SharedDrafts(DraftCounts):
         self._step += 1
         weights = {one.id: (1 << WEIGHT_BITS) * (1 + (one.id + self._step) % 3) // 2 for one in requests}
         total = self._step % (1 + len(requests) * self._most)
-        sharing = SharingPlan(total, weights, TABLE) if total else None
-        return DraftPlan([self._most if one.yields_tokens and total else 0 for one in requests], self._most, sharing)
+        wanted = [self._most if one.yields_tokens and total else 0 for one in requests]
+        return DraftPlan(wanted, self._most, SharingPlan(total, weights, TABLE, wanted) if total else None)
 
 
 @pytest.mark.parametrize(("family", "drafter", "stands_in"), [

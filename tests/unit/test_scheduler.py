@@ -13,7 +13,7 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.drafts import FixedDrafts
+from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
 from outrider.sched.host_drafts import HostDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
@@ -99,6 +99,27 @@ def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: b
     sched.add(request(0, 5))
     batch = scheduled(sched)
     assert batch.admissions and batch.num_wanted == 2 and max(batch.num_drafts) == 0
+
+
+class SharedRows(DraftCounts):
+    """Leaves two rows for drafts to the device, one draft each where it cannot share them out."""
+
+    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        weights = {request.id: 1 for request in requests}
+        return DraftPlan([3] * len(requests), 3, SharingPlan(2, weights, [1], [1] * len(requests)))
+
+
+def test_the_device_shares_no_rows_out_in_a_step_with_prompts() -> None:
+    sched = scheduler(max_requests=3, drafts=3)
+    sched._drafts = SharedRows()
+    sched.add(request(0, 2, new=20), request(1, 2, new=20))
+    sched.update(result_of(scheduled(sched)))
+    batch = scheduled(sched)
+    assert batch.sharing is not None and batch.num_drafts == [3, 3]
+    sched.update(result_of(batch))
+    sched.add(request(2, 2, new=20))
+    batch = scheduled(sched)
+    assert batch.admissions and batch.sharing is None and batch.num_drafts == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("finish", "observed"), [(Finish.LENGTH, 1), (Finish.NO, 3)])
