@@ -12,7 +12,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.formats.ranks import RankGroup
 from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
-from outrider.kernels import compiling
+from outrider.kernels import compiling, native
 from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.kernels.scaled import INT4
 from outrider.layers.base import find_modules
@@ -37,6 +37,8 @@ def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = O
     device = pick_device(config.device)
     compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
+    if device.type == "cpu" and dtype == torch.float32:
+        warn_without_native_kernels()
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file),
                     model_impl=config.model_impl)
@@ -49,6 +51,11 @@ def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = O
         model.weights()  # formats allocate their weights when they are first asked for them
     model.cache_scales = find_cache_scales(config, source, model)
     return model
+
+
+def warn_without_native_kernels() -> None:
+    if not native.available() and not native.is_switched_off():
+        log.warning("no native CPU kernels, so torch computes, which takes more time and memory: %s", native.reason())
 
 
 def _part_of(group: RankGroup, model: Model) -> Model:

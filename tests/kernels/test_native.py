@@ -23,6 +23,7 @@ from outrider.kernels.native import structures
 from outrider.kernels.native.build import library
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
+from outrider.runner.target import warn_without_native_kernels
 from outrider.sample.draw import draw_tokens
 
 NAN = float("nan")
@@ -402,7 +403,7 @@ def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("exit 1", "exit status 1"),
+        ("echo no licence >&2; exit 1", "version ended with status 1: no licence"),
         (compiling("echo broken header >&2; exit 1"), "broken header"),
         (compiling(f'{TO_OUTPUT} echo no > "$2"'), "ELF|file too short|invalid"),
     ],
@@ -482,19 +483,25 @@ def test_a_cache_that_cannot_be_written_costs_a_build_and_says_so(
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
-def test_no_compiler_is_no_warning_but_a_broken_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("has_compiler", "said"), [(False, "install cc, gcc or clang"), (True, "status 1")])
+def test_an_engine_on_a_cpu_says_why_it_has_no_native_kernels(
+    has_compiler: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with monkeypatch.context() as without:
-        without.setenv("PATH", os.devnull)
-        look_again()
-        assert not native.available() and not caplog.records
-    monkeypatch.setenv("CC", fake_compiler(tmp_path, "exit 1"))
+    if has_compiler:
+        monkeypatch.setenv("CC", fake_compiler(tmp_path, "exit 1"))
+    else:
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", os.devnull)
     try:
         look_again()
-        assert not native.available() and "slower" in caplog.text
+        warn_without_native_kernels()
+        assert said in caplog.text and "more time" in caplog.text
+        caplog.clear()
+        monkeypatch.setenv("OUTRIDER_NATIVE", "0")
+        look_again()
+        warn_without_native_kernels()
+        assert not caplog.text, "it was asked for"
     finally:
         monkeypatch.undo()
         look_again()

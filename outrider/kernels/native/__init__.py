@@ -6,7 +6,7 @@ asked by the table of operations: the functions rely on it. Knows no models.
 
 from outrider.kernels.native.adapters import LayerAdapters, pack_layer_targets
 from outrider.kernels.native.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
-from outrider.kernels.native.build import available, reason
+from outrider.kernels.native.build import available, is_switched_off, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
 from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
 from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_rows, packed_lanes
@@ -47,6 +47,7 @@ __all__ = [
     "find_ngram",
     "gelu_scale",
     "gelu_tanh_mul",
+    "is_switched_off",
     "linear",
     "make_requests",
     "pack_rows",

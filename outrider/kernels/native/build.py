@@ -68,10 +68,6 @@ class BuildError(RuntimeError):
     """Why there is no native library; its text is for `outrider env`."""
 
 
-class MissingCompiler(BuildError):
-    pass
-
-
 class UnwritableFolder(BuildError):
     """The folder has no library yet, and none can be written there."""
 
@@ -100,7 +96,10 @@ def build(folder: Path | None = None) -> Path:
         return kept or _compile(compiler, folder, name)
     except subprocess.TimeoutExpired as error:  # whose own text is the whole command
         raise BuildError(f"{shlex.join(compiler)} took over {BUILD_SECONDS} s; the next start tries again") from error
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.CalledProcessError as error:  # whose own text has not what the compiler said
+        said = f": {error.stderr.strip()[-500:]}" if error.stderr.strip() else ""
+        raise BuildError(f"{shlex.join(compiler)} --version ended with status {error.returncode}{said}") from error
+    except OSError as error:
         raise BuildError(f"{shlex.join(compiler)}: {error}") from error
 
 
@@ -127,7 +126,7 @@ def _compiler() -> list[str]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    raise MissingCompiler("no C compiler (cc, gcc or clang) found")
+    raise BuildError("no C compiler was found: install cc, gcc or clang")
 
 
 def _processor() -> str:
@@ -169,17 +168,18 @@ def _run_compiler(compiler: list[str], output: str) -> None:
     raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
 
 
+def is_switched_off() -> bool:
+    return os.environ.get("OUTRIDER_NATIVE") == "0"
+
+
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and the reason. Raises if the structures of Python and of C differ."""
-    if os.environ.get("OUTRIDER_NATIVE") == "0":
+    if is_switched_off():
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:
         lib = _open_library()
-    except MissingCompiler as error:  # which is optional
-        return None, str(error)
     except (BuildError, OSError) as error:
-        log.warning("no native CPU kernels, so that torch computes on a CPU, which is slower: %s", error)
         return None, str(error)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
