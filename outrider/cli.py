@@ -157,6 +157,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_chat_template(parser, " (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens per second")
+    _add_lora(parser)
     _add_priority(parser)
     add_sampling_flags(parser, temperature=0.0, max_tokens=256)
     add_engine_flags(parser)
@@ -174,6 +175,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_chat_template(parser)
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
+    _add_lora(parser)
     _add_priority(parser)
     add_sampling_flags(parser, skip=CHAT_DECIDES, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
@@ -206,6 +208,10 @@ def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_chat_template(parser: Parser, when: str = "") -> None:
     parser.add_argument("--chat-template", metavar="FILE", help=f"a chat template's file or name{when}")
+
+
+def _add_lora(parser: Parser) -> None:
+    parser.add_argument("--lora", metavar="FOLDER", help="answer with this adapter (LoRA), a folder as PEFT writes it")
 
 
 def _add_priority(parser: Parser) -> None:
@@ -338,8 +344,8 @@ def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
 def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "verify", "check that nothing but the request decides the tokens", VERIFY_EXAMPLES)
     add_model(parser)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
-    parser.add_argument("--max-tokens", type=count_flag, metavar="N", help="answer tokens (default: 24, quick: 16)")
+    parser.add_argument("--quick", action="store_true", help="half of the requests")
+    parser.add_argument("--max-tokens", type=count_flag, default=24, metavar="N", help="answer tokens (default: 24)")
     parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",

@@ -13,13 +13,14 @@ from outrider.commands.conversation import Conversation
 from outrider.commands.flag_names import with_flags
 from outrider.commands.line_input import LineInput
 from outrider.commands.loading import load_or_find
-from outrider.commands.parser import engine_config, sampling_params
+from outrider.commands.parser import engine_config, sampling_params, take_adapter
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.commands.word_wrap import WordWrap
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
+from outrider.core.lora_request import LoRARequest
 from outrider.core.status_line import CLEAR, is_terminal
 from outrider.engine.stats import EngineStats
 from outrider.llm import LLM
@@ -60,9 +61,10 @@ class PromptProgress:
 
 
 class LocalConversation(Conversation):
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, template: str | None = None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, template: str | None = None,
+                 adapter: LoRARequest | None = None) -> None:
         super().__init__(system)
-        self._llm, self._params, self._template = llm, params, template
+        self._llm, self._params, self._template, self._adapter = llm, params, template, adapter
 
     def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
         output = RequestOutput("0", None, [], [])  # if it is interrupted before the first token
@@ -75,7 +77,8 @@ class LocalConversation(Conversation):
                     interrupt.check()
                     progress.show()
 
-                for output in self._llm.follow([prompt], self._params, priority=priority, before_step=before_step):
+                for output in self._llm.follow([prompt], self._params, priority=priority, before_step=before_step,
+                                               lora_request=self._adapter):
                     progress.end()
                     show(output.outputs[0].text[len(said) :])
                     said = output.outputs[0].text
@@ -87,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
+    adapter = take_adapter(args)
     config, template = engine_config(args), chat_template(args.chat_template)
     loaded = load_or_find(config)
     check_template_name(template, loaded.need_tokenizer())
     loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}], chat_template=template)  # refused now
     with loaded.llm(config) as llm:
-        return _talk(LocalConversation(llm, params, args.system, template), args)
+        return _talk(LocalConversation(llm, params, args.system, template, adapter), args)
 
 
 def _talk(conversation: Conversation, args: argparse.Namespace) -> int:

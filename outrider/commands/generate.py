@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from outrider.commands.loading import load_or_find
-from outrider.commands.parser import UsageError, engine_config, sampling_params
+from outrider.commands.parser import UsageError, engine_config, sampling_params, take_adapter
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.core import RequestOutput
@@ -25,6 +25,7 @@ from outrider.core.status_line import is_terminal
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompts = read_prompts(args)
+    adapter = take_adapter(args)
     config, template = engine_config(args), chat_template(args.chat_template)
     loaded = load_or_find(config)
     tokenizer = loaded.need_tokenizer()
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     streams = is_terminal(sys.stdout) and len(asks) == 1 and params.n == 1 and not args.json
     show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
     with loaded.llm(config) as llm, closing(show):
-        ran = run_prompts(llm, asks, on_output=show, priority=args.priority,
+        ran = run_prompts(llm, asks, on_output=show, priority=args.priority, adapter=adapter,
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if args.stats:
         print(stats_line(ran), file=sys.stderr)

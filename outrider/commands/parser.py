@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 from outrider.commands.help import HelpAction, help_text
@@ -22,6 +23,8 @@ from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import AUTO_DRAFTER, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import Count, NotEmpty, Range, check_value, did_you_mean
+from outrider.core.lora_request import CONFIG as ADAPTER_CONFIG
+from outrider.core.lora_request import LoRARequest
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -273,6 +276,16 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """`defaults`: for flags that were not given."""
     return config_for("the command line", args.model, defaults | engine_settings(args))
+
+
+def take_adapter(args: argparse.Namespace) -> LoRARequest | None:
+    """The adapter of `--lora`, for which the engine must have room: call this before `engine_config`."""
+    if args.lora is None:
+        return None
+    if not (Path(args.lora) / ADAPTER_CONFIG).is_file():
+        raise UsageError(f"--lora: {args.lora} is no adapter: it holds no {ADAPTER_CONFIG}")
+    args.enable_lora = True
+    return LoRARequest(Path(args.lora).name or "lora", 1, args.lora)
 
 
 def check_flags(args: argparse.Namespace) -> None:

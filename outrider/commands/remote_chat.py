@@ -93,6 +93,8 @@ def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
     given = [name for name in ENGINE_FIELDS if name != "model" and hasattr(args, name)]
     if args.chat_template is not None:
         raise UsageError("--chat-template is a setting of the server: give it to `outrider serve`, or leave out --url")
+    if args.lora is not None:
+        raise UsageError("--lora is for a model of this process: a server has adapters by name, in the place of MODEL")
     if given:
         raise UsageError(f"--{given[0].replace('_', '-')} is a setting of the engine, and with --url the server has it")
     address = Address.parse(args.url)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from outrider.core import RequestOutput, SamplingParams
+from outrider.core.lora_request import LoRARequest
 from outrider.core.prompts import Prompt
 from outrider.engine.progress import bar
 from outrider.engine.text import Tokenizer
@@ -88,15 +89,18 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
-                label: str | None = None, may_fail: bool = False, priority: int = 0) -> PromptResults:
+                label: str | None = None, may_fail: bool = False, priority: int = 0,
+                adapter: LoRARequest | None = None) -> PromptResults:
     """Run all asks at once, to their ends. A request that cannot be served raises before any is started. A request that
-    failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests."""
+    failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests. `adapter`: that
+    of all requests."""
     done: list[RequestOutput] = []
     prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids, "cache_salt": ask.cache_salt}
                              for ask in asks]
     start = time.perf_counter()
     with interruptible() as interrupt, _bar(len(asks), label) as progress:
-        outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check)
+        outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check,
+                             lora_request=adapter)
         with closing(outputs):
             for output in outputs:
                 if output.finished:

@@ -38,6 +38,7 @@ ALONE = (
     'outrider generate smollm2 --prompt "The sea is" --max-tokens 1',
     'outrider generate smollm2 --prompt "The sea is" --max-tokens 40 --activation-bits 8',
     f"outrider generate MODEL --speculative-config {NGRAM}",
+    "outrider generate Qwen/Qwen2.5-7B --prompt SELECT --lora adapters/sql",
     "outrider chat smollm2",
     "outrider run-batch smollm2 -i requests.jsonl -o answers.jsonl",
     "outrider bench throughput smollm2 --shapes 1x128x64,8x128x64",

@@ -18,6 +18,7 @@ ASSETS = ROOT / "tests/assets"
 STARTS_A_PROCESS = {"server_and_client"}
 # What each must have printed, beside two lines.
 PRINTED = {
+    "adapter": r"without: (.*)\nwith the adapter: (?!\1\n)",
     "eagle_head": r"\d+ of \d+ drafts accepted",  # how many are tried depends on measured costs
     "embeddings": r"32 numbers",
     "exact": r"batch: equal bits: True\n.*drafts: equal bits: True",

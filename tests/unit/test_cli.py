@@ -34,7 +34,9 @@ from outrider.commands.parser import (
 )
 from outrider.commands.vllm_flags import own_flags
 from outrider.config import EngineConfig
+from outrider.core.lora_request import LoRARequest
 from outrider.core.status_line import is_terminal
+from tests.adapters.folders import write_adapter
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "
@@ -226,6 +228,22 @@ def test_generate_prints_what_the_library_gives(folder: Path, capsys: pytest.Cap
     result = outrider(capsys, "generate", folder, "--chat", "--prompt", "hi", "--max-tokens", 9, "--stats",
                       "--speculative-config", NGRAM, *SMALL)
     assert result.out == chat + "\n" and "9 tokens in" in result.err
+
+
+def test_an_adapter_answers_a_prompt_and_a_chat(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(folder), num_pages=200, enable_lora=True) as llm:
+        write_adapter(tmp_path / "mine", llm.engine.runner.device_step.model, seed=1, scale=0.5)
+        params, adapter = SamplingParams(temperature=0, max_tokens=9), LoRARequest("mine", 1, str(tmp_path / "mine"))
+        plain, adapted = (llm.generate("one", params, lora_request=one)[0].outputs[0].text for one in (None, adapter))
+        chat = llm.chat([{"role": "user", "content": "hi"}], params, lora_request=adapter)[0].outputs[0].text
+    assert plain != adapted
+    flags = ["--lora", tmp_path / "mine", "--max-tokens", 9, "--temperature", 0, *SMALL]
+    assert outrider(capsys, "generate", folder, "--prompt", "one", *flags).out == adapted + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert chat in outrider(capsys, "chat", folder, *flags).out
+    assert "holds no adapter_config.json" in refused(capsys, "generate", folder, "--prompt", "one", "--lora", tmp_path)
+    assert "by name" in refused(capsys, "chat", "--url", "http://127.0.0.1:1", "--lora", tmp_path)
 
 
 def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
