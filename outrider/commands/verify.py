@@ -264,7 +264,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("synthetic acceptance changes the text on purpose: there is nothing to verify")
     loaded = load_or_find(config, needs_text=False)
     logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
-    asks = make_asks(loaded, args.quick, args.max_tokens or (16 if args.quick else 24), config.seed)
+    asks = make_asks(loaded, args.quick, args.max_tokens, config.seed)
     check = Check(loaded, config, asks)
     variants = all_variants(config.speculative is not None)
     rows: list[Row] = []
