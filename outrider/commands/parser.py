@@ -65,7 +65,7 @@ ENGINE_HELP = {
     "pad_requests": "sizes that batches are padded up to, as 4,8,16",
     "pad_tokens": "the same for tokens",
     "speculative_config": 'a JSON object, as \'{"method": "ngram", "num_speculative_tokens": 4}\'; '
-                          "auto: the model's own",
+                          "auto: the drafter that comes with smollm2",
     "adapt_drafter": "the EAGLE-3 head learns from the traffic while it serves (in memory only; docs/training.md)",
     "adapt_memory_bytes": "memory for served texts that the drafter learns from",
     "adapt_share": "share of the time that the drafter's trainer may work while requests run",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.config import AUTO_METHOD, METHODS, EngineConfig
+from outrider.config import AUTO_DRAFTER, AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.status_line import status_line
 from outrider.drafters.base import Drafter
@@ -168,6 +168,9 @@ def _plan_with_or_without_drafter(
     room for it, because they are served without it."""
     drafter = config.shipped_drafter
     if drafter is None:
+        if config.speculative_config == AUTO_DRAFTER:
+            log.warning("speculative_config='auto': the package has no drafter for %s, so nothing is guessed; name a "
+                        "method, as {'method': 'ngram', 'num_speculative_tokens': 4}", config.model)
         return config, plan(config)
     if (obstacle := config.shipped_drafter_obstacle) is None:
         try:
@@ -180,7 +183,7 @@ def _plan_with_or_without_drafter(
             log.info("%s comes with a drafter, which guesses up to %d tokens a step (off: speculative_config=None, "
                      "--speculative-config none)", config.model, drafter.num_drafts)
             return config, planned
-    log.info("%s goes without the drafter that comes with it: %s", config.model, obstacle)
+    log.warning("%s goes without the drafter that comes with it: %s", config.model, obstacle)
     bare = replace(config, speculative_config=None)
     return bare, plan(bare)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,7 @@ def test_a_config_that_is_given_wins() -> None:
 def test_it_steps_aside_where_it_cannot_serve(settings: dict[str, Any], words: str,
                                               caplog: pytest.LogCaptureFixture) -> None:
     """An engine that starts without the drafter also starts with the default."""
-    with caplog.at_level(logging.INFO, "outrider"):
-        texts, drafter = run(**settings)
+    texts, drafter = run(**settings)
     assert f"{MODEL} goes without the drafter that comes with it: " in caplog.text and words in caplog.text
     assert drafter is None and run(**settings, speculative_config=None) == (texts, None)
 
@@ -101,6 +99,13 @@ def test_ranks_and_missing_files_are_obstacles(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", tmp_path, 3))
     assert "lacks its weights" in (EngineConfig(MODEL, **AUTO).shipped_drafter_obstacle or "")
     assert EngineConfig(MODEL, **AUTO).speculative is None
+
+
+def test_auto_warns_where_no_drafter_comes_with_the_model(monkeypatch: pytest.MonkeyPatch,
+                                                         caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delitem(SHIPPED, MODEL)
+    assert run()[1] is None
+    assert f"no drafter for {MODEL}, so nothing is guessed" in caplog.text
 
 
 def test_other_models_have_no_drafter() -> None:
