@@ -25,6 +25,7 @@ LEAST_GAIN = 0.005  # of the mean run, to count as better
 LEAST_RUN = 1.1  # a run with a smaller mean run is still at its beginning, and has not stalled
 REPORT_SECONDS = 5.0
 MAX_UNSETTLED = 16  # steps whose losses have not been read: reading one waits for the device
+FEW_STEPS = 50  # the heads of tests need about 100; with fewer steps than this one accepts next to nothing
 
 
 class Trainer:
@@ -71,6 +72,9 @@ class Trainer:
                      f"{self._plan.num_steps} steps; {len(self._texts.held_out)} texts held out")
         if self._state.step < self._plan.num_steps and not self._has_stalled():
             self._teacher.keep([*self._texts.held_out, *self._texts.training], self._report)
+        if self._plan.num_steps < FEW_STEPS:
+            self._report(f"{self._plan.num_steps} steps are few to learn from: a lower --batch-tokens makes more steps of "
+                         "the same texts")
         last_saved = last_told = time.perf_counter()
         num_tokens = 0  # since the last line
         while self._state.step < self._plan.num_steps and not self._has_stalled():

@@ -35,7 +35,9 @@ def test_a_run_does_not_end_before_drafts_are_accepted(tmp_path: Path, monkeypat
 def test_a_target_in_float64(method: str, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl", prompts_of("target", 4))
     settings = SMALL | {"method": method, "max_answer_tokens": 8, "passes": 2, "epochs": 1}
+    lines: list[str] = []
     done = train_drafter(loaded("target", torch.float64), engine_config("target", dtype="float64"),
                          TrainingSettings(**settings), Workspace(tmp_path / "head"), prompts_file=prompts,
-                         report=lambda line: None)
+                         report=lines.append)
     assert done.num_steps == 1 and (tmp_path / "head" / "config.json").exists()
+    assert any("1 steps are few" in line and "--batch-tokens" in line for line in lines)
