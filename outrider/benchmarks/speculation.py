@@ -144,7 +144,7 @@ def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, ba
     return Comparison(prompts.name, batch, tokens, seconds, llms[1].engine.stats.since(before), num_equal, len(asks))
 
 
-HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'ratio':>6} {'mean run':>8} "
+HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'ratio':>6} {'tok/step':>8} "
         f"{'drafts':>6} {'equal':>7}  acceptance by position")
 
 

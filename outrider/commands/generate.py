@@ -173,5 +173,5 @@ def stats_line(ran: PromptResults) -> str:
     drafted = sum(output.metrics.num_draft_tokens for output in ran.outputs)
     accepted = sum(output.metrics.num_accepted_tokens for output in ran.outputs)
     if drafted:
-        line += f"; mean run {ran.mean_run_length:.2f}, {accepted} of {drafted} drafts accepted"
+        line += f"; {ran.mean_run_length:.2f} tokens a step, {accepted} of {drafted} drafts accepted"
     return line + "]"
