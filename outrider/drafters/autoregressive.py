@@ -153,12 +153,12 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def propose(self, step: Step) -> Drafts:
         tables = self._batches.tables(step.batch.padded)
-        passes = ops.plan_draft_passes(committed_requests(step), drafting_rows(step), tables, self._state,
-                                       num_wanted=step.num_wanted)
+        requests, rows = committed_requests(step), drafting_rows(step)
         if self._chain is not None:
-            proposed = self._chain.propose(step, passes, tables[0])
+            proposed = self._chain.propose(step, requests, rows, tables[0], self._state)
             if proposed is not None:
                 return proposed
+        passes = ops.plan_draft_passes(requests, rows, tables, self._state, num_wanted=step.num_wanted)
         return self._propose_by_passes(step, passes)
 
     def _propose_by_passes(self, step: Step, passes: DraftPasses) -> Drafts:

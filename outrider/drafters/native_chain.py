@@ -1,6 +1,6 @@
-"""NativeChain: all drafting passes of an EAGLE-3 head as one native call on the CPU.
+"""NativeChain: a whole proposal of an EAGLE-3 head as one native call on the CPU.
 
-Most of the time of a pass is otherwise spent between its small operations. Batches with prompts, several ranks and
+Most of the time of a proposal is otherwise spent between its small operations. Batches with prompts, several ranks and
 heads of other shapes are left to `AutoregressiveDrafter`, pass by pass.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.drafters.base import Drafts, Step
-from outrider.kernels.drafting import DraftPasses
+from outrider.kernels.drafting import CommittedRequests, DrafterCacheState, DraftingRows
 from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
 from outrider.layers import Linear
 from outrider.layers.mlp import ACTIVATIONS
@@ -39,18 +39,21 @@ class NativeChain:
         )
         return cls(network, paged, tails) if is_simple and isinstance(paged.backend, NativeBackend) else None
 
-    def propose(self, step: Step, passes: DraftPasses, page_table: torch.Tensor) -> Drafts | None:
+    def propose(self, step: Step, requests: CommittedRequests, rows: DraftingRows, page_table: torch.Tensor,
+                state: DrafterCacheState) -> Drafts | None:
         """The drafts; None, with nothing done, if the step is not for the native call."""
-        view, context = step.batch.padded, step.hidden.context
-        if view.num_tokens > view.num_requests * (1 + step.num_wanted) or step.stand_ins is not None:
+        view, hidden, num_wanted = step.batch.padded, step.hidden, step.num_wanted
+        if view.num_tokens > view.num_requests * (1 + num_wanted) or step.stand_ins is not None:
             return None
-        if context.adapters is not None:
+        if hidden.context.adapters is not None:
             return None
-        chain, taps = self._bind(view.num_tokens), step.hidden.taps
-        if chain is None or not chain.takes(taps, passes, page_table, self._tails):
+        chain, taps = self._bind(view.num_tokens), hidden.taps
+        if chain is None or not chain.takes(requests, rows, page_table, state, taps, self._tails,
+                                            num_wanted=num_wanted):
             return None
-        tokens, levels = chain.draft(taps, passes, page_table, self._tails, step.any_sampled)
-        return Drafts(tokens.t(), passes.keys.counts, levels)
+        tokens, counts, levels = chain.propose(requests, rows, page_table, state, taps, self._tails,
+                                               num_wanted=num_wanted, any_sampled=step.any_sampled)
+        return Drafts(tokens.t(), counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:
         """The chain for these token rows. It is made anew when a head that learns has taken other weights over."""

@@ -1,4 +1,4 @@
-"""All passes of an EAGLE-3 head in one native call give the drafts, slots and tails of the passes one by one."""
+"""A proposal of an EAGLE-3 head in one native call gives the drafts, slots and tails of the passes one by one."""
 
 from __future__ import annotations
 

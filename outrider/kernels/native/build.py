@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "store_drafts": (_I, [_P, _P]),
     "plan_draft_passes": (_I, [_P, _P, _P]),
     "forget_pages": (_I, [_P, _P]),
-    "draft_chain": (_L, [_P, _P, _I]),
+    "propose_chain": (_L, [_P, _P, _P, _P, _I]),
     "find_ngram": (None, [_P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _P]),
     "sort_slots": (None, [_P, _L, _L, _P, _P, _P, _P]),
     "reduce_adapters": (None, [_P, _P, _P, _L, _L, _P, _I]),

@@ -1,6 +1,6 @@
-/* All drafting passes of an EAGLE-3 head with one layer as one call: the head's input from the target's taps, then for
- * each draft the layer, the output and the choice of a token, which the next pass embeds. What is computed is said by
- * `Eagle3Head` in models/eagle.py and by `AutoregressiveDrafter.propose`; `draft_plan.c` has planned the passes.
+/* A whole proposal of an EAGLE-3 head with one layer as one call: `draft_plan.c` plans the passes, then the head's
+ * input is made from the target's taps, and for each draft come the layer, the output and the choice of a token, which
+ * the next pass embeds. What is computed is said by `Eagle3Head` in models/eagle.py and by `AutoregressiveDrafter`.
  *
  * The first pass has the token rows that the step computed. All of them write keys and values; the rest of the layer is
  * computed for the last one of each request alone, from which the first draft is made.
@@ -8,7 +8,21 @@
 #include "sampling.h"
 
 #define COLUMNS 2048 /* of the output that a thread takes at once to find the best */
+enum { UNKNOWN_TOKEN = 4, BAD_PLAN = 4 }; /* errors, behind those of attention; the plan's own are added */
 enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
+
+/* A proposal: the target's taps [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
+typedef struct {
+    Requests contexts; /* page table and first keys */
+    const float *const *taps;
+    const int64_t *token_ids, *positions, *slots, *tail_page;
+    const int64_t *last, *lengths, *live, *seed, *sample_index;
+    const int64_t *draft_positions, *further_positions, *further_slots, *further_lengths, *further_live;
+    const float *temperature;
+    float *tails;             /* [pages, hidden], pages `tail_stride` floats apart */
+    int64_t *drafts, *levels; /* [num_drafts, requests], [requests] */
+    int64_t tail_stride, tokens, requests, num_drafts, any_sampled;
+} Proposed;
 
 /* The best of some outputs, their largest logit, and the sum of the exponentials of all logits relative to that. */
 typedef struct {
@@ -19,7 +33,7 @@ typedef struct {
 /* What the threads share of a call. Sizes of rows: `first` of the first pass that are computed, and one per request. */
 typedef struct {
     const DraftHead *head;
-    const DraftBatch *batch;
+    const Proposed *batch;
     int64_t first, blocks;
     int64_t *rows, *positions, *slots, *last; /* [first] token rows of the batch; [requests] places among them */
     int64_t *starts, *live;                   /* of attention: one query of each request */
@@ -37,14 +51,14 @@ static _Thread_local size_t chain_size;
 static int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Token rows of the first pass that are computed: live ones, and the last of each request. */
-static int64_t count_rows(const DraftBatch *b) {
+static int64_t count_rows(const Proposed *b) {
     int64_t count = 0;
     for (int64_t t = 0; t < b->tokens; t++) count += b->slots[t] >= 0;
     return count + b->requests;
 }
 
 static void choose_rows(Chain *c) {
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     int64_t next = 0;
     for (int64_t r = 0; r < b->requests; r++) c->last[r] = -1;
     for (int64_t t = 0; t < b->tokens; t++) {
@@ -86,7 +100,7 @@ static int find_memory(Chain *c) {
 /* One thread, for all. */
 static void prepare_attention(Chain *c, int64_t pass, int threads) {
     const DraftHead *h = c->head;
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     Requests requests = b->contexts;
     requests.query_starts = c->starts, requests.wide_starts = 1;
     requests.lengths = pass ? b->further_lengths + (pass - 1) * b->requests : b->lengths, requests.wide_lengths = 1;
@@ -113,7 +127,7 @@ static void take_taps(const Chain *c, int64_t at) {
 
 /* Hidden states of token rows that end a page are kept with the page. */
 static void keep_tails(const Chain *c) {
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     const int64_t hidden = c->head->fc.outputs;
     for (int64_t at = 0; at < c->first; at++) {
         int64_t page = b->tail_page[c->rows[at]];
@@ -157,7 +171,7 @@ static void begin_request(Chain *c, int64_t pass, int64_t r) {
 
 /* The best of columns [from, to) of a request's logits, the first of equals; with the noise of the draft's position. */
 static Best find_best(const Chain *c, int64_t pass, int64_t r, int64_t from, int64_t to) {
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     const float *logits = c->logits + r * c->head->output.outputs;
     vf most = splat(-INFINITY), total = {0};
     int64_t i = from;
@@ -195,7 +209,7 @@ static int64_t level_of(const Chain *c, int64_t r, int64_t output) {
 }
 
 static void share_draw(Chain *c, int64_t pass, Team *team) {
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     const int64_t outputs = c->head->output.outputs;
     Loop loop = start_loop(team, b->requests * c->blocks);
     for (int64_t i; (i = next_piece(&loop)) >= 0;) {
@@ -218,7 +232,7 @@ static void share_draw(Chain *c, int64_t pass, Team *team) {
 
 static void share_pass(Chain *c, int64_t pass, Team *team) {
     const DraftHead *h = c->head;
-    const DraftBatch *b = c->batch;
+    const Proposed *b = c->batch;
     const int64_t hidden = h->fc.outputs, requests = b->requests, rows = pass ? requests : c->first;
     const float *given = !pass ? c->hidden : h->feeds_back_normed ? c->x : c->residual; /* of the pass before */
     const Rope rope = {.cache = h->cache, .heads = h->heads, .q_norm = h->q_norm, .k_norm = h->k_norm,
@@ -249,9 +263,9 @@ static void share_pass(Chain *c, int64_t pass, Team *team) {
     share_draw(c, pass, team);
 }
 
-/* Returns 0, minus the number of rows whose position or slot is out of range, an error of the attention (1 to 3), or 4
- * for a token outside of the embedding. */
-int64_t draft_chain(const DraftHead *head, const DraftBatch *batch, int threads) {
+/* Returns 0, minus the number of rows whose position or slot is out of range, an error of the attention (1 to 3), or
+ * UNKNOWN_TOKEN. */
+static int64_t run_passes(const DraftHead *head, const Proposed *batch, int threads) {
     Chain chain = {.head = head, .batch = batch};
     Team team = {.threads = threads};
     if (!find_memory(&chain)) return 3;
@@ -270,5 +284,53 @@ int64_t draft_chain(const DraftHead *head, const DraftBatch *batch, int threads)
         }
     }
     if (chain.error) return chain.error;
-    return chain.bad ? -chain.bad : chain.failed ? 2 : chain.unknown ? 4 : 0;
+    return chain.bad ? -chain.bad : chain.failed ? 2 : chain.unknown ? UNKNOWN_TOKEN : 0;
+}
+
+static _Thread_local void *kept_plan;
+static _Thread_local size_t plan_size;
+
+/* Memory for the planned passes, and the proposal that reads them. Returns 0 if there is none. */
+static int find_plan(const DraftPlan *p, const ChainStep *s, PlannedPasses *out, DraftTable *table, Proposed *b) {
+    const int64_t n = p->requests, all = p->num_wanted * n, later = all - n;
+    const int64_t ints = 4 * p->tokens + 6 * n + 4 * later + all;
+    int64_t *at = kept(&kept_plan, &plan_size, ints * sizeof(int64_t) + (3 * n + 2 * later) * 4 + n * sizeof(float));
+    if (!at) return 0;
+    int64_t *slots, *further_slots;
+    int64_t **per_token[] = {&out->positions, &out->tokens, &out->tail_page, &slots};
+    int64_t **per_request[] = {&out->lengths, &out->live, &out->key_starts, &out->seed, &out->sample_index, &out->last};
+    int64_t **per_draft[] = {&out->further_positions, &out->further_lengths, &out->further_live, &further_slots};
+    for (int i = 0; i < 4; i++) *per_token[i] = at, at += p->tokens;
+    for (int i = 0; i < 6; i++) *per_request[i] = at, at += n;
+    for (int i = 0; i < 4; i++) *per_draft[i] = at, at += later;
+    out->draft_positions = at, at += all;
+    out->counts = s->counts;
+    int32_t *narrow = (int32_t *)at;
+    out->lengths32 = narrow, out->live32 = narrow + n, out->key_starts32 = narrow + 2 * n;
+    out->further_lengths32 = narrow + 3 * n, out->further_live32 = narrow + 3 * n + later;
+    out->temperature = (float *)(narrow + 3 * n + 2 * later);
+    *table = (DraftTable){s->pages, slots, further_slots, s->table_stride, s->table_width, s->page_tokens};
+    *b = (Proposed){
+        .contexts = {.page_table = s->pages, .key_starts = out->key_starts, .table_stride = s->table_stride,
+                     .table_width = s->table_width, .count = n},
+        .token_ids = out->tokens, .positions = out->positions, .slots = slots,
+        .tail_page = out->tail_page, .last = out->last, .lengths = out->lengths, .live = out->live, .seed = out->seed,
+        .sample_index = out->sample_index, .draft_positions = out->draft_positions,
+        .further_positions = out->further_positions, .further_slots = further_slots,
+        .further_lengths = out->further_lengths, .further_live = out->further_live, .temperature = out->temperature,
+        .tails = s->tails, .drafts = s->drafts, .levels = s->levels, .tail_stride = s->tail_stride,
+        .tokens = p->tokens, .requests = n, .num_drafts = p->num_wanted, .any_sampled = s->any_sampled};
+    return 1;
+}
+
+/* `plan->groups` is 1. Returns 0, an error of `run_passes`, or one of the plan behind BAD_PLAN. */
+int64_t propose_chain(const DraftHead *head, const DraftPlan *plan, const ChainStep *step, const float *const *taps,
+                      int threads) {
+    PlannedPasses passes;
+    DraftTable table;
+    Proposed batch;
+    if (!find_plan(plan, step, &passes, &table, &batch)) return 3;
+    batch.taps = taps;
+    const int error = plan_draft_passes(plan, &table, &passes);
+    return error ? BAD_PLAN + error : run_passes(head, &batch, threads);
 }

@@ -1,22 +1,24 @@
-"""All drafting passes of an EAGLE-3 head with one layer, as one call of the C code."""
+"""A proposal of an EAGLE-3 head with one layer: its passes planned and run by one call of the C code."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.drafting import DraftPasses
+from outrider.kernels.drafting import CommittedRequests, DrafterCacheState, DraftingRows
 from outrider.kernels.native.attention import check_attention, check_rows, pack_cache
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_angles, is_cache, is_matrix, is_vector, takes_heads
+from outrider.kernels.native.draft_plan import PLAN_ERRORS, pack_plan, takes_plan
 from outrider.kernels.native.matrix import FLOATS, PACKED, Matrix
 from outrider.kernels.native.packed import PackedRows
-from outrider.kernels.native.structures import DRAFT_BATCH, DRAFT_HEAD, REQUESTS
+from outrider.kernels.native.structures import CHAIN_STEP, DRAFT_HEAD
 
-_UNKNOWN_TOKEN = 4
+_UNKNOWN_TOKEN = 4  # errors of the C code; those of the plan come behind it
 
 
 class ChainWeights(NamedTuple):
@@ -95,60 +97,40 @@ class DraftChain:
         )
         return cls(weights, packed, (tap_norms, table, ids, k_cache, v_cache))
 
-    def takes(self, taps: Sequence[Tensor], passes: DraftPasses, page_table: Tensor, tails: Tensor) -> bool:
-        tokens, own = passes.tokens.shape[0], self.weights
-        shape = tokens, own.fc.inputs // own.num_taps
+    def takes(self, requests: CommittedRequests, rows: DraftingRows, page_table: Tensor, state: DrafterCacheState,
+              taps: Sequence[Tensor], tails: Tensor, *, num_wanted: int) -> bool:
+        own = self.weights
+        shape = requests.request_of.shape[0], own.fc.inputs // own.num_taps
         return (
-            len(taps) == own.num_taps and len(passes.first.slots) == 1
+            len(taps) == own.num_taps
             and all(is_matrix(tap) and tap.is_contiguous() and tap.shape == shape for tap in taps)
-            and page_table.dtype is torch.int32 and page_table.stride(1) == 1
             and tails.dtype is torch.float32 and tails.dim() == 2 and tails.stride(1) == 1
+            and takes_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
         )
 
-    def draft(self, taps: Sequence[Tensor], passes: DraftPasses, page_table: Tensor, tails: Tensor,
-              any_sampled: bool) -> tuple[Tensor, Tensor]:
-        """Run all passes and keep the hidden states of pages' last tokens in `tails` [pages, hidden]. Returns the
-        drafts [drafts, requests] and their levels [requests]. Call this only if `takes`."""
-        keys, first, further = passes.keys, passes.first, passes.further
-        num_drafts, requests = keys.positions.shape
-        assert page_table.shape[0] == requests == keys.last.shape[0], "rows of the page table and of the passes differ"
-        drafts = torch.empty(num_drafts, requests, dtype=torch.int64)
-        levels = torch.empty(requests, dtype=torch.int64)
-        # The passes behind the first lie one after the other in memory, or are put so.
-        positions, slots, lengths, live = (
-            _in_a_row(parts) for parts in ([own.positions for own in further], [own.slots[0] for own in further],
-                                           [own.lengths for own in further], [own.live for own in further]))
-        addresses = torch.tensor([tap.data_ptr() for tap in taps], dtype=torch.int64)
-        contexts = REQUESTS.pack(
-            page_table=page_table.data_ptr(), query_starts=0, lengths=0, live=0,
-            key_starts=passes.key_starts.data_ptr(), table_stride=page_table.stride(0),
-            table_width=page_table.shape[1], count=requests, wide_table=0, wide_starts=1, wide_lengths=1, wide_live=1,
+    def propose(self, requests: CommittedRequests, rows: DraftingRows, page_table: Tensor, state: DrafterCacheState,
+                taps: Sequence[Tensor], tails: Tensor, *, num_wanted: int,
+                any_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Plan all passes as `plan_draft_passes` does, run them, and keep the hidden states of pages' last tokens in
+        `tails` [pages, hidden]. Returns the drafts [drafts, requests], how many of them there is room for [requests],
+        and their levels [requests]. Call this only if `takes`."""
+        count = page_table.shape[0]
+        plan = pack_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
+        drafts = torch.empty(num_wanted, count, dtype=torch.int64)
+        counts, levels = torch.empty(2, count, dtype=torch.int64).unbind()
+        step = CHAIN_STEP.pack(
+            pages=page_table.data_ptr(), tails=tails.data_ptr(), drafts=drafts.data_ptr(), levels=levels.data_ptr(),
+            counts=counts.data_ptr(),
+            table_stride=page_table.stride(0), table_width=page_table.shape[1], page_tokens=state.page_tokens[0],
+            tail_stride=tails.stride(0), any_sampled=any_sampled,
         )
-        batch = DRAFT_BATCH.pack(
-            contexts=contexts, taps=addresses.data_ptr(), token_ids=passes.tokens.data_ptr(),
-            positions=first.positions.data_ptr(), slots=first.slots[0].data_ptr(),
-            tail_page=passes.tail_page.data_ptr(), last=keys.last.data_ptr(), lengths=first.lengths.data_ptr(),
-            live=first.live.data_ptr(), seed=keys.seed.data_ptr(), sample_index=keys.sample_index.data_ptr(),
-            draft_positions=keys.positions.data_ptr(), further_positions=positions.data_ptr(),
-            further_slots=slots.data_ptr(), further_lengths=lengths.data_ptr(), further_live=live.data_ptr(),
-            temperature=keys.temperature.data_ptr(), tails=tails.data_ptr(), drafts=drafts.data_ptr(),
-            levels=levels.data_ptr(), tail_stride=tails.stride(0), tokens=passes.tokens.shape[0], requests=requests,
-            num_drafts=num_drafts, any_sampled=any_sampled,
-        )
-        error = library().draft_chain(self.packed, batch, torch.get_num_threads())
+        addresses = struct.pack(f"{len(taps)}P", *(tap.data_ptr() for tap in taps))
+        error = library().propose_chain(self.packed, plan, step, addresses, torch.get_num_threads())
+        if error > _UNKNOWN_TOKEN:
+            raise IndexError(f"propose_chain: {PLAN_ERRORS[error - _UNKNOWN_TOKEN]}")
         if error == _UNKNOWN_TOKEN:
-            raise IndexError("draft_chain: a token is outside of the embedding")
+            raise IndexError("propose_chain: a token is outside of the embedding")
         if error:
             check_rows(max(0, -error))
             check_attention(max(0, error))
-        return drafts, levels
-
-
-def _in_a_row(parts: Sequence[Tensor]) -> Tensor:
-    """The parts, of equal length, as one run of memory."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64)
-    first = parts[0]
-    step = first.shape[0] * first.element_size()
-    is_run = all(part.data_ptr() == first.data_ptr() + at * step for at, part in enumerate(parts))
-    return first if is_run else torch.cat(list(parts))
+        return drafts, counts, levels

@@ -88,8 +88,6 @@ static int plan_token(const DraftPlan *p, const DraftTable *tables, const Planne
     return 1;
 }
 
-/* Returns 0, or what is wrong: 1 a row, a request or a page out of range, 2 a position outside of the rows or behind a
- * page table. */
 int plan_draft_passes(const DraftPlan *p, const DraftTable *tables, const PlannedPasses *out) {
     if (!has_rows(p)) return 1;
     for (int64_t r = 0; r < p->requests; r++) plan_request(p, out, r);

@@ -17,7 +17,7 @@ from outrider.kernels.drafting import (
 from outrider.kernels.native.build import library
 from outrider.kernels.native.structures import DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES
 
-_ERRORS = {1: "a row, a request or a page is out of range", 2: "a position is outside of the rows or a page table"}
+PLAN_ERRORS = {1: "a row, a request or a page is out of range", 2: "a position is outside of the rows or a page table"}
 _NO_ROWS = dict.fromkeys(("row_tokens", "known", "seed", "sample_index", "temperature", "length", "token_stride",
                           "num_wanted"), 0)
 
@@ -76,10 +76,21 @@ def _pack_tables(tables: Tables, own: DrafterCacheState, slots: tuple[Tensor, ..
     )
 
 
-def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
-                      num_wanted: int) -> DraftPasses:
+def pack_plan(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
+              num_wanted: int) -> bytes:
+    """What the C code plans a proposal from."""
     _check(requests, tables, own)
     assert rows.known.shape == rows.temperature.shape == own.filled.shape and rows.tokens.shape[0] == len(own.filled)
+    return DRAFT_PLAN.pack(
+        **_committed(requests, own), row_tokens=rows.tokens.data_ptr(), known=rows.known.data_ptr(),
+        seed=rows.seed.data_ptr(), sample_index=rows.sample_index.data_ptr(), temperature=rows.temperature.data_ptr(),
+        length=rows.tokens.shape[1], token_stride=rows.tokens.stride(0), num_wanted=num_wanted,
+    )
+
+
+def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
+                      num_wanted: int) -> DraftPasses:
+    plan = pack_plan(requests, rows, tables, own, num_wanted=num_wanted)
     count, tokens, groups = requests.rows.shape[0], requests.request_of.shape[0], len(tables)
     later = (num_wanted - 1) * count
     sizes = [tokens] * (3 + groups) + [count] * 7 + [num_wanted * count] + [later] * (3 + groups)
@@ -91,11 +102,6 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
     further_slots = parts[14 + groups :]
     narrow = torch.empty(3 * count + 2 * later, dtype=torch.int32).split([count] * 3 + [later] * 2)
     temperature = torch.empty(count)
-    plan = DRAFT_PLAN.pack(
-        **_committed(requests, own), row_tokens=rows.tokens.data_ptr(), known=rows.known.data_ptr(),
-        seed=rows.seed.data_ptr(), sample_index=rows.sample_index.data_ptr(), temperature=rows.temperature.data_ptr(),
-        length=rows.tokens.shape[1], token_stride=rows.tokens.stride(0), num_wanted=num_wanted,
-    )
     planned = PLANNED_PASSES.pack(
         positions=positions.data_ptr(), tokens=token_ids.data_ptr(), tail_page=tail_page.data_ptr(),
         lengths=lengths.data_ptr(), live=live.data_ptr(), key_starts=key_starts.data_ptr(), seed=seed.data_ptr(),
@@ -107,7 +113,7 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
         temperature=temperature.data_ptr(),
     )
     if error := library().plan_draft_passes(plan, _pack_tables(tables, own, slots, further_slots), planned):
-        raise IndexError(f"plan_draft_passes: {_ERRORS[error]}")
+        raise IndexError(f"plan_draft_passes: {PLAN_ERRORS[error]}")
     passes = [x.view(num_wanted - 1, count).unbind()
               for x in (further_positions, further_lengths, further_live, *narrow[3:], *further_slots)]
     further = [DraftPass(own_positions, tuple(own_slots), *counts_of)
@@ -122,4 +128,4 @@ def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheS
     _check(requests, tables, own)
     plan = DRAFT_PLAN.pack(**_committed(requests, own), **_NO_ROWS)
     if error := library().forget_pages(plan, _pack_tables(tables, own)):
-        raise IndexError(f"forget_pages: {_ERRORS[error]}")
+        raise IndexError(f"forget_pages: {PLAN_ERRORS[error]}")

@@ -512,19 +512,15 @@ typedef struct {
     int gelu, norm_before_residual, feeds_back_normed;
 } DraftHead;
 
-/* A proposal: the target's taps [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
+/* What a head reads and writes for a proposal beside the target's taps and the plan. */
 typedef struct {
-    Requests contexts; /* page table and first keys */
-    const float *const *taps;
-    const int64_t *token_ids, *positions, *slots, *tail_page;
-    const int64_t *last, *lengths, *live, *seed, *sample_index;
-    const int64_t *draft_positions, *further_positions, *further_slots, *further_lengths, *further_live;
-    const float *temperature;
-    float *tails;    /* [pages, hidden], pages `tail_stride` floats apart */
-    int64_t *drafts; /* [num_drafts, requests] */
-    int64_t *levels; /* [requests] how sure the head is of each draft, as in core/draft_confidence.py */
-    int64_t tail_stride, tokens, requests, num_drafts, any_sampled;
-} DraftBatch;
+    const int32_t *pages; /* page table [requests, width] of the head's layer */
+    float *tails;         /* [pages, hidden], pages `tail_stride` floats apart */
+    int64_t *drafts;      /* [num_wanted, requests] */
+    int64_t *levels;      /* [requests] how sure the head is of each draft, as in core/draft_confidence.py */
+    int64_t *counts;      /* [requests] drafts there is room for */
+    int64_t table_stride, table_width, page_tokens, tail_stride, any_sampled;
+} ChainStep;
 
 /* The work of one attention call, listed. */
 typedef struct Item Item;
@@ -539,6 +535,10 @@ typedef struct {
 void norm_row(const float *x, float *residual, const float *weight, float *out, int64_t width, float eps);
 /* The numbers that a packed weight row stands for. */
 void unpack_row(const PackedPart *part, int64_t inputs, int64_t row, float *out);
+
+/* Returns 0, or what is wrong: 1 a row, a request or a page out of range, 2 a position outside of the rows or behind a
+ * page table. */
+int plan_draft_passes(const DraftPlan *plan, const DraftTable *tables, const PlannedPasses *out);
 
 /* ---- operations that the threads of a parallel region share: all of them call, and all are done on return ---- */
 

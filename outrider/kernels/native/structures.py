@@ -179,12 +179,9 @@ DRAFT_HEAD = Structure(
     feeds_back_normed=INT32,
 )
 
-DRAFT_BATCH = Structure(
-    "DraftBatch", contexts=REQUESTS, taps=POINTER, token_ids=POINTER, positions=POINTER, slots=POINTER,
-    tail_page=POINTER, last=POINTER, lengths=POINTER, live=POINTER, seed=POINTER, sample_index=POINTER,
-    draft_positions=POINTER, further_positions=POINTER, further_slots=POINTER, further_lengths=POINTER,
-    further_live=POINTER, temperature=POINTER, tails=POINTER, drafts=POINTER, levels=POINTER, tail_stride=INT64,
-    tokens=INT64, requests=INT64, num_drafts=INT64, any_sampled=INT64,
+CHAIN_STEP = Structure(
+    "ChainStep", pages=POINTER, tails=POINTER, drafts=POINTER, levels=POINTER, counts=POINTER, table_stride=INT64,
+    table_width=INT64, page_tokens=INT64, tail_stride=INT64, any_sampled=INT64,
 )
 
 SAMPLING_ROWS = Structure(
@@ -209,7 +206,7 @@ SAMPLED_ROWS = Structure(
 STRUCTURES = (
     MATRIX, PACKED_PART, PACKED_PARTS, UNPACKED_ROWS, REQUESTS, CACHE, ROPE, ATTENTION, LAYER, BOUND_LAYER, LAYER_STEP,
     ADAPTERS, TARGETS, LAYER_TARGETS, ROW_STATE, STEP_INPUTS, PAGE_TABLE, PREPARED_REQUESTS, PREPARED_TOKENS,
-    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES, DRAFT_HEAD, DRAFT_BATCH,
+    SAMPLED_STEP, COMMITTED, PROPOSAL, STORED_DRAFTS, DRAFT_PLAN, DRAFT_TABLE, PLANNED_PASSES, DRAFT_HEAD, CHAIN_STEP,
     SAMPLING_ROWS, LOGIT_ROWS, SAMPLED_ROWS,
 )
 
