@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
 from outrider.core import SamplingParams
 from outrider.core.draft_confidence import levels_of
@@ -14,6 +16,9 @@ from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import Drafts, Step
 from outrider.drafters.native_chain import NativeChain
 from outrider.kernels import native
+from outrider.kernels.native import draft_chain
+from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
+from outrider.kernels.quantized import QuantizedRows
 from outrider.models.eagle import Eagle3Head
 from tests.drafters.checkpoints import DRAFT_VOCAB, HIDDEN, LAYER, eagle3_shapes, random_tensors, write
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, prompt_of, random_model
@@ -94,6 +99,39 @@ def test_the_native_call_drafts_what_the_passes_draft(monkeypatch: pytest.Monkey
         assert isinstance(network, AutoregressiveDrafter) and isinstance(network.network, Eagle3Head)
     assert both.num_compared > 100 and both.longest >= 3 and both.num_other_levels < both.num_compared // 20
     assert is_native and all(used == (size <= 3 * 4) for size, used in is_native)
+
+
+def test_a_coarse_output_finds_the_drafts_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bind, propose = DraftChain.bind, DraftChain.propose
+    whole: list[DraftChain] = []
+    same: list[bool] = []
+
+    def bind_both(weights: ChainWeights, *cache: torch.Tensor) -> DraftChain | None:
+        blocks = torch.from_numpy(quantize(weights.output.data.float().numpy(), GGMLQuantizationType.Q8_0))
+        rows = QuantizedRows("Q8_0", blocks).pack()
+        weights = weights._replace(output=native.PackedMatrix([rows], None, activation_bits=8))
+        for least in (DRAFT_VOCAB + 1, 1):
+            monkeypatch.setattr(draft_chain, "MIN_COARSE_OUTPUTS", least)
+            found = bind(weights, *cache)
+            assert found is not None
+            whole.append(found)
+        return whole.pop()
+
+    def propose_both(chain: DraftChain, *args: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
+        wanted, found = propose(whole[0], *args, **settings), propose(chain, *args, **settings)
+        same.append(torch.equal(wanted[0], found[0]) and torch.equal(wanted[2], found[2]))
+        return found
+
+    monkeypatch.setattr(DraftChain, "bind", bind_both)
+    monkeypatch.setattr(DraftChain, "propose", propose_both)
+    config = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB,
+                      "head_dim": HEAD_DIM, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 1]}}
+    tensors = random_tensors(eagle3_shapes("midlayer", 3, HEAD_DIM)) | {"d2t": torch.arange(DRAFT_VOCAB)}
+    drafter = write("eagle3", tmp_path, config, tensors)
+    model = random_model(CONFIGS["llama"] | {"head_dim": HEAD_DIM}, torch.float32, 3)
+    with Rig(model, speculative_config=drafter.speculative(2), max_num_seqs=2, page_size=16) as rig:
+        rig.run([Ask(prompt_of(seed, 9), SamplingParams(temperature=0, max_tokens=30)) for seed in range(4)])
+    assert len(same) > 30 and sum(same) >= 0.97 * len(same)
 
 
 def test_networks_of_other_shapes_are_left_to_the_passes() -> None:

@@ -82,6 +82,22 @@ def test_rows_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(rows.pack().look_up(torch.arange(70)), want)
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
+def test_packed_rows_are_rounded_to_four_bits(kind: str) -> None:
+    need_native()
+    rows, want = make(kind, 37, 512)
+    coarse = rows.pack().coarsened()
+    assert coarse.data.nbytes < rows.pack().data.nbytes
+    numbers, found = want.view(37, -1, 32), coarse.look_up(torch.arange(37)).view(37, -1, 32)
+    largest, place = numbers.abs().max(2, keepdim=True)
+    steps = largest / 8
+    assert torch.allclose(found.gather(2, place), numbers.gather(2, place), rtol=1e-6)
+    assert torch.allclose(found, (found / steps.clamp_min(1e-30)).round() * steps, rtol=1e-5), "whole steps"
+    is_cut = numbers * numbers.gather(2, place).sign() < -7.5 * steps  # 8 codes on one side of 0, 7 on the other
+    error = (found - numbers).abs() / steps.clamp_min(1e-30)
+    assert error[~is_cut].max() < 0.51 and error.max() < 1.01 and is_cut.any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_are_taken_bit_for_bit(kind: str) -> None:
     """In any order and repeated, also into lanes that have too few."""

@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "packed_unit_bytes": (_L, [_L]),
     "pack_rows": (None, [_P, _P, _L, _I]),
     "unpack_rows": (None, [_P, _L, _P, _L, _P, _I]),
+    "coarsen_rows": (None, [_P, _L, _P, _I]),
     "take_packed_rows": (None, [_P, _L, _P, _L, _P, _I]),
     "paged_attention": (_I, [_P, _I]),
     "prepare_step": (_I, [_P, _P, _P, _P, _P]),

@@ -8,6 +8,7 @@
 #include "sampling.h"
 
 #define COLUMNS 2048 /* of the output that a thread takes at once to find the best */
+#define REFINED 8    /* lanes of a request's outputs that are computed again if the output was coarse */
 enum { UNKNOWN_TOKEN = 4, BAD_PLAN = 4 }; /* errors, behind those of attention; the plan's own are added */
 enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
 
@@ -230,6 +231,35 @@ static void share_draw(Chain *c, int64_t pass, Team *team) {
     meet(team);
 }
 
+/* The logits of a request that came from the coarse output: lanes with the largest are computed again with all bits. */
+static void refine(const Chain *c, int64_t r) {
+    const DraftHead *h = c->head;
+    const int64_t outputs = h->output.outputs;
+    float *logits = c->logits + r * outputs, tops[REFINED];
+    int64_t lanes[REFINED], count = 0;
+    for (int64_t lane = 0; lane * VL < outputs; lane++) {
+        const int64_t left = outputs - lane * VL;
+        float top = logits[lane * VL];
+        if (left >= VL) top = max_lanes(load(logits + lane * VL));
+        for (int64_t i = 1; i < left && left < VL; i++) top = logits[lane * VL + i] > top ? logits[lane * VL + i] : top;
+        if (count == REFINED && !(top > tops[REFINED - 1])) continue;
+        int64_t at = count < REFINED ? count++ : REFINED - 1; /* the largest first */
+        for (; at > 0 && top > tops[at - 1]; at--) tops[at] = tops[at - 1], lanes[at] = lanes[at - 1];
+        tops[at] = top, lanes[at] = lane;
+    }
+    packed_lanes_product(&h->output, c->x + r * h->output.inputs, logits, lanes, count);
+}
+
+static void share_logits(Chain *c, Team *team) {
+    const DraftHead *h = c->head;
+    const int64_t requests = c->batch->requests;
+    share_product(h->coarse.data ? &h->coarse : &h->output, c->x, h->output.inputs, c->logits, requests, NULL, team);
+    if (!h->coarse.data) return;
+#pragma omp for nowait
+    for (int64_t r = 0; r < requests; r++) refine(c, r);
+    meet(team);
+}
+
 static void share_pass(Chain *c, int64_t pass, Team *team) {
     const DraftHead *h = c->head;
     const Proposed *b = c->batch;
@@ -259,7 +289,7 @@ static void share_pass(Chain *c, int64_t pass, Team *team) {
     share_product(&h->gate_up, c->x, hidden, c->wide, requests, &(Gates){c->inner, h->down.inputs, h->gelu}, team);
     share_product(&h->down, c->inner, h->down.inputs, c->delta, requests, NULL, team);
     share_norm(c->delta, hidden, c->residual, hidden, h->norm, c->x, requests, hidden, h->eps, team);
-    share_product(&h->output, c->x, hidden, c->logits, requests, NULL, team);
+    share_logits(c, team);
     share_draw(c, pass, team);
 }
 

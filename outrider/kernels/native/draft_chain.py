@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.drafting import CommittedRequests, DrafterCacheState, DraftingRows
+from outrider.kernels.gguf_kinds import PACKED_8
 from outrider.kernels.native.attention import check_attention, check_rows, pack_cache
 from outrider.kernels.native.build import library
 from outrider.kernels.native.checks import is_angles, is_cache, is_matrix, is_vector, takes_heads
 from outrider.kernels.native.draft_plan import PLAN_ERRORS, pack_plan, takes_plan
 from outrider.kernels.native.matrix import FLOATS, PACKED, Matrix
-from outrider.kernels.native.packed import PackedRows
-from outrider.kernels.native.structures import CHAIN_STEP, DRAFT_HEAD
+from outrider.kernels.native.packed import PackedMatrix, PackedRows
+from outrider.kernels.native.structures import CHAIN_STEP, DRAFT_HEAD, MATRIX
 
+MIN_COARSE_OUTPUTS = 1024  # below it a coarse output saves less than it costs
 _UNKNOWN_TOKEN = 4  # errors of the C code; those of the plan come behind it
 
 
@@ -82,9 +84,11 @@ class DraftChain:
             num_bytes, (count, width) = table.stride(0) * table.element_size(), table.shape
         assert width == hidden
         ids = None if own.target_ids is None else own.target_ids.contiguous()
+        coarse = _coarse_output(own.output)
         packed = DRAFT_HEAD.pack(
             fc=own.fc.packed, qkv=own.qkv.packed, out=own.out.packed, gate_up=own.gate_up.packed,
-            down=own.down.packed, output=own.output.packed, cache=pack_cache(k_cache, v_cache),
+            down=own.down.packed, output=own.output.packed,
+            coarse=bytes(MATRIX.size) if coarse is None else coarse.packed, cache=pack_cache(k_cache, v_cache),
             tap_norms=tap_norms.data_ptr() if own.tap_norms else 0, embedding_norm=own.norms[0].data_ptr(),
             hidden_norm=own.norms[1].data_ptr(), mlp_norm=own.norms[2].data_ptr(), norm=own.norms[3].data_ptr(),
             q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
@@ -95,7 +99,7 @@ class DraftChain:
             norm_eps=own.norm_eps, scale=own.scale, gelu=own.gelu, norm_before_residual=own.norm_before_residual,
             feeds_back_normed=own.feeds_back_normed,
         )
-        return cls(weights, packed, (tap_norms, table, ids, k_cache, v_cache))
+        return cls(weights, packed, (tap_norms, table, ids, coarse, k_cache, v_cache))
 
     def takes(self, requests: CommittedRequests, rows: DraftingRows, page_table: Tensor, state: DrafterCacheState,
               taps: Sequence[Tensor], tails: Tensor, *, num_wanted: int) -> bool:
@@ -134,3 +138,12 @@ class DraftChain:
             check_rows(max(0, -error))
             check_attention(max(0, error))
         return drafts, counts, levels
+
+
+def _coarse_output(output: Matrix) -> Matrix | None:
+    """A second copy of a head's output in 4 bits, if its own has 8: reading the output is half of the time of a draft.
+    Only the logits that the copy says are the largest are computed with all bits."""
+    if not isinstance(output, PackedMatrix) or output.outputs < MIN_COARSE_OUTPUTS:
+        return None
+    rows, *others = output.parts
+    return None if others or rows.form != PACKED_8 else PackedMatrix([rows.coarsened()], output.bias, activation_bits=8)

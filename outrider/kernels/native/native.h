@@ -500,6 +500,7 @@ typedef struct {
 /* An EAGLE-3 head with one layer, with its cache: all that stays from step to step. */
 typedef struct {
     Matrix fc, qkv, out, gate_up, down, output;
+    Matrix coarse; /* the output in fewer bits, to find the logits that are computed with `output`; or no data */
     Cache cache;
     const float *const *tap_norms; /* of each tap, or null */
     const float *embedding_norm, *hidden_norm, *mlp_norm, *norm, *q_norm, *k_norm; /* the last two may be null */
@@ -553,6 +554,9 @@ void share_product(const Matrix *w, const float *x, int64_t x_stride, float *y, 
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
                           const Gates *gates, Team *team);
 int packed_is_aligned(const Matrix *w);
+/* By one thread: some lanes of VL outputs for one token row, with the bits that the product of all of them has. The
+ * matrix has one part. */
+void packed_lanes_product(const Matrix *w, const float *x, float *y, const int64_t *lanes, int64_t count);
 /* The products of x [tokens, inputs] with the first factors, for `change->inner`. */
 void share_reduce(const Change *change, const float *x, int64_t x_stride, int64_t inputs, Team *team);
 /* Adds what the second factors make of those to y [tokens, features]. */

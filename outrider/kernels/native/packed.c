@@ -443,6 +443,16 @@ void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, flo
     meet(team);
 }
 
+void packed_lanes_product(const Matrix *w, const float *x, float *y, const int64_t *lanes, int64_t count) {
+    const int digits = (int)((const PackedParts *)w->data)->digits;
+    const int64_t groups = w->inputs / INPUTS, step = inputs_bytes(digits);
+    uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * step);
+    if (!inputs) abort(); /* nothing would run on without so little */
+    for (int64_t g = 0; g < groups; g++) round_inputs(x + g * INPUTS, inputs + g * step, digits);
+    Product p = {NULL, inputs, w->bias, y, groups, 1, w->outputs, 0};
+    for (int64_t i = 0; i < count; i++) multiply(w, &p, lanes[i] * VL, lanes[i] * VL + VL);
+}
+
 /* ---- packing ---- */
 
 /* Where the bits of a code lie: reads it, or adds `code` to zeros. `position`: of its byte in register `r`. */
@@ -508,6 +518,38 @@ void unpack_row(const PackedPart *part, int64_t inputs, int64_t row, float *out)
             int code = access_code(at + group_bytes(f) - f.bits * REGISTER, k / 4, 4 * lane + k % 4, 0, 0, f);
             code = f.bits == 8 ? (int8_t)code : f.is_signed ? part->table[code] : code - f.offset;
             out[g * INPUTS + k] = scales[0] * (float)inner * (float)code + scales[1] * (float)least;
+        }
+    }
+}
+
+/* 32 numbers as codes of the form PACKED_4, of which code 0 stands for the number of the largest size. */
+static void coarsen_group(const float *x, uint8_t *unit, int lane) {
+    const Form f = FORMS[PACKED_4];
+    float most = 0.0f;
+    for (int k = 0; k < INPUTS; k++) most = fabsf(x[k]) > fabsf(most) ? x[k] : most;
+    const float scale = most / (float)-f.offset, inverse = (float)-f.offset / most;
+    memcpy(unit + 4 * lane, &scale, 4);
+    for (int k = 0; k < INPUTS; k++) {
+        const float code = fabsf(inverse) <= FLT_MAX ? floorf(x[k] * inverse + (float)f.offset + 0.5f) : 0.0f;
+        access_code(unit + head_bytes(f), k / 4, 4 * lane + k % 4, code < 15 ? (int)code : 15, 1, f);
+    }
+}
+
+/* The weight rows of a part, rounded to 4 bits: out is a part of the form PACKED_4. */
+void coarsen_rows(const PackedPart *part, int64_t inputs, uint8_t *out, int threads) {
+    const int64_t units = inputs / INPUTS, size = units * unit_bytes(FORMS[PACKED_4]);
+    PARALLEL(threads) {
+#pragma omp for
+        for (int64_t first = 0; first < part->outputs; first += VL) {
+            uint8_t *to = out + first / VL * size;
+            float *row = kept(&kept_inputs, &inputs_size, inputs * sizeof(float));
+            if (!row) abort();
+            memset(to, 0, size);
+            for (int lane = 0; lane < VL && first + lane < part->outputs; lane++) {
+                unpack_row(part, inputs, first + lane, row);
+                for (int64_t u = 0; u < units; u++)
+                    coarsen_group(row + u * INPUTS, to + u * unit_bytes(FORMS[PACKED_4]), lane);
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.gguf_kinds import GROUP, PACKED_4
 from outrider.kernels.native.build import library
 from outrider.kernels.native.matrix import PACKED, Matrix
 from outrider.kernels.native.structures import PACKED_PART, PACKED_PARTS, UNPACKED_ROWS
@@ -36,7 +37,6 @@ class PackedRows(NamedTuple):
                               torch.get_num_threads())
         return found
 
-
     def take(self, rows: Tensor, out: PackedRows) -> None:
         """Copy some weight rows, as they are packed, into those of `out`, which has the same form."""
         rows = rows.contiguous()
@@ -45,6 +45,13 @@ class PackedRows(NamedTuple):
             raise IndexError(f"take: a row is outside of the {self.outputs} weight rows")
         library().take_packed_rows(self.describe(), self.inputs, rows.data_ptr(), len(rows), out.data.data_ptr(),
                                    torch.get_num_threads())
+
+
+    def coarsened(self) -> PackedRows:
+        """The weight rows, rounded to 4 bits: every 32 inputs have a scale by their largest."""
+        data = torch.empty(packed_shape(PACKED_4, self.outputs, self.inputs, GROUP), dtype=torch.uint8)
+        library().coarsen_rows(self.describe(), self.inputs, data.data_ptr(), torch.get_num_threads())
+        return PackedRows(PACKED_4, None, data, self.outputs, self.inputs)
 
 
 def packed_lanes() -> int:
@@ -75,7 +82,7 @@ class PackedMatrix(Matrix):
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None, activation_bits: int = 24) -> None:
         firsts = [sum(part.outputs for part in parts[:at]) for at in range(len(parts) + 1)]
         described = b"".join(part.describe(first) for part, first in zip(parts, firsts, strict=False))
-        self._parts, self._described = tuple(parts), _in_memory(described)
+        self.parts, self._described = tuple(parts), _in_memory(described)
         whole = PACKED_PARTS.pack(parts=self._described.data_ptr(), count=len(parts), digits=activation_bits // 8)
         super().__init__(_in_memory(whole), bias, PACKED, parts[0].inputs, firsts[-1])
 
