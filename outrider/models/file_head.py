@@ -22,6 +22,7 @@ from outrider.models.sources.base import ModelSource, WeightError
 from outrider.models.target_rows import TargetRows
 
 EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+WEIGHT_ENDINGS = ".weight", ".weight_packed"  # of the names of matrices: as numbers or codes, and as packed codes
 OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
 
 
@@ -71,8 +72,8 @@ class FileHead(DraftHead):
         return name
 
     def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
-        in_files = {self.name_here(name).removesuffix(".weight"): name.removesuffix(".weight")
-                    for name in source.tensor_names() if name.endswith(".weight")}
+        in_files = {self.name_here(name).removesuffix(ending): name.removesuffix(ending)
+                    for name in source.tensor_names() for ending in WEIGHT_ENDINGS if name.endswith(ending)}
         return lambda name: source.stored_format(in_files.get(name, name))
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:

@@ -1,4 +1,4 @@
-"""A head whose output is made of the target's rows, and one in 8-bit rows: both are forms of the shipped drafter."""
+"""A head whose output is made of the target's rows, and one in 4-bit rows: both are forms of the shipped drafter."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_an_output_in_a_file_that_promises_none_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_original", [True, False])
-def test_a_head_in_8_bit_rows_keeps_them_on_a_cpu(is_original: bool, tmp_path: Path) -> None:
+def test_a_head_in_4_bit_rows_keeps_them_on_a_cpu(is_original: bool, tmp_path: Path) -> None:
     """Tensors have the original's names or those of the packed form; without kept bits the numbers are the same."""
     drafter = make_drafter("eagle3", "llama", tmp_path)
     path = drafter.folder / "model.safetensors"
     codes, error = packed(load_file(path))
-    assert 0 < error < 0.005
+    assert 0 < error < 0.1
     codes["lm_head.weight"] = drafter.tensors["lm_head.weight"]
     renamed = {name.replace("layers.0.", "midlayer.") if is_original else name: t for name, t in codes.items()}
     save_file(renamed, path)
