@@ -73,8 +73,8 @@ class Trainer:
         if self._state.step < self._plan.num_steps and not self._has_stalled():
             self._teacher.keep([*self._texts.held_out, *self._texts.training], self._report)
         if self._plan.num_steps < FEW_STEPS:
-            self._report(f"{self._plan.num_steps} steps are few to learn from: a lower --batch-tokens makes more steps of "
-                         "the same texts")
+            self._report(f"{self._plan.num_steps} steps are few to learn from: a lower --batch-tokens makes more steps "
+                         "of the same texts")
         last_saved = last_told = time.perf_counter()
         num_tokens = 0  # since the last line
         while self._state.step < self._plan.num_steps and not self._has_stalled():
