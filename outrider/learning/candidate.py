@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels.vendor_products import wide_product
-from outrider.learning.eagle3_network import Eagle3Network
+from outrider.learning.eagle3_network import Eagle3Network, TextSlots
 from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
 
@@ -134,13 +134,13 @@ class Candidate:
     def _logits(self, network: Eagle3Network, padded: PaddedTexts,
                 rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """For each pass the logits [rows, draft vocabulary] after the tokens with these indexes."""
-        width = padded.tokens.shape[1]
+        slots = TextSlots.from_lengths(padded.lengths, padded.tokens.shape[1])
         with torch.no_grad():
             embeds, output = self._served.embeds(padded.tokens), self._served.output
             output = output if padded.taps.is_cuda else output.float()
-        passes = network.passes(embeds, padded.taps.float(), self.num_passes)
-        for own, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
-            chosen = states[own // width, own % width - 1]
+        passes = network.passes(embeds, padded.taps.float(), slots, self.num_passes)
+        for own, states in zip(rows, passes, strict=False):  # texts of one token have no passes
+            chosen = states.index_select(0, slots.rows_of(own))
             yield F.linear(chosen, output) if torch.is_grad_enabled() else _wide_logits(chosen, output)
 
     def _arithmetic(self) -> AbstractContextManager[object]:

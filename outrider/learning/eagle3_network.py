@@ -13,10 +13,11 @@ its own way:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.kernels.buffers import send
 from outrider.learning.named_layers import NamedLayers, wide
 from outrider.learning.unrolled_attention import attend
 
@@ -35,6 +36,48 @@ class HeadForm:
     norm_before_residual: bool = False  # the residual stream begins with the normed state
 
 
+@dataclass(frozen=True)
+class TextSlots:
+    """The slots 1, 2, ... of texts that are padded to a length, in the order of texts and slots. All on one device."""
+
+    num_texts: int
+    length: int
+    places: torch.Tensor  # [slots] text * length + slot
+    positions: torch.Tensor  # [slots] slot - 1
+
+    @classmethod
+    def from_lengths(cls, lengths: torch.Tensor, length: int) -> TextSlots:
+        """lengths: [texts] tokens of each."""
+        at = torch.arange(length, device=lengths.device)
+        places = ((at >= 1) & (at < lengths[:, None])).flatten().nonzero()[:, 0]
+        return cls(len(lengths), length, places, places % length - 1)
+
+    def to(self, device: torch.device) -> TextSlots:
+        """These slots on a device, from the host, without waiting for the device."""
+        return replace(self, places=send(self.places, device), positions=send(self.positions, device))
+
+    @property
+    def _padded(self) -> torch.Tensor:
+        """[slots] text * (length - 1) + slot - 1"""
+        return self.places // self.length * (self.length - 1) + self.positions
+
+    def pad(self, heads: torch.Tensor) -> torch.Tensor:
+        """[heads, slots, dim] -> [texts, heads, length - 1, dim], with zeros in slots that a text does not have."""
+        rows = heads.transpose(0, 1)
+        padded = rows.new_zeros(self.num_texts * (self.length - 1), *rows.shape[1:]).index_copy(0, self._padded, rows)
+        return padded.unflatten(0, (self.num_texts, -1)).transpose(1, 2)
+
+    def take(self, heads: torch.Tensor) -> torch.Tensor:
+        """[texts, heads, length - 1, dim] -> [slots, heads * dim]"""
+        return heads.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._padded)
+
+    def rows_of(self, places: torch.Tensor) -> torch.Tensor:
+        """The rows of slots with these places (text * length + slot)."""
+        rows = places.new_zeros(self.num_texts * self.length)
+        rows[self.places] = torch.arange(len(self.places), device=places.device)
+        return rows[places]
+
+
 class Eagle3Network(NamedLayers):
     """A head's passes over padded texts. Weights are named as in the exported file, and float32 where they are
     trained."""
@@ -44,40 +87,40 @@ class Eagle3Network(NamedLayers):
         self._form = form
         self._scale = form.head_dim**-0.5
 
-    def passes(self, embeds: torch.Tensor, taps: torch.Tensor, num_passes: int) -> Iterator[torch.Tensor]:
-        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p. embeds:
-        [texts, length, hidden] embeddings of the tokens; taps: [texts, length, taps, hidden]."""
-        embeds = self._norm(f"{LAYER}.input_layernorm", embeds[:, 1:])
-        hidden = self._consume(taps[:, :-1], embeds.dtype)
+    def passes(self, embeds: torch.Tensor, taps: torch.Tensor, slots: TextSlots,
+               num_passes: int) -> Iterator[torch.Tensor]:
+        """Inputs of the output layer [slots, hidden] of each pass; those of slots whose text ends before the pass's
+        token mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; taps: [texts, length, taps,
+        hidden]. Nothing is computed for what the texts are padded with, except in attention."""
+        if not len(slots.places):
+            return
+        embeds = self._norm(f"{LAYER}.input_layernorm", embeds.flatten(0, 1).index_select(0, slots.places))
+        hidden = self._consume(taps.flatten(0, 1).index_select(0, slots.places - 1), embeds.dtype)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in range(num_passes):
-            count = embeds.shape[1] - index
-            if count < 1:
-                return
-            hidden = hidden[:, :count]
             normed = self._norm(f"{LAYER}.hidden_norm", hidden)
-            x = torch.cat((embeds[:, index:], normed), dim=-1)
-            positions = torch.arange(index, index + count, device=x.device)[:, None]  # slot p turns by p - 1
-            keys.append(self._form.rotate(self._heads("k", x), positions))
-            values.append(self._heads("v", x))
-            query = self._form.rotate(self._heads("q", x), positions)
-            mixed = attend(query, [key[:, :, :count] for key in keys], [value[:, :, :count] for value in values],
-                           self._scale)
+            x = torch.cat((embeds.roll(-index, dims=0), normed), dim=-1)  # a text's slots lie together, in their order
+            positions = slots.positions[:, None] + index  # slot p turns by p - 1
+            keys.append(slots.pad(self._form.rotate(self._heads("k", x), positions)))
+            values.append(slots.pad(self._heads("v", x)))
+            query = slots.pad(self._form.rotate(self._heads("q", x), positions))
+            mixed = slots.take(attend(query, keys, values, self._scale))
             stream = normed if self._form.norm_before_residual else hidden
-            stream = stream + self._linear(f"{LAYER}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
+            stream = stream + self._linear(f"{LAYER}.self_attn.o_proj", mixed)
             stream = stream + self._mlp(LAYER, self._norm(f"{LAYER}.post_attention_layernorm", stream))
             output = self._norm("norm", stream)
             yield output
             hidden = output if self._form.feeds_back_normed else stream
 
     def _consume(self, taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """dtype: of the weights; a target's states may be narrower or wider."""
+        """taps: [slots, taps, hidden]; dtype: of the weights; a target's states may be narrower or wider."""
         if self._form.norms_taps:
-            normed = [self._norm(f"fc_norm.{index}", tap.to(dtype)) for index, tap in enumerate(taps.unbind(dim=2))]
-            taps = torch.stack(normed, dim=2)
-        return wide(self._linear("fc", taps.flatten(2).to(dtype)))
+            normed = [self._norm(f"fc_norm.{index}", tap.to(dtype)) for index, tap in enumerate(taps.unbind(dim=1))]
+            taps = torch.stack(normed, dim=1)
+        return wide(self._linear("fc", taps.flatten(1).to(dtype)))
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[heads, slots, dim]"""
         projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)
-        return projected.unflatten(-1, (-1, self._form.head_dim)).transpose(1, 2)
+        return projected.unflatten(-1, (-1, self._form.head_dim)).transpose(0, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.learning.eagle3_network import LAYER, Eagle3Network
+from outrider.learning.eagle3_network import LAYER, Eagle3Network, TextSlots
 from outrider.models.base import Decoder, Model
 from outrider.training.eagle3_sizes import HeadSizes, read_taps, weight_shapes
 from outrider.training.export import write_drafter
@@ -38,13 +38,14 @@ class Eagle3Trainee(Trainee):
         return read_taps(target, settings)
 
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
-        width = taught.tokens.shape[1]
         embeds = self._target.embed_tokens.format.look_up(taught.tokens.flatten()).detach()
-        passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.taps, self.num_passes)
+        slots = TextSlots.from_lengths(taught.lengths, taught.tokens.shape[1]).to(taught.tokens.device)
+        passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.taps, slots,
+                                      self.num_passes)
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None
-        for own_rows, states in zip(rows, passes, strict=False):  # texts may be too short for the last passes
-            yield PassOutput(rows_at(states, own_rows, width), output)
+        for own_rows, states in zip(rows, passes, strict=False):  # texts of one token have no passes
+            yield PassOutput(states.index_select(0, slots.rows_of(own_rows)), output)
 
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
         tensors = {name: weight.detach() for name, weight in (self.weights | self._frozen).items()}
@@ -55,12 +56,6 @@ class Eagle3Trainee(Trainee):
         else:
             config = self.sizes.hf_config(size)
         write_drafter(folder, config, tensors, self._vocabulary, "eagle3", self.num_passes, card)
-
-
-def rows_at(states: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
-    """The states [rows, hidden] at rows (text * width + position) of a pass's states [texts, count, hidden], which
-    begin at position 1."""
-    return states.flatten(0, 1).index_select(0, rows // width * states.shape[1] + rows % width - 1)
 
 
 def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabulary: DraftVocabulary,

@@ -20,7 +20,6 @@ from outrider.models.base import Decoder, Model
 from outrider.models.head import load_head
 from outrider.models.mtp import MTPHead, build_mtp_modules
 from outrider.models.sources import resolve
-from outrider.training.eagle3 import rows_at
 from outrider.training.export import write_module
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
@@ -57,7 +56,8 @@ class MTPTrainee(Trainee):
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         width = taught.tokens.shape[1]
         for own_rows, states in zip(rows, self.passes(taught), strict=False):  # texts may be too short for the last
-            yield PassOutput(rows_at(states, own_rows, width), self._output)
+            at = own_rows // width * states.shape[1] + own_rows % width - 1
+            yield PassOutput(states.flatten(0, 1).index_select(0, at), self._output)
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.layers import NothingAttends, StepContext
-from outrider.learning.eagle3_network import Eagle3Network
+from outrider.learning.eagle3_network import Eagle3Network, TextSlots
 from outrider.training import text_states
 from outrider.training.draft_logits import DraftLogits
 from outrider.training.eagle3 import Eagle3Trainee
@@ -166,7 +166,8 @@ def test_the_head_in_training_drafts_as_the_engines_head_does(name: str, classic
         for proposal in proposals:
             tokens = torch.tensor([(*proposal.known, *proposal.drafts)])
             taught = teacher.teach([TrainingText(tuple(tokens[0].tolist()), 1, True)])
-            states = network.passes(model.embed_tokens.format.look_up(tokens[0])[None], taught.taps, 3)
+            slots = TextSlots.from_lengths(taught.lengths, tokens.shape[1])
+            states = network.passes(model.embed_tokens.format.look_up(tokens[0])[None], taught.taps, slots, 3)
             last = len(proposal.known) - 1
-            scores = [state[0, last - 1] @ weights["lm_head.weight"].T for state in states]
+            scores = [state[last - 1] @ weights["lm_head.weight"].T for state in states]
             assert tuple(int(vocabulary.ids[score.argmax()]) for score in scores) == proposal.drafts
