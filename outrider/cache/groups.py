@@ -3,7 +3,8 @@
 Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
 pages of all groups are equal in bytes with as little padding as possible. Parts that are kept once for each page follow
 behind the layers, at the same place in the pages of every group. Recurrent layers own no group: their states lie in
-rows, and their checkpoints take as many pages as they need.
+rows, and their checkpoints take as many pages as they need. A target of recurrent layers alone has one group without
+layers, whose pages mark its prefixes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outrider.cache.kinds import (
     CacheType,
     FullSpec,
     Kind,
+    MarkerSpec,
     PagedSpec,
     Part,
     RecurrentKind,
@@ -30,6 +32,7 @@ from outrider.core import PAGE_TOKENS
 
 GROUP_COST = 0.01  # a further group (a table, host work each step) costs as much as this share of padding
 MAX_PADDING = 0.10  # the plan avoids more, and start-up warns of more
+CHECKPOINT_PAGES = 512  # pages of a checkpoint, where no layer that keeps tokens sets the size of a page
 PAGE_UNIT = 1024  # bytes: pages with parts of their own have a multiple of this, so that aligned kernels stay aligned
 
 
@@ -115,11 +118,12 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """Unused share of the pool's bytes if all groups hold equal contexts."""
+        """Unused share of the pool's bytes if all groups with layers hold equal contexts."""
         part_bytes = sum(placed.part.num_bytes for placed in self.page_parts)
-        used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in self.groups)
-        held = sum(self.page_bytes / group.page_tokens for group in self.groups)
-        return 1 - used / held
+        keeping = [group for group in self.groups if group.layers]
+        used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in keeping)
+        held = sum(self.page_bytes / group.page_tokens for group in keeping)
+        return 1 - used / held if keeping else 0.0
 
 
 def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
@@ -137,12 +141,15 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
                 recurrent.append((layer.layer, layer.spec))
             case _ if layer.reads is None:
                 buckets.setdefault(layer.spec, []).append(layer.layer)
-    if not buckets:
-        raise ValueError("the model declares no cache" if not recurrent else "a model of recurrent layers alone is not "
-                         "supported: at least one layer must attend")
-    layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
+    if not buckets and not recurrent:
+        raise ValueError("the model declares no cache")
+    layout = CacheLayout((), {}, _marker_page_bytes(recurrent))
+    if buckets:
+        layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
     own = {layer.layer for layer in drafter}
     groups = tuple(replace(group, is_target=not own.issuperset(group.layers)) for group in layout.groups)
+    if not any(group.is_target for group in groups):
+        groups += (Group(len(groups), MarkerSpec(), (), 0, page_tokens),)
     places = dict(layout.places)
     for layer in layers:
         if layer.reads is not None:
@@ -175,6 +182,10 @@ def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
         sizes = math.lcm(*(group.page_tokens * part.num_bytes for group in layout.groups for part in group.spec.parts))
         unit = sizes if layout.page_bytes % sizes == 0 else unit
     return tuple(placed), _rounded_up(end, unit) if placed else end
+
+
+def _marker_page_bytes(recurrent: Sequence[tuple[int, RecurrentSpec]]) -> int:
+    return _rounded_up(-(-sum(spec.row_bytes for _, spec in recurrent) // CHECKPOINT_PAGES), PAGE_UNIT)
 
 
 def _rounded_up(number: int, unit: int) -> int:

@@ -66,6 +66,8 @@ class KimiLinear(HybridDecoder):
         self.rotaries = [self.read_rotary(max_len)]
         self.kda_shape = self.read_kda_shape()
         kinds = self.read_kinds()
+        if FULL not in kinds:
+            config.passes_over("kv_lora_rank")  # a size of latents alone
         self.is_sparse = read_sparse_layers(config)
         self.attention_layers = [self.latent_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._kda(index) if kind == LINEAR else self.attention(self.latent_layer(index))

@@ -54,6 +54,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 3,
     },
 }
+# Models without a layer that attends.
+ALONE: dict[str, dict[str, Any]] = {
+    "mamba2_alone": HYBRIDS["mamba2"] | {"hybrid_override_pattern": "MM-M"},
+    "gated_delta_alone": HYBRIDS["gated_delta"] | {"layer_types": ["linear_attention"] * 3},
+    "kda_alone": HYBRIDS["kda"] | {"layer_types": ["linear_attention"] * 3},
+}
 
 
 @functools.cache

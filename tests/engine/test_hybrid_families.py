@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
-from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
-from tests.engine.recurrent_rig import StateRig
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, random_model, tokens_of
+from tests.engine.recurrent_rig import ALONE, StateRig
 from tests.models import oracle
 from tests.ranks.families import make_model
 
-FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp",
-            pytest.param("glm5_next", marks=pytest.mark.long))
+FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp", "mamba2_alone",
+            *(pytest.param(name, marks=pytest.mark.long) for name in ("glm5_next", "gated_delta_alone", "kda_alone")))
 LENGTH = 10
 SHARED = prompt_of(0, 32)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
@@ -33,7 +34,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "auto": False, "prompt
 
 @functools.cache
 def model_of(family: str) -> Model:
-    return make_model(family, None)
+    return random_model(ALONE[family], torch.float64, 3) if family in ALONE else make_model(family, None)
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from tests.engine.varied_drafts import MANY, K, UnequalDrafts, lines_of, long, m
 
 @pytest.mark.parametrize(("family", "drafter", "stands_in"), [
     ("llama", "scripted", False), ("mamba2", "scripted", False), ("gated_delta", "scripted", True),
-    ("kda", "scripted", False), long("gemma3", "scripted", True), long("deepseek_v32", "scripted", False),
-    long("deepseek_v32", "mtp", False),
+    ("kda", "scripted", False), ("mamba2_alone", "scripted", True), long("gemma3", "scripted", True),
+    long("deepseek_v32", "scripted", False), long("deepseek_v32", "mtp", False),
 ])
 def test_tokens_are_those_without_drafts(family: str, drafter: str, stands_in: bool) -> None:
     rig, captured = run_captured(family, drafter, UnequalDrafts(K), stands_in=stands_in)

@@ -25,7 +25,7 @@ from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
-from tests.engine.recurrent_rig import HYBRIDS
+from tests.engine.recurrent_rig import ALONE, HYBRIDS
 
 K = 3
 SETTINGS: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "max_model_len": 96}
@@ -57,8 +57,8 @@ def long(*values: object) -> Any:
 
 
 def model_of(family: str) -> Model:
-    if family in HYBRIDS:
-        return random_model(HYBRIDS[family], torch.float64, 3)
+    if family in HYBRIDS | ALONE:
+        return random_model((HYBRIDS | ALONE)[family], torch.float64, 3)
     return random_model(LATENT[family], torch.float64, 1) if family in LATENT else tiny_model(family, torch.float64)
 
 

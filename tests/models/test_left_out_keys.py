@@ -86,7 +86,11 @@ def test_a_key_that_is_left_out_has_transformers_default(name: str) -> None:
     ("llama4", {"no_rope_layers": [1] * 4}),
     ("granite_hybrid_dense", {"layer_types": ["attention"] * 4}),
     ("deepseek_v3", {"first_k_dense_replace": 4}),
-    *[("kimi_linear", {"mlp_layer_types": ["dense"] * 5}), ("kimi_linear", {"n_shared_experts": 0}),
+    # transformers' cache asks for a layer that attends.
+    ("nemotron_h", {"hybrid_override_pattern": "MM-M", "use_cache": False}),
+    *[("kimi_linear", {"layer_types": ["linear_attention"] * 5, "use_cache": False}),
+      ("bailing_hybrid", {"layer_types": ["linear_attention"] * 5, "use_cache": False}),
+      ("kimi_linear", {"mlp_layer_types": ["dense"] * 5}), ("kimi_linear", {"n_shared_experts": 0}),
       ("qwen4_exp", {"layer_types": ["indexed_attention"] * 4, "ple_layer_ids": []})] * (INSTALLED >= NEWER),
 ])
 def test_keys_of_parts_that_a_model_does_not_have(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

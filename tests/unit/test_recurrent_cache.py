@@ -444,9 +444,27 @@ def test_recurrent_layers_own_no_group_and_do_not_set_the_page() -> None:
     assert [layer for layer, _ in mixed.recurrent.layers] == [0, 2]
 
 
-def test_layers_that_only_recur_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="recurrent layers alone is not supported"):
-        layout_of(LayerCache(0, MAMBA))
+def test_layers_that_only_recur_have_pages_that_keep_nothing() -> None:
+    """Prefixes are counted in them, and checkpoints are lists of them."""
+    layout = layout_of(LayerCache(0, MAMBA), LayerCache(1, MAMBA))
+    (group,) = layout.groups
+    assert group.layers == () and group.spec.token_bytes == 0 and group.is_target and not layout.places
+    assert layout.page_bytes == 1024 and layout.recurrent.page_tokens == group.page_tokens == 16
+    assert layout.padding == 0 and not layout.has_full_attention
+    large = RecurrentSpec(24, 4, (64, 64, 64), (2,), 8, 2)
+    assert RecurrentKind(((0, large),), 16, layout_of(LayerCache(0, large)).page_bytes).capacity(
+        limits_of(max_drafts=0)).checkpoint_pages <= 512
+
+
+def test_a_drafters_pages_lie_beside_those_that_keep_nothing() -> None:
+    layout = plan_groups([LayerCache(0, MAMBA)], drafter=[LayerCache(1, FULL)])
+    assert [(group.layers, group.is_target) for group in layout.groups] == [((1,), False), ((), True)]
+    assert layout.page_bytes == plan_groups([LayerCache(1, FULL)]).page_bytes
+
+
+def test_a_model_without_any_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="declares no cache"):
+        layout_of()
 
 
 def test_a_row_grows_with_the_drafts_by_their_inputs_alone() -> None:

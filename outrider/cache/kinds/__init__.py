@@ -6,6 +6,7 @@ from outrider.cache.kinds.chunked import ChunkedKind, ChunkedSpec
 from outrider.cache.kinds.full import FullKind, FullSpec
 from outrider.cache.kinds.indexed import IndexedSpec
 from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, PooledIndexSpec, ScaledIndexSpec
+from outrider.cache.kinds.marker import MarkerSpec
 from outrider.cache.kinds.parts import MODEL_DTYPE, Part
 from outrider.cache.kinds.recurrent import CHECKPOINT_INTERVAL, RecurrentKind, RecurrentSpec, RowCapacity
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
@@ -26,6 +27,7 @@ __all__ = [
     "IndexedSpec",
     "Kind",
     "LatentSpec",
+    "MarkerSpec",
     "PagedSpec",
     "Part",
     "PooledIndexSpec",
@@ -48,3 +50,4 @@ register_kind(LatentSpec, FullKind)
 register_kind(IndexedLatentSpec, FullKind)
 register_kind(PooledIndexSpec, FullKind)
 register_kind(ScaledIndexSpec, FullKind)
+register_kind(MarkerSpec, FullKind)
