@@ -162,7 +162,7 @@ def test_numbers_are_made_of_many_pairs_alone(device: torch.device, dtype: torch
     for num_tokens in (2, 3, 4):
         launched = kernels[num_tokens] = set()
         with collecting(lambda function, *_, launched=launched: launched.add(function.fn.__name__)):
-            Case.drawn(device, dtype, "int4 of 32", num_tokens).run()
+            Case.drawn(device, dtype, "int8", num_tokens).run()
     assert kernels[2] == {"_scaled_expert_kernel", "_combine_kernel"}
     assert kernels[3] == kernels[4] == {"_sort_kernel", "_expand_kernel", "_expert_kernel", "_combine_kernel"}
     assert not module.is_faster_as_numbers("fp8", 1 << 20, 4), "tensor cores read them as they are"

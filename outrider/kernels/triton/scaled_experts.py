@@ -4,7 +4,7 @@ Pairs are found as in `moe`, and an output is one chain of additions over the co
 is the first operand, fp8 codes meet rounded rows as they are, other codes become the dtype of x in registers. A tile of
 a gated product has as many rows of the gate as of what it gates. A pair's result depends on no other pair, nor on the
 tile, so exact mode has the same kernel. In ordinary mode codes of experts with many pairs become numbers first, some
-experts at a time.
+experts at a time, and a few pairs are left to `coded_expert_rows`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
+from outrider.kernels.triton import coded_expert_rows
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -148,10 +149,12 @@ def expert_tile(num_pairs: int, num_experts: int, is_small: bool, rows_of_fp4: i
 def scaled_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
     added: torch.Tensor | None = None, rounds: bool = False, biases: ExpertBiases | None = None, *,
-    as_numbers: bool | None = None, tile: ScaledTile | None = None, pdl: bool | None = None,
+    as_numbers: bool | None = None, by_rows: bool | None = None, tile: ScaledTile | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.moe.scaled_experts`. as_numbers: whether codes are written as numbers to scratch memory first, None
-    for the choice by shapes."""
+    """See `kernels.moe.scaled_experts`. as_numbers: whether codes are written as numbers to scratch memory first;
+    by_rows: whether each pair is multiplied by itself, on the vector units. None for the choice by shapes; a tile is
+    for neither."""
     name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
     check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
@@ -164,6 +167,13 @@ def scaled_experts(
         return torch.empty_like(x) if added is None else added
     pdl = uses_pdl(device) if pdl is None else pdl
     as_numbers = is_faster_as_numbers(down.code, ids.numel(), num_experts) if as_numbers is None else as_numbers
+    if by_rows is None:
+        by_rows = tile is None and not as_numbers and coded_expert_rows.takes(ids.numel(), gate_up, down, rounds)
+    if by_rows:
+        made = coded_expert_rows.multiply(x, gate_up, ids, ids.shape[1], width, activation, biases and biases.gate_up,
+                                          pdl)
+        out = coded_expert_rows.multiply(made, down, ids, 1, hidden, None, None, pdl, is_second=True)
+        return combine(out, weights, added=added, bias=bias_of_down(biases, ids), pdl=pdl)
     pairs = None if ids.numel() <= FEW_PAIRS and not as_numbers else sort_pairs(ids, num_experts, pdl=pdl)
     if activation in ACTIVATIONS or (activation == CLAMPED and not as_numbers):
         bias = None if biases is None else biases.gate_up
@@ -182,7 +192,8 @@ def exact_scaled_experts(
     added: torch.Tensor | None = None, rounds: bool = False, biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """`scaled_experts` with one order of additions, and the same roundings, for any number of pairs."""
-    return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, biases, as_numbers=False)
+    return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, biases, as_numbers=False,
+                          by_rows=False)
 
 
 def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
