@@ -48,9 +48,7 @@ class StepAdapters(RowAdapters):
         asked = range(0) if targets is None else targets.within(first, targets.ends[-1] if stop is None else stop)
         if targets is None or not self._arena.may_change(asked):
             return Unchanged(self, linear, x, first)
-        rows, tables = self._row_slots, self._arena.tables
-        inner = ops.reduce_adapters(x, rows, tables, asked)
-        return FactoredChange(self, linear, x, first, inner, rows, tables, targets)
+        return FactoredChange(self, linear, x, first, asked, self._row_slots, self._arena.tables, targets)
 
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
         self.begin(linear, x, first, first + out.shape[1]).add_to(out)
@@ -95,17 +93,21 @@ class Unchanged(ProductChange):
 
 @dataclass(frozen=True)
 class FactoredChange(ProductChange):
-    """The products with the first factors are there already."""
+    """The change by factors. The product with the first ones is launched directly behind the layer's product: on a
+    card it then runs beside it."""
 
-    inner: torch.Tensor  # see `kernels.adapters.reduce_adapters`
+    asked: range  # the targets that have some of the output features
     rows: RowSlots
     tables: AdapterTables
     targets: TargetRange
 
     def add_to(self, out: torch.Tensor) -> None:
-        ops.add_adapters(self.inner, out, self.first, self.rows, self.tables, self.targets)
+        ops.add_adapters(self._inner(), out, self.first, self.rows, self.tables, self.targets)
 
     def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
         if activation not in moe.GATED:
             return super().activated(out, activation)
-        return ops.add_adapters_gated(self.inner, out, activation, self.rows, self.tables, self.targets)
+        return ops.add_adapters_gated(self._inner(), out, activation, self.rows, self.tables, self.targets)
+
+    def _inner(self) -> torch.Tensor:
+        return ops.reduce_adapters(self.x, self.rows, self.tables, self.asked)

@@ -91,8 +91,9 @@ class RowAdapters(ABC):
         the adapter of each token row adds."""
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
-        """Begin what the adapters add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers
-        call this before they compute the product, beside which a part of the work may be done."""
+        """What the adapters add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
+        this before they compute the product, and add the change directly behind it: a part of the work may then be done
+        beside the product."""
         return ProductChange(self, linear, x, first)
 
     def factors(self) -> StepFactors | None:

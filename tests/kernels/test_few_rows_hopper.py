@@ -4,6 +4,7 @@ it runs. It has no interpreter: `tests/gpu/test_few_rows.py` compares its result
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ REGISTERS = 65536  # of a multiprocessor
 def compile_kernel(plan: FewRowsPlan, gate: int) -> Any:
     function, layout = few_rows._few_rows_kernel.function, gl.NVMMASharedLayout(128, 16, rank=2)
     constants = {"GATE": gate, "ROWS": plan.rows, "OUTPUTS": plan.outputs, "STAGES": plan.num_stages,
-                 "SPLITS": plan.splits, "FETCH_REGS": few_rows.FETCH_REGISTERS, "PDL": True}
+                 "SPLITS": plan.splits, "FETCH_REGS": few_rows.FETCH_REGISTERS, "LATE": gate == 0, "PDL": True}
     kinds = {"x_tiles": f"tensordesc<bf16[{plan.rows},64],{layout}>", "out": "*bf16", "parts": "*fp32",
              "w_tiles": f"tensordesc<bf16[{plan.outputs},64],{layout}>", "counters": "*i32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names}
@@ -41,10 +42,18 @@ def compile_kernel(plan: FewRowsPlan, gate: int) -> Any:
                           options={"num_warps": 4, "maxnreg": plan.registers})
 
 
+def releases_late(ptx: str) -> bool:
+    """Whether a wait for the token rows lies before every place where the next kernel is let go."""
+    steps = re.findall(r"griddepcontrol\.(wait|launch_dependents)", ptx)
+    assert set(steps) == {"wait", "launch_dependents"}
+    return all(before == "wait" for before, own in zip(["none", *steps], steps, strict=False) if own != "wait")
+
+
 def test_compiles_for_the_card() -> None:
     for kernel in found_without_interpreter(__file__):
         programs = 1 if kernel["is_large"] else 2  # on a multiprocessor
         assert kernel["multiplies"] and kernel["copies"]
+        assert kernel["releases_late"] == (not kernel["is_gated"])
         assert programs * (kernel["shared"] + 1024) <= SHARED_BYTES
         assert programs * 32 * kernel["warps"] * kernel["registers"] <= REGISTERS
         assert kernel["overwritten"] == [], "the card puts barriers back when it resumes a program that it had stopped"
@@ -113,6 +122,7 @@ if __name__ == "__main__":
     print(json.dumps([{"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps,
                        "registers": plan.registers, "is_large": kernel.metadata.shared > RING_BYTES + 4096,
                        "multiplies": "wgmma.mma_async" in kernel.asm["ptx"],
-                       "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"],
+                       "copies": "cp.async.bulk.tensor" in kernel.asm["ptx"], "is_gated": gate > 0,
+                       "releases_late": releases_late(kernel.asm["ptx"]),
                        "overwritten": overwritten_barriers(kernel.asm["ptx"])}
-                      for plan, kernel in zip(plans, made, strict=True)]))
+                      for plan, gate, kernel in zip(plans, gates, made, strict=True)]))

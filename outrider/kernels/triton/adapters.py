@@ -6,8 +6,9 @@ alone, and the second adds these sums in order, so a token row has the same bits
 
 A piece of work is a segment of token rows with one slot (see `RowSlots`), and a range of features. Programs go through
 the pieces that there are, so that a launch is as large as the work that may be, and takes as long as the work that is.
-The first kernel needs nothing of the layer's product: it is launched before it, and lies beside its beginning. Factors
-and segments are written by no kernel of the layers, so they are fetched while the predecessor still runs.
+The first kernel needs nothing of the layer's product: it is launched behind it, and runs beside it where the product
+lets it. Factors and segments are written by no kernel of the layers, so they are fetched while the predecessor still
+runs.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.launch import kernel
+from outrider.kernels.triton.launch import is_behind_product, is_collecting, kernel
 
 TILE = SEGMENT_ROWS
 _MAX_PROGRAMS = 528  # that go through pieces of work: about as many as run at once
 _MIN_SPLITS, _MAX_SPLIT = 8, 1024  # ranges of input features: about so many, none longer
-_BLOCK_K, _BLOCK_K_FLOAT32 = 512, 128
+# Input features that are loaded at once; beside a product few, since programs must find room in the shared memory that
+# its programs leave. Bits do not depend on it: products of 16-bit numbers are added 16 at a time, in order.
+_BLOCK_K, _BLOCK_K_BESIDE, _BLOCK_K_FLOAT32 = 512, 128, 128
 _BLOCK_N = 128
 _MAX_RANKS = 64
 _GATED = ("silu", "gelu_pytorch_tanh")
@@ -84,11 +87,17 @@ def _shrink_kernel(
     x, numbers, places, segments, order, inner, x_stride, M, num_pieces, share, first_target, num_targets, inner_width,
     COUNT: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
     PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
-    PDL: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):
     """inner [SPLITS, token rows in their order, COUNT targets, ranks] float32: the sums over SPLIT input features each.
     A slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x. share: pieces of work that
-    share the ranks of an adapter."""
+    share the ranks of an adapter.
+
+    BESIDE: the kernel before is a product of x that has let this one start after it had waited for x (`note_product`).
+    All kernels before the product have ended then, so x is complete, and `inner` is written by no other kernel: of what
+    the product still reads and writes, nothing has been freed. x is read from the L2 cache, as the copy in an L1 cache
+    may be older than x. Only the end of this kernel must lie behind that of the product, since the next kernel waits
+    for this one alone: one program waits, and the others leave their place to more of them."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     piece = tl.program_id(0)
@@ -113,11 +122,13 @@ def _shrink_kernel(
             block = rest % share * TILE
             a_at = factor + (block + lane)[:, None] * K + column[None, :]
             a = tl.load(a_at, mask=(block + lane < rank)[:, None] & (column < K)[None, :], other=0.0)
-            wait_for_inputs(PDL)  # in every piece: a program's first ones may be of rows without an adapter
+            if not BESIDE:
+                wait_for_inputs(PDL)  # in every piece: a program's first ones may be of rows without an adapter
             for block in range(rest % share * TILE, rank, share * TILE):
                 acc = tl.zeros([TILE, TILE], dtype=tl.float32)
                 for start in tl.static_range(0, SPLIT, BLOCK_K):
-                    value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0)
+                    value = tl.load(x_at + start, mask=is_own[:, None] & (column + start < K)[None, :], other=0.0,
+                                    cache_modifier=".cg" if BESIDE else "")
                     acc = tl.dot(value, tl.trans(a), acc, input_precision="ieee")
                     if start + BLOCK_K < SPLIT:
                         is_there = column + start + BLOCK_K < K
@@ -128,7 +139,11 @@ def _shrink_kernel(
                 is_next = block + share * TILE + lane < rank
                 a = tl.load(a_at, mask=is_next[:, None] & (column < K)[None, :], other=0.0)
         piece = tl.where(begin < M, piece + tl.num_programs(0), num_pieces)
-    wait_for_inputs(PDL)
+    if BESIDE:
+        if tl.program_id(0) == 0:
+            wait_for_inputs(PDL)
+    else:
+        wait_for_inputs(PDL)
 
 
 @kernel(do_not_specialize=["M", "first", "first_target", "num_targets"])
@@ -355,6 +370,7 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
             per_row: int, pdl: bool) -> torch.Tensor:
     """The products with the first factors: [splits, rows in their order, asked targets, ranks] float32."""
     num_rows, num_inputs = len(rows.slots), x.shape[1]
+    beside = is_behind_product(x)
     # Ranges of input features depend on their number alone, or bits would depend on the batch.
     block = min(_BLOCK_K if x.dtype.itemsize == 2 else _BLOCK_K_FLOAT32, max(TILE, next_power_of_two(num_inputs)))
     split = min(_MAX_SPLIT, cdiv(cdiv(num_inputs, _MIN_SPLITS), block) * block)
@@ -365,12 +381,14 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
     if not pieces:
         return inner
     share = max(1, min(width // TILE, _MAX_PROGRAMS // pieces))
-    _shrink_kernel[(min(pieces * share, _MAX_PROGRAMS),)](
-        x, tables.numbers, tables.places, rows.segments, rows.order, inner, x.stride(0), num_rows, pieces * share,
-        share, asked.start, len(tables.bounds), width, COUNT=len(asked), K=num_inputs, SPLIT=split, SPLITS=splits,
-        EXPERTS=num_experts, PER_ROW=per_row, TILE=TILE, BLOCK_K=block, PLACES=NUM_PLACES,
-        ALIGNMENT=alignment_of(num_experts, num_inputs), PDL=pdl, num_warps=4, num_stages=1,
-        **pdl_options(pdl))
+    for is_beside in (False, True) if is_collecting() and beside else (beside,):  # in a step of more rows it waits
+        own_block = min(block, _BLOCK_K_BESIDE) if is_beside else block
+        _shrink_kernel[(min(pieces * share, _MAX_PROGRAMS),)](
+            x, tables.numbers, tables.places, rows.segments, rows.order, inner, x.stride(0), num_rows, pieces * share,
+            share, asked.start, len(tables.bounds), width, COUNT=len(asked), K=num_inputs, SPLIT=split, SPLITS=splits,
+            EXPERTS=num_experts, PER_ROW=per_row, TILE=TILE, BLOCK_K=own_block, PLACES=NUM_PLACES,
+            ALIGNMENT=alignment_of(num_experts, num_inputs), BESIDE=is_beside, PDL=pdl, num_warps=4,
+            num_stages=1, **pdl_options(pdl))
     return inner
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from threading import local
 from types import NoneType
 from typing import Any
 
@@ -41,6 +42,22 @@ OPTIONS: dict[str, Any] = {} if knobs.runtime.debug else {"sanitize_overflow": F
 _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid, by the number of axes that it has
 
 
+@dataclass(frozen=True)
+class _Product:
+    """A product that was just launched; see `note_product`."""
+
+    stream: int
+    x: torch.Tensor
+    scratch: torch.Tensor
+
+
+class _LastLaunch(local):
+    product: _Product | None = None  # None unless the last kernel that this thread launched is one
+
+
+_last = _LastLaunch()
+
+
 class TritonKernel:
     """A kernel that the host launches. `function` is what Triton made of it."""
 
@@ -49,6 +66,7 @@ class TritonKernel:
         self._memories: dict[tuple[type, ...], _Memory | None] = {}  # by the types of the positional arguments
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        _last.product = None
         collect = _collector.get()
         if collect is None:
             return partial(self._launch, grid)
@@ -184,6 +202,24 @@ def awaiting(wait_for: Collector | None) -> None:
     about to compile them."""
     global _wait_for
     _wait_for = wait_for
+
+
+def note_product(x: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Say of the kernel that was just launched that it releases its dependents after it has waited for x: the kernel
+    behind it finds x complete without a wait of its own. It may run beside the product, so `scratch`, which the product
+    still writes, is kept until then: memory that the next kernel's wrapper allocates is never a part of it."""
+    _last.product = _Product(_stream_of(x), x, scratch)
+
+
+def is_behind_product(x: torch.Tensor) -> bool:
+    """Whether the next kernel of this thread lies directly behind a product of x that `note_product` was told of. What
+    torch launches in between begins behind the product, so it does no harm unless it writes x."""
+    product = _last.product
+    return product is not None and product.x is x and product.stream == _stream_of(x)
+
+
+def _stream_of(x: torch.Tensor) -> int:
+    return driver.active.get_current_stream(x.device.index) if x.is_cuda else 0
 
 
 def is_collecting() -> bool:

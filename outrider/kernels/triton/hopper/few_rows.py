@@ -23,7 +23,7 @@ from outrider.kernels.triton.common import cdiv, num_sms, pdl_options, require, 
 from outrider.kernels.triton.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.triton.hopper.items import barrier
 from outrider.kernels.triton.hopper.prefill import is_hopper, make_barriers
-from outrider.kernels.triton.launch import TritonKernel, is_collecting
+from outrider.kernels.triton.launch import TritonKernel, is_collecting, note_product
 from outrider.kernels.triton.thin_linear import SMALL_WEIGHT
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -76,7 +76,7 @@ def _fetch_weights(
 @gluon.jit
 def _fetch(
     x_tiles, w_tiles, ring, output, first, steps, N, GATE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
 ):
     rows, weights, ready, free = ring
     ahead = gl.minimum(steps, STAGES)
@@ -85,6 +85,8 @@ def _fetch(
     wait_for_inputs(PDL)
     for turn in range(0, ahead):
         tma.async_copy_global_to_shared(x_tiles, [0, (first + turn) * COLUMNS], ready.index(turn), rows.index(turn))
+    if LATE:
+        release_dependents(PDL)
     for turn in range(ahead, steps):
         slot = turn % STAGES
         mbarrier.wait(free.index(slot), ((turn // STAGES) & 1) ^ 1)
@@ -173,9 +175,12 @@ def _multiply(
 @gluon.jit(do_not_specialize=["out_stride", "M", "N", "num_steps"])
 def _few_rows_kernel(
     x_tiles, w_tiles, out, parts, counters, out_stride, M, N, num_steps, GATE: gl.constexpr, ROWS: gl.constexpr,
-    OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
+    OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, LATE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    release_dependents(PDL)
+    """LATE: the next kernel starts when every program has waited for the token rows, and so finds them complete."""
+    if not LATE:
+        release_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     rows = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
@@ -190,7 +195,7 @@ def _few_rows_kernel(
         [
             (_multiply, (out, out_stride, parts, counters, ring, tile, steps, M, N, GATE, ROWS, OUTPUTS, STAGES,
                          SPLITS)),
-            (_fetch, (x_tiles, w_tiles, ring, tile * OUTPUTS, first, steps, N, GATE, ROWS, OUTPUTS, STAGES, PDL)),
+            (_fetch, (x_tiles, w_tiles, ring, tile * OUTPUTS, first, steps, N, GATE, ROWS, OUTPUTS, STAGES, LATE, PDL)),
         ],
         [1],
         [FETCH_REGS],
@@ -334,6 +339,9 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
     """Launches the kernel of the first plan, and of the others if launches are collected."""
     (num_rows, k), n, device = x.shape, out.shape[1], x.device
     pdl = uses_pdl(device) if pdl is None else pdl
+    # A large product still runs for microseconds when its token rows are complete: time enough for the next kernel to
+    # start, and a kernel of adapters that reads the same token rows need not wait for the product. None follows a gate.
+    late = gate == 0 and weight.numel() * weight.element_size() > SMALL_WEIGHT
     require(plans[0] is not None, "few_rows", "weight", f"has no plan with {num_rows} token rows: ask is_fastest first")
     for plan in plans:
         if plan is None:
@@ -347,9 +355,11 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
         _few_rows_kernel[(tiles, plan.splits)](
             _describe(x, plan.rows), _describe(weight, plan.outputs), out, parts, counters, out.stride(0), num_rows, n,
             k // COLUMNS.value, GATE=gate, ROWS=plan.rows, OUTPUTS=plan.outputs, STAGES=plan.num_stages,
-            SPLITS=plan.splits, FETCH_REGS=FETCH_REGISTERS, PDL=pdl, num_warps=4, maxnreg=plan.registers,
+            SPLITS=plan.splits, FETCH_REGS=FETCH_REGISTERS, LATE=late, PDL=pdl, num_warps=4, maxnreg=plan.registers,
             **pdl_options(pdl),
         )
+        if late:
+            note_product(x, parts)
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
