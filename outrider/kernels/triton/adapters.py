@@ -43,6 +43,7 @@ _BLOCK_K, _BLOCK_K_BESIDE, _BLOCK_K_FLOAT32 = 512, 128, 128
 _BLOCK_N = 128
 _MAX_RANKS = 64
 _GATED = ("silu", "gelu_pytorch_tanh")
+_LINE = tl.constexpr(128)  # bytes the memory system fetches at once
 _MAX_STEP = 16  # numbers that one load takes at most
 
 
@@ -80,6 +81,19 @@ def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_
             b = tl.load(b_at, mask=is_rank[:, None] & is_there[None, :], other=0.0)
             acc = tl.dot(more.to(b.dtype), b, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _prefetch_factor(factor, row, rank, first, K: tl.constexpr, SPLIT: tl.constexpr):
+    """Prefetch SPLIT columns, a power of two, from `first` on of these rows of a first factor: blocks that are loaded one
+    after the other are then on their way at once."""
+    step: tl.constexpr = _LINE // (factor.dtype.element_ty.primitive_bitwidth // 8)
+    column = tl.minimum(first + tl.arange(0, SPLIT // step) * step, K - 1)
+    own = tl.minimum(row, tl.maximum(rank, 1) - 1)
+    address = (factor + own[:, None] * K + column[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @kernel(do_not_specialize=["M", "num_pieces", "share", "first_target", "num_targets"])
@@ -122,7 +136,10 @@ def _shrink_kernel(
             block = rest % share * TILE
             a_at = factor + (block + lane)[:, None] * K + column[None, :]
             a = tl.load(a_at, mask=(block + lane < rank)[:, None] & (column < K)[None, :], other=0.0)
-            if not BESIDE:
+            if BESIDE:
+                if PDL:
+                    _prefetch_factor(factor, block + lane, rank, split * SPLIT, K, SPLIT)
+            else:
                 wait_for_inputs(PDL)  # in every piece: a program's first ones may be of rows without an adapter
             for block in range(rest % share * TILE, rank, share * TILE):
                 acc = tl.zeros([TILE, TILE], dtype=tl.float32)
