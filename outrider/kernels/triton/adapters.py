@@ -85,8 +85,8 @@ def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_
 
 @triton.jit
 def _prefetch_factor(factor, row, rank, first, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Prefetch SPLIT columns, a power of two, from `first` on of these rows of a first factor: blocks that are loaded one
-    after the other are then on their way at once."""
+    """Prefetch SPLIT columns, a power of two, from `first` on of some rows of a first factor: blocks that are loaded
+    one after the other are then on their way at once."""
     step: tl.constexpr = _LINE // (factor.dtype.element_ty.primitive_bitwidth // 8)
     column = tl.minimum(first + tl.arange(0, SPLIT // step) * step, K - 1)
     own = tl.minimum(row, tl.maximum(rank, 1) - 1)
