@@ -68,11 +68,14 @@ class RowSlots(NamedTuple):
         sorted_slots, order = slots.sort(stable=True)
         segments = _segments(sorted_slots)
         num_segments = (segments[:, 0] < len(slots)).sum(dim=0, keepdim=True)
-        if slots.is_cuda:
-            # Kernels read the order before they wait for their predecessors. This launch, which is an ordinary one,
-            # lies between the segments and the first of them, and begins when the segments are in memory.
-            slots.new_zeros(1)
-        return cls(slots, sorted_slots, order, segments, num_segments)
+        return cls(slots, sorted_slots, order, segments, num_segments).settled()
+
+    def settled(self) -> RowSlots:
+        """These, for kernels that read the order before they wait for their predecessors: the launch here, which is an
+        ordinary one, lies between the segments and the first such kernel, and begins when they are in memory."""
+        if self.slots.is_cuda:
+            self.slots.new_zeros(1)
+        return self
 
     @staticmethod
     def most_segments(num_rows: int, num_slots: int) -> int:

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels.adapter_tables import AdapterTables, RowSlots
+from outrider.kernels.triton.adapter_slots import sort_slots
 from outrider.kernels.triton.adapters import reduce_adapters
 from outrider.kernels.triton.hopper import few_rows
 from outrider.kernels.triton.launch import collecting, note_product
@@ -118,6 +119,7 @@ def test_waits_at_its_end_and_fits_beside_a_product() -> None:
     from tests.kernels.compiled import found_without_interpreter
 
     found = found_without_interpreter(__file__)
+    assert found["sorts"] == 2, "the kernel that sorts the rows compiles, too"
     assert found["steps"] == ["launch_dependents", "mma", "wait"]
     assert found["reads_past_l1"], "a copy of the token rows in an L1 cache may be older than they are"
     assert 2 * (found["shared"] + 1024) + few_rows.LARGE_RING_BYTES + 2048 <= SHARED_BYTES
@@ -132,18 +134,20 @@ def compile_beside() -> dict[str, Any]:
     made: list[Any] = []
 
     def compile_one(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if options["BESIDE"]:
+        if options.get("BESIDE", True):
             made.append(function.run(*args, grid=(1,), warmup=True, **options))
 
     own = make_layer(torch.device("cpu"))
     with collecting(compile_one):
+        for count in (8, 500):
+            sort_slots(torch.zeros(count, dtype=torch.int64))
         note_product(own.x, own.x)
         own.reduce()
-    (kernel,) = made
+    *sorting, kernel = made
     ptx = kernel.asm["ptx"]
     steps = [first or second for first, second in re.findall(r"griddepcontrol\.(\w+)|(mma)\.sync", ptx)]
     return {"steps": [step for step, _ in groupby(steps)], "reads_past_l1": "ld.global.cg" in ptx,
-            "shared": kernel.metadata.shared}
+            "shared": kernel.metadata.shared, "sorts": len(sorting)}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from outrider.kernels.ops.operation import (
 sort_slots = Operation(
     adapters.sort_slots,
     native_kernel("outrider.kernels.native.adapters:sort_slots", takes="outrider.kernels.native.adapters:takes_sort"),
+    triton_kernel("outrider.kernels.triton.adapter_slots:sort_slots",
+                  takes="outrider.kernels.triton.adapter_slots:takes_few"),
     exact=Exactness.NO_ARITHMETIC,
 )
 reduce_adapters = Operation(
