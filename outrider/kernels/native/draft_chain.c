@@ -8,7 +8,7 @@
 #include "sampling.h"
 
 #define COLUMNS 2048 /* of the output that a thread takes at once to find the best */
-#define REFINED 8    /* lanes of a request's outputs that are computed again if the output was coarse */
+#define REFINED (128 / VL) /* groups of VL outputs of a request that are computed again if the output was coarse */
 enum { UNKNOWN_TOKEN = 4, BAD_PLAN = 4 }; /* errors, behind those of attention; the plan's own are added */
 enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
 
