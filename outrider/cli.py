@@ -211,12 +211,12 @@ def _add_chat_template(parser: Parser, when: str = "") -> None:
 
 
 def _add_lora(parser: Parser) -> None:
-    parser.add_argument("--lora", metavar="FOLDER", help="answer with this adapter (LoRA), a folder as PEFT writes it")
+    parser.add_argument("--lora", metavar="FOLDER", help="a PEFT folder: answer with this adapter (LoRA)")
 
 
 def _add_priority(parser: Parser) -> None:
     parser.add_argument("--priority", type=int, default=0, metavar="N",
-                        help="requests of a lower number are served first (default: %(default)s)")
+                        help="lower numbers are served first (default: %(default)s)")
 
 
 def _add_synthetic(parser: Parser) -> None:

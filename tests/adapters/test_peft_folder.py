@@ -175,7 +175,8 @@ MIXTRAL: dict[str, Any] = CONFIGS["llama"] | {
     "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
 }
 FIXED: dict[str, Any] = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
-                         "head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+                         "head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 def test_experts_are_the_same_in_every_layout(tmp_path: Path) -> None:

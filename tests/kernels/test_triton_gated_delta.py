@@ -319,14 +319,16 @@ def test_chunks_are_cut_at_boundaries_and_only_there(device: torch.device, monke
 
 
 @pytest.mark.parametrize("tile", [4, 16])
-def test_tiles_do_not_matter_to_a_bit(device: torch.device, tile: int) -> None:
-    """With keys that fill a warp, as those of models do."""
+def test_tiles_do_not_matter(device: torch.device, tile: int) -> None:
+    """With keys that fill a warp, as those of models do. Under the interpreter to a bit; a card's compiler fuses
+    multiplications and additions of a state by the tile, which depends on nothing but the size of values."""
     case = make_case([Asked(2, 2, 2), Asked(1, 1, 3)], GatedDeltaShape(1, 1, 128, 16, 4))
     one, other = case.copy(), case.copy()
     y = run_kernel(one, device), run_kernel(other, device, config=StepConfig(tile, 1))
-    assert torch.equal(*y)
+    within = 1e-6 if device.type == "cuda" else 0
+    torch.testing.assert_close(*y, rtol=within, atol=within)
     for row in case.counts.rows.tolist():
-        assert torch.equal(one.rows.state[row], other.rows.state[row])
+        torch.testing.assert_close(one.rows.state[row], other.rows.state[row], rtol=within, atol=within)
         assert torch.equal(one.rows.tail[row], other.rows.tail[row])
 
 

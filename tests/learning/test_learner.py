@@ -106,7 +106,8 @@ def test_products_read_the_weights_of_a_swap_and_stay_as_small(monkeypatch: pyte
         served.take({name: torch.randn(slot.shape) for name, slot in served.slots.items()})
         for linear in linears:
             x = torch.randn(3, linear.in_features)
-            torch.testing.assert_close(linear.format.product(x), x @ linear.format.dense().T)  # type: ignore[union-attr]
+            product, wanted = linear.format.product(x), x @ linear.format.dense().T  # type: ignore[union-attr]
+            torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-4)  # sums of hundreds, in any order
         assert prepare([served.head], allow_copies=True) == prepared
 
 

@@ -720,7 +720,9 @@ def assert_logits_equal(folder: Path, count: int) -> None:
     tokens = tokens_of(seed=1, count=count)
     logits = all_logits(load(folder), tokens)
     assert logits.dtype == torch.float32
-    assert (logits - hf_logits(folder, tokens)).abs().max() < 1e-4
+    wanted = hf_logits(folder, tokens)
+    # Relative to the largest: in float32 either side is up to 3e-5 of it from float64, as machines add up.
+    assert (logits - wanted).abs().max() < 1e-4 * max(1.0, float(wanted.abs().max()))
 
 
 def assert_chunked_equals_whole(folder: Path, count: int, chunks: tuple[int, ...], within: float) -> None:

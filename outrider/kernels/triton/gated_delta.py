@@ -161,8 +161,8 @@ def _delta_kernel(
 
 def delta_config(value_dim: int, chunked: bool) -> StepConfig:
     """A program that walks is one warp with few value rows: no warp waits for another to norm a key or to store, and a
-    multiprocessor has room for many programs, whose states are on their way at the same time. A warp has whole rows, so
-    that the bits of a walk do not depend on the tile. Products need more rows, and warps that share them."""
+    multiprocessor has room for many programs, whose states are on their way at the same time. A warp has whole rows.
+    Products need more rows, and warps that share them. It does not depend on the batch, or bits would."""
     return StepConfig(min(32, next_power_of_two(value_dim)), 4) if chunked else StepConfig(
         min(8, next_power_of_two(value_dim)), 1)
 
