@@ -91,7 +91,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     GPU: (
         "bash bench/h200.sh OUT && python bench/collect_results.py OUT && python bench/plot_results.py",
         "bash bench/h200.sh OUT nemotronh-spread nemotronh-mtp-spread dsv32-spread dsv32-mtp-spread",
-        "python bench/sparse.py",
+        "python bench/sparse.py", "python bench/adapters_gpu.py bench/configs/llama8b",
+        "outrider bench throughput bench/configs/gpt-oss-20b --load-format dummy "
+        "--shapes 1x128x256,8x128x256,64x128x256",
         "outrider bench latency bench/configs/dsv32-8b-a2b --load-format dummy --max-num-seqs 8 "
         "--gpu-memory-utilization 0.85 --rounds 1 --shapes 8x8000x64 --max-model-len 8144",
         "python bench/cache_types.py bench/configs/llama8b --load-format dummy --layers 16",
