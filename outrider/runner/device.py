@@ -50,12 +50,13 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """Auto: as the checkpoint says on a GPU; float32 on a CPU, where narrower types are slower."""
+    """Auto: as the checkpoint says on a GPU, bfloat16 for quantised GGUF files; float32 on a CPU, where narrower types
+    are slower."""
     if name == "auto":
         name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if device.type == "cpu":
             if name != "float32":
-                log.info("%s is stored in %s and computed in float32, which is faster on a CPU", source.name, name)
+                log.info("%s is computed in float32, which is faster on a CPU than %s", source.name, name)
             name = "float32"
     elif device.type == "cpu" and cpu_computes_in(name) is False:
         log.warning("dtype=%r: this CPU has no instructions for it, so steps take several times as long as in float32: "

@@ -126,10 +126,11 @@ def build_config(header: Header) -> dict[str, Any]:
 
 
 def _stored_dtype(header: Header) -> str:
-    """The dtype of most weights; quantised ones count as float32, which is what they are dequantised to."""
+    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies with their bits in 16-bit arithmetic,
+    and would have to expand them for float32."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
-        dtype = {"F16": "float16", "BF16": "bfloat16"}.get(entry.kind.name, "float32")
+        dtype = {"F16": "float16", "F32": "float32"}.get(entry.kind.name, "bfloat16")
         sizes[dtype] = sizes.get(dtype, 0) + math.prod(entry.shape)
     return max(sizes, key=lambda dtype: sizes[dtype])
 
