@@ -43,7 +43,7 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("clip", number_flag(1e-3, 1e3), "X", "largest norm of a gradient"),
     ("held-out", number_flag(0.001, 0.5), "X", "share of the prompts that acceptance is measured on"),
     ("evaluations", count_flag, "N", "how often acceptance is measured"),
-    ("patience", count_flag, "N", "measurements without a better mean run that end the training"),
+    ("patience", count_flag, "N", "measurements without more tokens a step that end the training"),
     ("save-seconds", number_flag(0, 86400), "X", "between two checkpoints"),
 )
 

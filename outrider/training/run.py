@@ -101,7 +101,7 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     done = TrainedDrafter(trainer.num_steps_done, len(texts.training), vocabulary.coverage, trainer.evaluations,
                           trainer.best, time.perf_counter() - began)
     trainee.export(workspace.folder, _card(target.name, trainee, settings, done), settings.file_form)
-    report(f"wrote {workspace.folder}: mean run {done.best.acceptance.mean_run:.3f} on held-out text")
+    report(f"wrote {workspace.folder}: {done.best.acceptance.mean_run:.3f} tokens a step on held-out text")
     return done
 
 
@@ -131,6 +131,6 @@ def _card(target_name: str, trainee: Trainee, settings: TrainingSettings, done: 
         f"- Trained on {done.num_training_texts} answers of the model (half greedy, half at temperature "
         f"{settings.temperature}), {done.num_steps} steps of {settings.batch_tokens} tokens, {settings.passes} "
         f"unrolled passes, seed {settings.seed}.",
-        f"- On {done.best.acceptance.num_places} places of held-out greedy answers: accepted by position {rates}; mean "
-        f"run {done.best.acceptance.mean_run:.2f} tokens.",
+        f"- On {done.best.acceptance.num_places} places of held-out greedy answers: accepted by position {rates}; "
+        f"{done.best.acceptance.mean_run:.2f} tokens a step.",
     ])

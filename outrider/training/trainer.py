@@ -142,8 +142,8 @@ class Trainer:
         self._state = replace(state, best=best if is_best else state.best, losses=[],
                               evaluations=[*state.evaluations, found])
         rates = " ".join(f"{rate:.2f}" for rate in acceptance.by_position)
-        self._report(f"held out after step {state.step}: accepted by position {rates}, mean run "
-                     f"{acceptance.mean_run:.3f}; mean loss {found.loss:.3f}")
+        self._report(f"held out after step {state.step}: accepted by position {rates}, "
+                     f"{acceptance.mean_run:.3f} tokens a step; mean loss {found.loss:.3f}")
 
     def measure(self) -> HeldOutAcceptance:
         """Acceptance on the held-out texts, with the weights as they are."""

@@ -71,7 +71,7 @@ def test_the_file_has_the_names_that_engines_load(folder: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert config["num_hidden_layers"] == 1 and config["draft_vocab_size"] == 64 and config["vocab_size"] == 128
     assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
-    assert "mean run" in (folder / "README.md").read_text()
+    assert "tokens a step" in (folder / "README.md").read_text()
 
 
 def test_the_vocabulary_holds_what_the_target_says(folder: Path) -> None:
