@@ -29,7 +29,8 @@ class RepeatLast(Drafter):
 if __name__ == "__main__":
     MODEL = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     PROMPT, PARAMS = "The digits of 1/9 are 0.1111111111111111", SamplingParams(temperature=0, max_tokens=32)
-    DRAFTS = {"method": f"{__name__}:RepeatLast", "num_speculative_tokens": 3}
+    # "auto": False asks for three drafts at every step; by default there are as many as pay on this machine.
+    DRAFTS = {"method": f"{__name__}:RepeatLast", "num_speculative_tokens": 3, "auto": False}
     with LLM(MODEL) as llm:
         plain = llm.generate(PROMPT, PARAMS)[0].outputs[0]
     with LLM(MODEL, speculative_config=DRAFTS) as llm:
