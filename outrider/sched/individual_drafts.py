@@ -30,7 +30,7 @@ class IndividualDrafts(LearnedDrafts):
         most = max(counts, default=0)
         # The drafter must see prompts that are being computed if it is to guess what follows them.
         best = max(most, 0 if len(running) == len(requests) else self._best_depth(requests))
-        best = max(best, self._is_trying(requests, new, best))
+        best = max(best, int(self._is_trying(requests, new, best)))
         depth = self._depth.next(best)
         wanted = [0] * len(requests)
         if is_exact and depth <= best and any(requests[index].levels for index in running):

@@ -108,11 +108,11 @@ class SizedDrafts(LearnedDrafts):
             self._held = self._plan(requests, request_ids, self._k)
         counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
         trying, is_trying = self._trying(requests), self._is_trying(requests, new, most)
-        depth = self._depth.next(max(most, is_trying))
+        depth = self._depth.next(max(most, int(is_trying)))
         if depth < most:  # no more was proposed before
             _, counts, _, _, sharing = self._plan(requests, request_ids, depth)
         elif is_trying and not most:
-            counts = [min(depth, own in trying) for own in request_ids]
+            counts = [min(depth, int(own in trying)) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
             counts = [count + (count == most) for count in counts]
         wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens and self._sees(request) else 0

@@ -54,6 +54,7 @@ class Serving:
         decoding = list(self._live.values())
         plan = self._chooser.choose(decoding, is_exact=not self._costs.is_padded)
         num_wanted = max(plan.num_wanted, self._start())
+        assert all(type(number) is int for number in (*plan.num_drafts, num_wanted)), "torch takes no bool for a size"
         count, rows, tokens = max(1, len(decoding)), len(decoding) + sum(plan.num_drafts), 0
         for request, num_drafts in zip(decoding, plan.num_drafts, strict=True):
             tokens += self._decode(request, num_drafts, num_wanted)
