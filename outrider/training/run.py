@@ -92,7 +92,7 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     workspace.check_room(2 * TrainingCheckpoint.num_bytes(trainee.num_parameters) + SPARE_BYTES,
                          "the checkpoint of this run")
     with Teacher(config, model, taps, vocabulary, max_text_tokens=settings.max_text_tokens,
-                 micro_tokens=settings.micro_tokens) as teacher:
+                 micro_tokens=settings.micro_tokens_on(model.device.type)) as teacher:
         trainer = Trainer(trainee, teacher, texts, vocabulary, settings, workspace, device=model.device,
                           peak_rate=settings.rate_for(model.hidden_size), report=report)
         if workspace.checkpoint.exists():

@@ -10,6 +10,7 @@ from outrider.core.params import Seed
 from outrider.training.methods import METHODS
 
 FILE_FORMS = ("hf", "speculators")
+CPU_MICRO_TOKENS, GPU_MICRO_TOKENS = 8192, 32768
 DEFAULT_TEXTS = 4096  # of a target that writes its prompts itself
 # Settings that a resumed run may change: they do not change what a step computes.
 MAY_CHANGE = ("file_form", "patience", "save_seconds")
@@ -35,7 +36,7 @@ class TrainingSettings:
     pass_decay: Annotated[float, Range(0.01, 1)] = 0.8  # weight of a pass relative to the one before it
     epochs: Annotated[int, Range(1, 1000)] = 3
     batch_tokens: Count = 16384  # tokens of one step
-    micro_tokens: Count = 8192  # tokens that are computed at once
+    micro_tokens: Count | None = None  # tokens that are computed at once; None: see `micro_tokens_on`
     learning_rate: Annotated[float, Range(1e-7, 1)] | None = None  # None: chosen by the hidden size
     warm_up: Annotated[float, Range(0, 0.5)] = 0.04  # share of the steps in which the rate rises
     clip: Annotated[float, Range(1e-3, 1e3)] = 1.0  # largest norm of the gradient
@@ -56,7 +57,7 @@ class TrainingSettings:
         if self.passes > self.max_answer_tokens:
             raise ValueError(f"answers of {self.max_answer_tokens} tokens are too short for {self.passes} drafts: "
                              "lower passes, or raise max_answer_tokens")
-        if self.max_text_tokens > self.micro_tokens:
+        if self.micro_tokens is not None and self.max_text_tokens > self.micro_tokens:
             raise ValueError(f"a text may have {self.max_text_tokens} tokens (max_prompt_tokens + max_answer_tokens), "
                              f"and only {self.micro_tokens} are computed at once: raise micro_tokens, or lower those")
 
@@ -76,6 +77,12 @@ class TrainingSettings:
     def with_num_texts(self, num_prompts: int) -> TrainingSettings:
         """These settings with a number of texts. num_prompts: of a file; 0 if the target writes them."""
         return replace(self, num_texts=self.num_texts or num_prompts or DEFAULT_TEXTS)
+
+    def micro_tokens_on(self, device_type: str) -> int:
+        """Tokens that are computed at once: as given, or more on a GPU than on a CPU. There a step takes as long as the
+        host needs to launch it, and should be computed at once; its texts are padded to the longest."""
+        usual = GPU_MICRO_TOKENS if device_type == "cuda" else CPU_MICRO_TOKENS
+        return self.micro_tokens or max(usual, self.max_text_tokens)
 
     def rate_for(self, hidden_size: int) -> float:
         """The peak learning rate: as given, or one that falls with the hidden size from 512 on."""

@@ -34,8 +34,9 @@ class Trainer:
                  report: Callable[[str], None]) -> None:
         self._trainee, self._teacher, self._texts, self._settings = trainee, teacher, texts, settings
         self._workspace, self._device, self._report = workspace, device, report
+        self._micro_tokens = settings.micro_tokens_on(device.type)
         self._plan = BatchPlan(tuple(len(text.tokens) for text in texts.training), settings.batch_tokens,
-                               settings.micro_tokens, settings.epochs, settings.seed)
+                               self._micro_tokens, settings.epochs, settings.seed)
         self._optimizer = DrafterOptimizer(trainee.weights, settings, peak_rate=peak_rate,
                                            num_steps=self._plan.num_steps)
         self._is_known, self._ids = vocabulary.is_known, vocabulary.ids.to(device)
@@ -150,7 +151,7 @@ class Trainer:
         texts = self._texts.held_out
         lengths = [len(text.tokens) for text in texts]
         total = HeldOutAcceptance(0, (0,) * self._settings.passes)
-        for group in micro_batches(range(len(texts)), lengths, self._settings.micro_tokens):
+        for group in micro_batches(range(len(texts)), lengths, self._micro_tokens):
             taught = self._teacher.teach([texts[index] for index in group])
             with self._arithmetic():
                 total = total + held_out_acceptance(self._trainee, taught, self._ids)

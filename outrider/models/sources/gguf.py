@@ -126,8 +126,8 @@ def build_config(header: Header) -> dict[str, Any]:
 
 
 def _stored_dtype(header: Header) -> str:
-    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies with their bits in 16-bit arithmetic,
-    and would have to expand them for float32."""
+    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies with their bits in 16-bit
+    arithmetic, and would have to expand them for float32."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
         dtype = {"F16": "float16", "F32": "float32"}.get(entry.kind.name, "bfloat16")
