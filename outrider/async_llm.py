@@ -76,27 +76,28 @@ class AsyncLLM(Front):
         if asked is None:
             return checked
         registry = need_registry(self.engine.adapters)
-        number = await load(registry, self._owner.call, asked)
+        number = await load(registry, self._owner.call, lambda: registry.begin(asked))
         self._owner.call(lambda: registry.release(number))
         return [replace(request, adapter=number) for request in checked]
 
     @asynccontextmanager
-    async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[None, None]:
-        """Keep the adapter of a request loaded while the block runs, for further requests with it."""
+    async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[CheckedRequest, None]:
+        """Keep the adapter of a request loaded while the block runs. Yields the request with the load that it is to
+        have: since the check, the adapter may have been read again, or may have made room for others."""
         if request.adapter is None:
-            yield
+            yield request
             return
-        registry, number = need_registry(self.engine.adapters), request.adapter
-        await asyncio.wrap_future(self._owner.call(lambda: registry.hold(number)))
+        registry, checked = need_registry(self.engine.adapters), request.adapter
+        number = await load(registry, self._owner.call, lambda: registry.hold(checked))
         try:
-            yield
+            yield replace(request, adapter=number)
         finally:
             self._owner.call(lambda: registry.release(number))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, so that its first request need not wait for it."""
         registry = need_registry(self.engine.adapters)
-        number = await load(registry, self._owner.call, lora_request)
+        number = await load(registry, self._owner.call, lambda: registry.begin(lora_request))
         await asyncio.wrap_future(self._owner.call(lambda: registry.release(number)))
         return True
 
@@ -143,7 +144,8 @@ class AsyncLLM(Front):
     @asynccontextmanager
     async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
         """Run the stream's request while the block runs; a request that has not ended by then is aborted."""
-        self._owner.open(stream, request)
+        async with self.holding_adapter(request) as kept:
+            self._owner.open(stream, kept)
         try:
             yield
         finally:

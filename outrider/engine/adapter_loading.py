@@ -51,15 +51,22 @@ def loaded(registry: AdapterRegistry | None, run: Run,
             run(lambda number=number: own.release(number))  # type: ignore[misc]
 
 
-async def load(registry: AdapterRegistry | None, call: Callable[[Callable[[], Any]], Future[Any]],
-               asked: LoRARequest) -> int:
-    """The number of an adapter's load, once it is there. It is kept until `release` of the registry."""
-    own = need_registry(registry)
-    number: int = await asyncio.wrap_future(call(lambda: own.begin(asked)))
+async def load(registry: AdapterRegistry, call: Callable[[Callable[[], Any]], Future[Any]],
+               begin: Callable[[], int]) -> int:
+    """The number of an adapter's load, once it is there. `begin` of the registry, or `hold`, keeps the load until
+    `release`."""
+
+    def begin_and_look() -> tuple[int, bool]:
+        number = begin()
+        return number, number in registry.sizes
+
+    number, is_there = await asyncio.wrap_future(call(begin_and_look))
     try:
-        while not await asyncio.wrap_future(call(lambda: own.is_ready(number))):
-            await asyncio.sleep(POLL_SECONDS)
+        while not is_there:
+            is_there = await asyncio.wrap_future(call(lambda: registry.is_ready(number)))
+            if not is_there:
+                await asyncio.sleep(POLL_SECONDS)
     except BaseException:
-        call(lambda: own.release(number))
+        call(lambda: registry.release(number))
         raise
-    return number
+    return int(number)

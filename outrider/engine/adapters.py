@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 from outrider.runner.commands import Answer, Command
 
-MAX_REPLACED = 1024  # loads whose names are remembered for requests that were checked before a newer load came
+MAX_DROPPED = 1024  # dropped loads that are remembered, for requests that were checked before
 
 
 class Order(Protocol):
@@ -37,11 +37,19 @@ class AdapterLoad:
     num_requests: int = 0  # that were added and have not ended
     num_holders: int = 0  # fronts that are about to add requests, or will add more
     is_replaced: bool = False  # dropped as soon as its last request ends
+    is_removed: bool = False  # nor is its folder to be read again for requests that were checked before
     answer: Future[AdapterRead | None] | None = None  # the worker's, whether it has been read
 
     @property
     def is_idle(self) -> bool:
         return self.num_requests == self.num_holders == 0
+
+
+class DroppedLoad(NamedTuple):
+    """A load that is not there any more."""
+
+    name: str
+    path: str | None  # None: the adapter was removed
 
 
 class UnknownAdapter(ValueError):
@@ -59,7 +67,7 @@ class AdapterRegistry:
         self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
         self._current: dict[str, int] = {}  # number of the newest load by name, among those that have been read
         self._paths: dict[str, str] = {}  # of names that were given to keep, loaded or not
-        self._replaced: OrderedDict[int, str] = OrderedDict()  # names of loads that were dropped for a newer one
+        self._dropped: OrderedDict[int, DroppedLoad] = OrderedDict()  # by number, the last ones
 
     # Names
 
@@ -88,11 +96,15 @@ class AdapterRegistry:
 
     def remove(self, name: str) -> None:
         """No new request may ask for the adapter; those that run end with it."""
+        for number, dropped in self._dropped.items():
+            if dropped.name == name:
+                self._dropped[number] = DroppedLoad(name, None)
         loads = [load for load in self._loads.values() if load.name == name and not load.is_replaced]
         if self._paths.pop(name, None) is None and not loads:
             raise UnknownAdapter(f"there is no adapter {name!r}")
         self._current.pop(name, None)
         for load in loads:
+            load.is_removed = True
             self._replace(load)
 
     # Loads
@@ -111,12 +123,18 @@ class AdapterRegistry:
         self._loads[number].num_holders += 1
         return number
 
-    def hold(self, number: int | None) -> None:
-        """Keep a load until `release`, for requests that are not added yet."""
-        if number is not None and number not in self.sizes:
-            raise UnknownAdapter("the request's adapter has been removed: ask for it again")
-        if number is not None:
-            self._loads[number].num_holders += 1
+    def hold(self, number: int) -> int:
+        """Keep the load for requests that were checked with this one and are about to be added: itself, the one that
+        has replaced it since or, if it had to make room for others, a new reading of its folder. Returns the load's
+        number; `release` lets it go."""
+        again = self._dropped.get(number)
+        if again is not None and again.name not in self._current:
+            paths = {each: own.path for each, own in self._dropped.items() if own.name == again.name}
+            if (path := paths[max(paths)]) is not None:
+                return self.begin(LoRARequest(again.name, 1, path))
+        number = self.newest(number)
+        self._loads[number].num_holders += 1
+        return number
 
     def is_ready(self, number: int) -> bool:
         """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
@@ -152,12 +170,13 @@ class AdapterRegistry:
 
     # Requests
 
-    def newest(self, number: int | None) -> int | None:
+    def newest(self, number: int) -> int:
         """The load for a request that is about to be added: its own, or the one that has replaced that one since the
         request was checked. Refuses a request whose adapter is not loaded any more."""
-        if number is None or number in self.sizes:
+        if number in self.sizes:
             return number
-        newer = self._current.get(self._replaced.get(number, ""))
+        dropped = self._dropped.get(number)
+        newer = None if dropped is None else self._current.get(dropped.name)
         if newer is None:
             raise UnknownAdapter("the request's adapter has been removed: ask for it again")
         return newer
@@ -221,11 +240,12 @@ class AdapterRegistry:
     def _drop_replaced(self, load: AdapterLoad) -> None:
         if load.is_replaced and load.is_idle:
             self._drop(load)
-            self._replaced[load.number] = load.name
-            if len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
 
     def _drop(self, load: AdapterLoad) -> None:
+        if load.number in self.sizes:  # no request has been checked with one that was never read
+            self._dropped[load.number] = DroppedLoad(load.name, None if load.is_removed else load.path)
+        if len(self._dropped) > MAX_DROPPED:
+            self._dropped.popitem(last=False)
         self._forget(load.number)
         self._take_out(load.number)
         self._order(DropAdapter(load.number))

@@ -132,7 +132,8 @@ class Engine:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
         if self.adapters is not None:
-            requests = {request_id: replace(asked, adapter=self.adapters.newest(asked.adapter))
+            requests = {request_id: asked if asked.adapter is None
+                        else replace(asked, adapter=self.adapters.newest(asked.adapter))
                         for request_id, asked in requests.items()}
         seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
                   for index, (request_id, asked) in enumerate(requests.items())}

@@ -57,8 +57,8 @@ async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[C
     """The finished output of each prompt, its likeliest answer first."""
     params = beam_params(body, requests[0].sampling.max_tokens or llm.engine.limits.max_len)
     tokenizer = llm.engine.checks.need_tokenizer()
-    async with llm.holding_adapter(requests[0]):
-        found = await _search(llm, params, requests, request_id)
+    async with llm.holding_adapter(requests[0]) as first:
+        found = await _search(llm, params, [first, *requests[1:]], request_id)
     return [_output(request, beams, params, tokenizer, skip_special_tokens)
             for request, beams in zip(requests, found, strict=True)]
 

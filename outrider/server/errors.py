@@ -11,6 +11,7 @@ from functools import reduce
 from typing import Any
 
 from outrider.core.lora_request import AdaptersInUse
+from outrider.engine.adapters import UnknownAdapter
 
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
@@ -60,6 +61,8 @@ def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, st
     the message, each with the body's own."""
     if isinstance(error, AdaptersInUse):
         return ApiError(429, str(error), retry_after=1)
+    if isinstance(error, UnknownAdapter):
+        return ApiError(404, str(error), param="model")
     message = PARAMS.sub("", reduce(lambda text, name: text.replace(*name), names, str(error)))
     found = OWNER.match(message)
     owners = PROMPTS if message.startswith(("the prompt ", "prompt token ")) else (found[1],) if found else ()

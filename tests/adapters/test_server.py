@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from outrider.adapters import LoRARequest
 from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
 from outrider.engine.adapter_loading import need_registry
 from outrider.engine.adapters import UnknownAdapter
 from outrider.llm import LLM
+from outrider.server.errors import bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 from outrider.server.settings import ServerConfig
 from tests.adapters.folders import write_adapter
@@ -186,6 +189,39 @@ def test_a_request_that_was_checked_before_a_reload_has_the_newer_adapter(root: 
                 [output async for output in llm.follow(request, "removed")]
 
     asyncio.run(run())
+
+
+def test_a_checked_request_whose_adapter_had_to_make_room_reads_it_again(root: Path) -> None:
+    """One adapter fits into the host's memory, and between the request's check and its start another one was read."""
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+    own, other = LoRARequest("own", 1, str(root / "sql")), LoRARequest("other", 1, str(root / "law"))
+
+    async def run() -> None:
+        async with AsyncLLM.around(tiny_engine(**ADAPTERS | {"max_loras": 1, "max_cpu_loras": 1}).engine) as llm:
+            registry = need_registry(llm.engine.adapters)
+
+            async def tokens_of(request: CheckedRequest, request_id: str) -> list[int]:
+                *_, last = [output async for output in llm.follow(request, request_id)]
+                return list(last.outputs[0].token_ids)
+
+            (first,) = await llm.check([PROMPT], params, 0, own)
+            wanted = await tokens_of(first, "at once")
+            (second,) = await llm.check([PROMPT], params, 0, other)
+            assert list(registry.sizes) == [second.adapter] and await tokens_of(second, "other") != wanted
+            assert await tokens_of(first, "again") == wanted
+            assert all(load.is_idle for load in registry._loads.values())
+            await llm.add_lora(other)
+            with suppress(UnknownAdapter):  # it is not loaded
+                await llm.remove_lora("own")
+            with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
+                await tokens_of(first, "removed")
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_adapter_is_removed_before_it_starts_names_no_model() -> None:
+    error = bad_value(UnknownAdapter("the request's adapter has been removed: ask for it again"))
+    assert error.status == 404 and error.param == "model"
 
 
 def test_clients_may_try_again_when_all_adapters_have_requests(root: Path) -> None:
