@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.core.draft_confidence import MOST_CHANCE, NUM_LEVELS, levels_of
-from outrider.sched.acceptance import believed_weight
+from outrider.sched.acceptance import FIRST_RATE, SHARED_DECAY, believed_weight
 
-FIRST_RATE = 0.7  # of drafts before any was checked
 MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
 PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
 OWN_WEIGHT = 20.0  # checked drafts that a factor of 1 is worth to a request
-SHARED_DECAY, OWN_DECAY = 0.999, 0.98  # factors on what was counted over all requests and of one, per observation
+OWN_DECAY = 0.98  # factor on what was counted of one request, per observation
 
 
 @dataclass(slots=True)

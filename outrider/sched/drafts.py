@@ -53,7 +53,7 @@ class DraftCounts(ABC):
 
 
 class FixedDrafts(DraftCounts):
-    """k drafts for everyone who allows it."""
+    """The same number of drafts for every request that allows as many."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts

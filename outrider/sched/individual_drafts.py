@@ -25,12 +25,12 @@ class IndividualDrafts(LearnedDrafts):
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
         if self._always_propose:
             return DraftPlan(self._counts_of_guesses(requests, running, is_exact), self._k)
-        trying = self._trying(requests)
+        trying = self._trying_ids(requests)
         counts = self._counts(requests, running, is_exact=False)
         most = max(counts, default=0)
         # The drafter must see prompts that are being computed if it is to guess what follows them.
         best = max(most, 0 if len(running) == len(requests) else self._best_depth(requests))
-        best = max(best, int(self._is_trying(requests, new, best)))
+        best = max(best, int(self._advance_tries(requests, new, best)))
         depth = self._depth.next(best)
         wanted = [0] * len(requests)
         if is_exact and depth <= best and any(requests[index].levels for index in running):

@@ -80,14 +80,16 @@ class LearnedDrafts(DraftCounts):
             self._sight.begin(request.id)
         return new
 
-    def _trying(self, requests: list[Request]) -> set[int]:
-        """Requests that try a draft in this step, if the step before has proposed one."""
+    def _trying_ids(self, requests: list[Request]) -> set[int]:
+        """Requests that try a draft in this step, if the step before has proposed one. Ask before `_advance_tries`,
+        which ends tries."""
         if not self._tries.any_left:
             return set()
         return {own.id for own in requests if self._tries.has(own.id) and self._sees(own)}
 
-    def _is_trying(self, requests: list[Request], new: list[Request], best: int) -> bool:
-        """Whether some of the requests try drafts in this step. best: the most drafts that pay."""
+    def _advance_tries(self, requests: list[Request], new: list[Request], best: int) -> bool:
+        """Count this step as one of the tries that go on, or begin a try if none goes on, no draft pays and there is
+        time. Returns whether some of the requests try drafts. new: those that start; best: the most drafts that pay."""
         if self._tries.any_left:
             trying = [request for request in requests if self._tries.has(request.id)]
             for request in trying:

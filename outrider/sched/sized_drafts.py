@@ -23,8 +23,8 @@ KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
 FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
-CHAINS = 256  # chains of drafts that stand for those of the next step
-HOLD = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+MAX_CHAINS = 256  # chains of drafts that stand for those of the next step
+HELD_STEPS = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
 
 
 RateOf: TypeAlias = Callable[[float, int, int], float]
@@ -97,7 +97,7 @@ class SizedDrafts(LearnedDrafts):
         self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
         self._foresight = Foresight()
         self._level_foresight = Foresight()  # the same, of drafts that the device chose
-        self._chains: deque[ProposedChain] = deque(maxlen=CHAINS)  # the last of all requests
+        self._chains: deque[ProposedChain] = deque(maxlen=MAX_CHAINS)  # the last of all requests
         self._next_learning = 0  # number of the step
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
@@ -107,10 +107,11 @@ class SizedDrafts(LearnedDrafts):
         if self._step > self._held.last_step or request_ids != self._held.request_ids:
             self._held = self._plan(requests, request_ids, self._k)
         counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
-        trying, is_trying = self._trying(requests), self._is_trying(requests, new, most)
+        trying, is_trying = self._trying_ids(requests), self._advance_tries(requests, new, most)
         depth = self._depth.next(max(most, int(is_trying)))
         if depth < most:  # no more was proposed before
-            _, counts, _, _, sharing = self._plan(requests, request_ids, depth)
+            less_deep = self._plan(requests, request_ids, depth)
+            counts, sharing = less_deep.counts, less_deep.sharing
         elif is_trying and not most:
             counts = [min(depth, int(own in trying)) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
@@ -154,7 +155,7 @@ class SizedDrafts(LearnedDrafts):
         if shared is not None:
             self._expected.clear()
             fixed_drafts = [round(choice.total / len(requests))] * len(requests)
-            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HOLD - 1,
+            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HELD_STEPS - 1,
                               self._sharing(request_ids, shared.total, fixed_drafts))
         self._level_foresight.fade()
         if choice.total == choice.depth * len(requests):
@@ -164,7 +165,7 @@ class SizedDrafts(LearnedDrafts):
         counts = self._share_out(requests, gains, choice)
         self._expected = {request_id: (count, sum(own[:count]))
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
-        return HeldCounts(request_ids, counts, choice.depth, self._step + HOLD - 1)
+        return HeldCounts(request_ids, counts, choice.depth, self._step + HELD_STEPS - 1)
 
     def _plan_by_acceptance(self, requests: list[Request], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
@@ -206,16 +207,24 @@ class SizedDrafts(LearnedDrafts):
                 best, best_rate = DraftChoice(depth, depth * count), own_rate
         if count <= FEW or self.acceptance.are_alike:
             return best, best_rate
-        share = self._foresight.share
-        shared = {choice: rate(count + share * expected, choice.depth, count + choice.total)
-                  for choice, expected in shared_choices(gains, most, count)}
-        choice = max(shared, key=shared.__getitem__, default=best)
-        if self._last in shared and shared[self._last] > shared[choice] * KEEP_SIZE:
+        return self._best_shared(rate, gains, self._foresight.share, most, count, best_rate) or (best, best_rate)
+
+    def _best_shared(self, rate: RateOf, gains: list[list[float]], share: float, most: int, count: int,
+                     best_rate: float) -> tuple[DraftChoice, float] | None:
+        """The best choice among sizes whose token rows are shared out, and its rate; None if it does not gain
+        `SHARE_GAIN` over the best rate of other choices. gains: as for `shared_choices`; share: of the accepted drafts
+        that they promise, the part that is believed."""
+        rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
+                 for choice, expected in shared_choices(gains, most, count)}
+        if not rates:
+            return None
+        choice = max(rates, key=rates.__getitem__)
+        if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
             choice = self._last  # its graph is there
-        if shared.get(choice, 0.0) > best_rate * SHARE_GAIN:
-            best, best_rate = choice, shared[choice]
-            self._last = choice
-        return best, best_rate
+        if rates[choice] <= best_rate * SHARE_GAIN:
+            return None
+        self._last = choice
+        return choice, rates[choice]
 
     def _best_by_levels(self, requests: list[Request], most: int, best_rate: float) -> DraftChoice | None:
         """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
@@ -228,18 +237,10 @@ class SizedDrafts(LearnedDrafts):
             return None
         if 2 * len(self._chains) < count:
             return None
-        rate, share = self._rate_of(requests), self._level_foresight.share
         sample = [extended(self.chances.gains(own.request_id, own.levels, own.num_drafts),
                            self.acceptance.gains(own.request_id)) for own in self._chains]
-        rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
-                 for choice, expected in shared_choices(sample, most, count)}
-        choice = max(rates, key=rates.__getitem__, default=self._last)
-        if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
-            choice = self._last  # its graph is there
-        if rates.get(choice, 0.0) <= best_rate * SHARE_GAIN:
-            return None
-        self._last = choice
-        return choice
+        shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
+        return None if shared is None else shared[0]
 
     def _sharing(self, request_ids: list[int], total: int, fixed_drafts: list[int]) -> SharingPlan:
         chances, most = self.chances, (1 << WEIGHT_BITS + 3)

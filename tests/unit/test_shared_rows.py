@@ -14,7 +14,7 @@ from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.sched.learned_drafts import MIN_GAIN
 from outrider.sched.request import Request
-from outrider.sched.sized_drafts import HOLD, SHARE_GAIN, Foresight, SizedDrafts
+from outrider.sched.sized_drafts import HELD_STEPS, SHARE_GAIN, Foresight, SizedDrafts
 from outrider.sched.spread_acceptance import PROBE_PLANS, SpreadAcceptance
 from tests.unit.test_draft_counts import running
 
@@ -115,8 +115,8 @@ def test_foresight_is_what_came_of_what_was_expected() -> None:
 def test_unequal_numbers_hold_for_some_steps_of_the_same_requests() -> None:
     chooser, requests = SizedDrafts(K, COSTS), [running(i) for i in range(64)]
     decode(chooser, 64, half, 60)
-    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(3 * HOLD)]
-    assert max(len(list(same)) for _, same in itertools.groupby(plans)) >= HOLD - 1
+    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(3 * HELD_STEPS)]
+    assert max(len(list(same)) for _, same in itertools.groupby(plans)) >= HELD_STEPS - 1
     chooser.choose(requests, is_exact=False)
     fewer = requests[:60]
     counts = chooser.choose(fewer, is_exact=False).num_drafts
@@ -125,10 +125,10 @@ def test_unequal_numbers_hold_for_some_steps_of_the_same_requests() -> None:
 
 def test_a_request_without_drafts_tries_one_in_the_place_of_the_least_likely() -> None:
     chooser, requests = fixed_gains([[0.9, 0.8, 0.7]] * 8 + [[0.1, 0.1, 0.1]] * 8, (1.0, 1.01, 40.0))
-    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(2 * HOLD * PROBE_PLANS - 1)][1:]
+    plans = [chooser.choose(requests, is_exact=False).num_drafts for _ in range(2 * HELD_STEPS * PROBE_PLANS - 1)][1:]
     assert {sum(counts) for counts in plans} == {16} and plans[0] == [2] * 8 + [0] * 8
     tries = sum(sum(counts[8:]) for counts in plans)
-    assert 0 < tries <= 8 * 4 * HOLD
+    assert 0 < tries <= 8 * 4 * HELD_STEPS
 
 
 def fixed_gains(gains: list[list[float]], seconds: tuple[float, float, float], *,
