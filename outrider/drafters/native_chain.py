@@ -10,7 +10,7 @@ import torch
 
 from outrider.drafters.base import Drafts, Step
 from outrider.kernels.drafting import CommittedRequests, DrafterCacheState, DraftingRows
-from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
+from outrider.kernels.native.draft_chain import ChainInputs, ChainWeights, DraftChain
 from outrider.layers import Linear
 from outrider.layers.mlp import ACTIVATIONS
 from outrider.mixers import PagedLayer
@@ -47,12 +47,11 @@ class NativeChain:
             return None
         if hidden.context.adapters is not None:
             return None
-        chain, taps = self._bind(view.num_tokens), hidden.taps
-        if chain is None or not chain.takes(requests, rows, page_table, state, taps, self._tails,
-                                            num_wanted=num_wanted):
+        chain = self._bind(view.num_tokens)
+        inputs = ChainInputs(requests, rows, page_table, state, hidden.taps, self._tails, num_wanted)
+        if chain is None or not chain.takes(inputs):
             return None
-        tokens, counts, levels = chain.propose(requests, rows, page_table, state, taps, self._tails,
-                                               num_wanted=num_wanted, any_sampled=step.any_sampled)
+        tokens, counts, levels = chain.propose(inputs, any_sampled=step.any_sampled)
         return Drafts(tokens.t(), counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:

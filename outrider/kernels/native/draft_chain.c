@@ -9,7 +9,8 @@
 
 #define COLUMNS 2048 /* of the output that a thread takes at once to find the best */
 #define REFINED (128 / VL) /* groups of VL outputs of a request that are computed again if the output was coarse */
-enum { UNKNOWN_TOKEN = 4, BAD_PLAN = 4 }; /* errors, behind those of attention; the plan's own are added */
+/* Errors, behind those of attention (1 to 3). An error of the plan is returned as BAD_PLAN plus its number. */
+enum { UNKNOWN_TOKEN = 4, BAD_PLAN = UNKNOWN_TOKEN };
 enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
 
 /* A proposal: the target's taps [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
@@ -98,7 +99,7 @@ static int find_memory(Chain *c) {
     return 1;
 }
 
-/* One thread, for all. */
+/* Called by one thread for all. List the attention of a pass; `c->error` says whether that failed. */
 static void prepare_attention(Chain *c, int64_t pass, int threads) {
     const DraftHead *h = c->head;
     const Proposed *b = c->batch;
@@ -353,7 +354,7 @@ static int find_plan(const DraftPlan *p, const ChainStep *s, PlannedPasses *out,
     return 1;
 }
 
-/* `plan->groups` is 1. Returns 0, an error of `run_passes`, or one of the plan behind BAD_PLAN. */
+/* `plan->groups` is 1. Returns 0, an error of `run_passes`, or BAD_PLAN plus an error of the plan. */
 int64_t propose_chain(const DraftHead *head, const DraftPlan *plan, const ChainStep *step, const float *const *taps,
                       int threads) {
     PlannedPasses passes;

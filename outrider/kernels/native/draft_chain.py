@@ -20,7 +20,7 @@ from outrider.kernels.native.packed import PackedMatrix, PackedRows
 from outrider.kernels.native.structures import CHAIN_STEP, DRAFT_HEAD, MATRIX
 
 MIN_COARSE_OUTPUTS = 1024  # below it a coarse output saves less than it costs
-_UNKNOWN_TOKEN = 4  # errors of the C code; those of the plan come behind it
+_UNKNOWN_TOKEN = 4  # an error of the C code; those above it are the plan's, less this number
 
 
 class ChainWeights(NamedTuple):
@@ -49,6 +49,35 @@ class ChainWeights(NamedTuple):
     feeds_back_normed: bool
 
 
+class ChainInputs(NamedTuple):
+    """What a proposal reads: the step that was committed, its rows, and the head's cache."""
+
+    requests: CommittedRequests
+    rows: DraftingRows
+    page_table: Tensor  # [requests, width] int32, of the head's layer
+    state: DrafterCacheState
+    taps: Sequence[Tensor]  # each [tokens, hidden of the target]
+    tails: Tensor  # [pages, hidden] hidden states of pages' last tokens, which the proposal writes too
+    num_wanted: int  # most drafts for a request
+
+
+class EmbeddingTable(NamedTuple):
+    """A table of embeddings as the C code reads it."""
+
+    data: Tensor  # the numbers, or the description of packed rows
+    kind: int
+    row_bytes: int  # from row to row; 0 if rows are packed
+    num_rows: int
+    width: int
+
+    @classmethod
+    def from_rows(cls, rows: Tensor | PackedRows) -> EmbeddingTable:
+        if isinstance(rows, PackedRows):
+            described = torch.frombuffer(bytearray(rows.describe()), dtype=torch.uint8)
+            return cls(described, PACKED, 0, rows.outputs, rows.inputs)
+        return cls(rows, FLOATS, rows.stride(0) * rows.element_size(), *rows.shape)
+
+
 class DraftChain:
     """A head with its cache, ready for any step. Keeps the weights alive. Make it with `bind`."""
 
@@ -59,30 +88,14 @@ class DraftChain:
     def bind(cls, weights: ChainWeights, k_cache: Tensor, v_cache: Tensor) -> DraftChain | None:
         """None if the C code does not take this head or this cache."""
         own, (kv_heads, dim) = weights, k_cache.shape[2:]
-        hidden, heads = own.fc.outputs, own.out.inputs // dim
-        q_norm, k_norm = own.head_norms or (None, None)
-        is_taken = (
-            is_cache(k_cache) and is_cache(v_cache) and takes_heads(heads, kv_heads, dim)
-            and is_vector(q_norm, dim) and is_vector(k_norm, dim) and all(is_vector(x, hidden) for x in own.norms)
-            and all(is_vector(x, own.fc.inputs // own.num_taps) for x in own.tap_norms)
-            and is_angles(own.cos, 2 * own.cos.shape[1]) and is_angles(own.sin, 2 * own.cos.shape[1])
-            and (isinstance(own.embedding, PackedRows) or is_matrix(own.embedding))
-        )
-        if not is_taken:
+        heads = own.out.inputs // dim
+        if not (is_cache(k_cache) and is_cache(v_cache) and _takes_weights(own, heads, kv_heads, dim)):
             return None
-        assert own.qkv.inputs == 2 * hidden and own.qkv.outputs == (heads + 2 * kv_heads) * dim
-        assert own.out.outputs == own.gate_up.inputs == own.down.outputs == own.output.inputs == hidden
-        assert own.gate_up.outputs == 2 * own.down.inputs and own.fc.inputs % own.num_taps == 0
-        assert own.target_ids is None or own.target_ids.shape == (own.output.outputs,)
-        assert len(own.tap_norms) in (0, own.num_taps) and own.cos.shape == own.sin.shape
+        _check_sizes(own, heads, kv_heads, dim)
+        q_norm, k_norm = own.head_norms or (None, None)
         tap_norms = torch.tensor([norm.data_ptr() for norm in own.tap_norms], dtype=torch.int64)
-        if isinstance(own.embedding, PackedRows):
-            described = torch.frombuffer(bytearray(own.embedding.describe()), dtype=torch.uint8)
-            table, kind, num_bytes, count, width = (described, PACKED, 0, own.embedding.outputs, own.embedding.inputs)
-        else:
-            table, kind = own.embedding, FLOATS
-            num_bytes, (count, width) = table.stride(0) * table.element_size(), table.shape
-        assert width == hidden
+        table = EmbeddingTable.from_rows(own.embedding)
+        assert table.width == own.fc.outputs
         ids = None if own.target_ids is None else own.target_ids.contiguous()
         coarse = _coarse_output(own.output)
         packed = DRAFT_HEAD.pack(
@@ -92,17 +105,17 @@ class DraftChain:
             tap_norms=tap_norms.data_ptr() if own.tap_norms else 0, embedding_norm=own.norms[0].data_ptr(),
             hidden_norm=own.norms[1].data_ptr(), mlp_norm=own.norms[2].data_ptr(), norm=own.norms[3].data_ptr(),
             q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
-            embedding=table.data_ptr(), target_ids=0 if ids is None else ids.data_ptr(), cos=own.cos.data_ptr(),
-            sin=own.sin.data_ptr(), taps=own.num_taps, embedding_kind=kind, embedding_bytes=num_bytes,
-            num_embeddings=count, cos_stride=own.cos.stride(0), sin_stride=own.sin.stride(0),
+            embedding=table.data.data_ptr(), target_ids=0 if ids is None else ids.data_ptr(), cos=own.cos.data_ptr(),
+            sin=own.sin.data_ptr(), taps=own.num_taps, embedding_kind=table.kind, embedding_bytes=table.row_bytes,
+            num_embeddings=table.num_rows, cos_stride=own.cos.stride(0), sin_stride=own.sin.stride(0),
             max_len=own.cos.shape[0], rotary=2 * own.cos.shape[1], heads=heads, window=own.window, eps=own.eps,
             norm_eps=own.norm_eps, scale=own.scale, gelu=own.gelu, norm_before_residual=own.norm_before_residual,
             feeds_back_normed=own.feeds_back_normed,
         )
-        return cls(weights, packed, (tap_norms, table, ids, coarse, k_cache, v_cache))
+        return cls(weights, packed, (tap_norms, table.data, ids, coarse, k_cache, v_cache))
 
-    def takes(self, requests: CommittedRequests, rows: DraftingRows, page_table: Tensor, state: DrafterCacheState,
-              taps: Sequence[Tensor], tails: Tensor, *, num_wanted: int) -> bool:
+    def takes(self, inputs: ChainInputs) -> bool:
+        requests, rows, page_table, state, taps, tails, num_wanted = inputs
         own = self.weights
         shape = requests.request_of.shape[0], own.fc.inputs // own.num_taps
         return (
@@ -112,21 +125,19 @@ class DraftChain:
             and takes_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
         )
 
-    def propose(self, requests: CommittedRequests, rows: DraftingRows, page_table: Tensor, state: DrafterCacheState,
-                taps: Sequence[Tensor], tails: Tensor, *, num_wanted: int,
-                any_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(self, inputs: ChainInputs, *, any_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Plan all passes as `plan_draft_passes` does, run them, and keep the hidden states of pages' last tokens in
-        `tails` [pages, hidden]. Returns the drafts [drafts, requests], how many of them there is room for [requests],
-        and their levels [requests]. Call this only if `takes`."""
+        `inputs.tails`. Returns the drafts [drafts, requests], how many of them there is room for [requests], and their
+        levels [requests]. Call this only if `takes`."""
+        requests, rows, page_table, state, taps, tails, num_wanted = inputs
         count = page_table.shape[0]
         plan = pack_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
         drafts = torch.empty(num_wanted, count, dtype=torch.int64)
         counts, levels = torch.empty(2, count, dtype=torch.int64).unbind()
         step = CHAIN_STEP.pack(
             pages=page_table.data_ptr(), tails=tails.data_ptr(), drafts=drafts.data_ptr(), levels=levels.data_ptr(),
-            counts=counts.data_ptr(),
-            table_stride=page_table.stride(0), table_width=page_table.shape[1], page_tokens=state.page_tokens[0],
-            tail_stride=tails.stride(0), any_sampled=any_sampled,
+            counts=counts.data_ptr(), table_stride=page_table.stride(0), table_width=page_table.shape[1],
+            page_tokens=state.page_tokens[0], tail_stride=tails.stride(0), any_sampled=any_sampled,
         )
         addresses = struct.pack(f"{len(taps)}P", *(tap.data_ptr() for tap in taps))
         error = library().propose_chain(self.packed, plan, step, addresses, torch.get_num_threads())
@@ -138,6 +149,27 @@ class DraftChain:
             check_rows(max(0, -error))
             check_attention(max(0, error))
         return drafts, counts, levels
+
+
+def _takes_weights(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> bool:
+    """Whether the C code reads tensors of these types and strides, and heads of these sizes."""
+    hidden, tap_width = own.fc.outputs, own.fc.inputs // own.num_taps
+    q_norm, k_norm = own.head_norms or (None, None)
+    return (
+        takes_heads(heads, kv_heads, dim) and is_vector(q_norm, dim) and is_vector(k_norm, dim)
+        and all(is_vector(x, hidden) for x in own.norms) and all(is_vector(x, tap_width) for x in own.tap_norms)
+        and is_angles(own.cos, 2 * own.cos.shape[1]) and is_angles(own.sin, 2 * own.cos.shape[1])
+        and (isinstance(own.embedding, PackedRows) or is_matrix(own.embedding))
+    )
+
+
+def _check_sizes(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> None:
+    hidden = own.fc.outputs
+    assert own.qkv.inputs == 2 * hidden and own.qkv.outputs == (heads + 2 * kv_heads) * dim
+    assert own.out.outputs == own.gate_up.inputs == own.down.outputs == own.output.inputs == hidden
+    assert own.gate_up.outputs == 2 * own.down.inputs and own.fc.inputs % own.num_taps == 0
+    assert own.target_ids is None or own.target_ids.shape == (own.output.outputs,)
+    assert len(own.tap_norms) in (0, own.num_taps) and own.cos.shape == own.sin.shape
 
 
 def _coarse_output(output: Matrix) -> Matrix | None:

@@ -46,7 +46,6 @@ class PackedRows(NamedTuple):
         library().take_packed_rows(self.describe(), self.inputs, rows.data_ptr(), len(rows), out.data.data_ptr(),
                                    torch.get_num_threads())
 
-
     def coarsened(self) -> PackedRows:
         """The weight rows, rounded to 4 bits: every 32 inputs have a scale by their largest."""
         data = torch.empty(packed_shape(PACKED_4, self.outputs, self.inputs, GROUP), dtype=torch.uint8)
