@@ -1,7 +1,7 @@
-"""The target that a projection of a layer's experts is.
+"""ExpertsTarget: one projection of all experts of a layer.
 
-Files name it in several ways: a module for each expert, factors of three axes for all experts, or the wrapper that PEFT
-puts around a joint parameter. This file reads them all, and joins them into the two factors that the arena holds.
+Files hold its factors in several ways: a module for each expert, tensors of three axes for all experts, or the wrapper
+that PEFT puts around a joint parameter. All of them are joined into the two factors that the arena holds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +20,22 @@ from outrider.formats import join_names
 from outrider.layers.moe import Experts
 
 
+class ExpertFactors(NamedTuple):
+    """The factors that one module of a file has for some experts and some of their output features."""
+
+    experts: slice
+    outputs: range
+    a: torch.Tensor  # [experts, rank, inputs]
+    b: torch.Tensor  # [experts, outputs, rank] float64, with the scale of the product
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsTarget(Target):
-    """One of the two projections of all experts: `a` [experts, rank, inputs] and `b` [experts, rank, outputs]. Files
-    hold factors expert by expert, for all experts in three axes, or as PEFT wraps a joint parameter, in two. With
+    """One of the two projections of all experts: `a` [experts, rank, inputs] and `b` [experts, rank, outputs]. With
     several ranks each holds a part of the inner features."""
 
     experts: Experts
@@ -78,7 +91,6 @@ class ExpertsTarget(Target):
         return self.num_outputs if self.is_down else (1 + self.is_gated) * len(self._inner)
 
     def sizes(self, rank: int) -> tuple[int, int]:
-        # A gated expert whose gate and up were adapted apart has the ranks of both.
         count = self.experts.num_experts
         return count * rank * self.held_inputs, count * rank * self.held_outputs
 
@@ -110,6 +122,10 @@ class ExpertsTarget(Target):
         experts = [int(expert)] if expert in self._expert_names else range(self.experts.num_experts)
         return {(index, begin) for index in experts for begin in begins}
 
+    def held_rank(self, rest: str, rank: int) -> int:
+        """Gate and up that were adapted apart lie one behind the other, with the ranks of both."""
+        return 2 * rank if self.is_gated and rest.endswith(("gate_proj", "up_proj")) else rank
+
     @cached_property
     def _expert_names(self) -> frozenset[str]:
         return frozenset(map(str, range(self.experts.num_experts)))
@@ -120,9 +136,7 @@ class ExpertsTarget(Target):
         return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
 
     def check(self, pair: FactorPair) -> int:
-        return self._rank_of(pair, pair.a_shape, pair.b_shape)
-
-    def _rank_of(self, pair: FactorPair, a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        a, b = pair.a_shape, pair.b_shape
         count, inputs = self.experts.num_experts, self.num_inputs
         outputs = {len(part) for part in self.parts.values()}
         if len(a) == len(b) == 3 and a[0] == b[0] == count and a[2] == inputs and a[1] == b[2] and b[1] in outputs:
@@ -138,34 +152,34 @@ class ExpertsTarget(Target):
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         """Scales are folded into the second factor: those of gate and up may differ."""
+        pieces = [self._factors_of(pair) for pair in pairs]
         count = self.experts.num_experts
-        pieces: list[tuple[slice, range, torch.Tensor, torch.Tensor]] = []  # experts, outputs, factors with experts
-        for pair in pairs:
-            expert, _, matrix = pair.module.rpartition(".")
-            a, b = pair.a, pair.b.double() * pair.scale
-            if expert in self._expert_names:
-                own = slice(int(expert), int(expert) + 1)
-                pieces.append((own, self.parts[matrix], a[None], b[None]))
-            elif a.dim() == 3:
-                pieces.append((slice(None), self.parts[matrix], a, b))
-            else:
-                b = b.unflatten(1, (-1, count)).permute(2, 0, 1)  # PEFT has the experts behind the ranks
-                pieces.append((slice(None), range(self.num_outputs), a.unflatten(0, (count, -1)), b))
-        used = torch.zeros(count, dtype=torch.int64)
-        for own, _, a, _ in pieces:
-            used[own] += a.shape[1]
+        used = torch.zeros(count, dtype=torch.int64)  # ranks of each expert
+        for own in pieces:
+            used[own.experts] += own.rank
         rank = int(used.max())
         joint_a = pairs[0].a.new_zeros(count, rank, self.num_inputs)
         joint_b = torch.zeros(count, self.num_outputs, rank, dtype=torch.float64)
         used.zero_()
-        for own, part, a, b in pieces:
-            first = int(used[own].max())
-            joint_a[own, first : first + a.shape[1]] = a.to(joint_a.dtype)
-            joint_b[own, part.start : part.stop, first : first + a.shape[1]] = b
-            used[own] += a.shape[1]
+        for own in pieces:
+            first = int(used[own.experts].max())
+            joint_a[own.experts, first : first + own.rank] = own.a.to(joint_a.dtype)
+            joint_b[own.experts, own.outputs.start : own.outputs.stop, first : first + own.rank] = own.b
+            used[own.experts] += own.rank
         held = slice(self._inner.start, self._inner.stop)
         if self.is_down:
             joint_a = joint_a[:, :, held]
         else:
             joint_b = joint_b.unflatten(1, (1 + self.is_gated, -1))[:, :, held].flatten(1, 2)
         return HeldFactors(joint_a, joint_b.transpose(1, 2), rank, 1.0)
+
+    def _factors_of(self, pair: NamedPair) -> ExpertFactors:
+        count = self.experts.num_experts
+        expert, _, matrix = pair.module.rpartition(".")
+        a, b = pair.a, pair.b.double() * pair.scale
+        if expert in self._expert_names:
+            return ExpertFactors(slice(int(expert), int(expert) + 1), self.parts[matrix], a[None], b[None])
+        if a.dim() == 3:
+            return ExpertFactors(slice(None), self.parts[matrix], a, b)
+        b = b.unflatten(1, (-1, count)).permute(2, 0, 1)  # PEFT has the experts behind the ranks
+        return ExpertFactors(slice(None), range(self.num_outputs), a.unflatten(0, (count, -1)), b)

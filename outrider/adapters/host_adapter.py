@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from outrider.adapters.experts_target import ExpertsTarget
 from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
-from outrider.adapters.target import NamedPair, Target, aligned
+from outrider.adapters.target import NamedPair, Target, TargetPart, aligned
 from outrider.adapters.targets import Targets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
@@ -47,25 +46,8 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
     """Read a folder for a model. Every shape is checked, and the size of the whole known, before the first tensor is
     read; numbers that are not finite in the model's dtype are refused by the tensor's name."""
     source = PeftFolder.open(folder)
-    ranks: dict[Target, int] = {}
-    changed: dict[Target, set[tuple[int, int]]] = {}
     places = {module: targets.find(module, pair) for module, pair in source.pairs.items()}
-    for module, pair, part in ((*named, part) for named in source.pairs.items() for part in places[named[0]]):
-        target, rest = part.target, part.rest
-        rank = target.check(part.of_pair(pair))
-        if rank > max_rank:
-            raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
-        _check_rank(source, target.config_name(module), pair, rank)
-        parts, known = target.changed_parts(rest), ranks.get(target, 0)
-        if parts & changed.setdefault(target, set()):
-            raise AdapterError(f"{pair.a}: {target.name} is there twice")
-        changed[target] |= parts
-        is_apart = isinstance(target, ExpertsTarget) and rest.endswith(("gate_proj", "up_proj")) and target.is_gated
-        ranks[target] = max(known, 2 * rank if is_apart else rank)  # gate and up lie one behind the other
-        base = source.base_shapes.get(module)
-        if base is not None and base != (shape := targets.weight_shape(target)):
-            raise AdapterError(f"{folder}: the base weight of {module} is {list(base)} and the model's {list(shape)}: "
-                               "the vocabulary was resized, so the adapter is for another base model")
+    ranks = _check_modules(source, folder, places, max_rank)
     if (size := sum(target.room(rank) for target, rank in ranks.items())) > max_size:
         raise AdapterError(f"{folder} takes {size * dtype.itemsize} bytes and the engine has room for "
                            f"{max_size * dtype.itemsize}: raise max_loras or lora_memory_bytes")
@@ -73,14 +55,7 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
 
     def take(module: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor) -> None:
         check_cancelled()
-        if (tuple(a.shape), tuple(b.shape)) != (pair.a_shape, pair.b_shape):
-            raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
-        for tensor_name, tensor in ((pair.a, a), (pair.b, b)):
-            if tensor.dtype not in DTYPES:
-                raise AdapterError(f"{folder}: tensor {tensor_name} holds {tensor.dtype}: factors must be floats of at "
-                                   "least 16 bits")
-            if not _is_finite(tensor, dtype):
-                raise AdapterError(f"{folder}: tensor {tensor_name} holds NaN or Inf (as {dtype})")
+        _check_tensors(folder, pair, a, b, dtype)
         for part in places[module]:
             scale = source.scale(part.target.config_name(module))
             if scale > MAX_SCALE:
@@ -90,6 +65,43 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
 
     source.read(take)
     return _packed(name, held, dtype, pin)
+
+
+def _check_modules(source: PeftFolder, folder: str, places: Mapping[str, tuple[TargetPart, ...]],
+                   max_rank: int) -> dict[Target, int]:
+    """Check the shapes of all modules against the model and the config. Returns the rank of each target that they
+    change."""
+    ranks: dict[Target, int] = {}
+    changed: dict[Target, set[tuple[int, int]]] = {}
+    for module, part in ((name, own) for name, parts in places.items() for own in parts):
+        pair, target = source.pairs[module], part.target
+        rank = target.check(part.of_pair(pair))
+        if rank > max_rank:
+            raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
+        _check_rank(source, target.config_name(module), pair, rank)
+        parts = target.changed_parts(part.rest)
+        if parts & changed.setdefault(target, set()):
+            raise AdapterError(f"{pair.a}: {target.name} is there twice")
+        changed[target] |= parts
+        ranks[target] = max(ranks.get(target, 0), target.held_rank(part.rest, rank))
+        base = source.base_shapes.get(module)
+        if base is not None and base != target.weight_shape:
+            raise AdapterError(f"{folder}: the base weight of {module} is {list(base)} and the model's "
+                               f"{list(target.weight_shape)}: the vocabulary was resized, so the adapter is for "
+                               "another base model")
+    return ranks
+
+
+def _check_tensors(folder: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Refuse factors that the model cannot compute with in its dtype."""
+    if (tuple(a.shape), tuple(b.shape)) != (pair.a_shape, pair.b_shape):
+        raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
+    for name, tensor in ((pair.a, a), (pair.b, b)):
+        if tensor.dtype not in DTYPES:
+            raise AdapterError(f"{folder}: tensor {name} holds {tensor.dtype}: factors must be floats of at least 16 "
+                               "bits")
+        if not _is_finite(tensor, dtype):
+            raise AdapterError(f"{folder}: tensor {name} holds NaN or Inf (as {dtype})")
 
 
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -57,6 +57,15 @@ class Target(ABC):
         rest: the module's name behind the target's."""
         return {(0, 0)}
 
+    def held_rank(self, rest: str, rank: int) -> int:
+        """The rank that the arena must have room for, if a file's module has this rank."""
+        return rank
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that the target changes, as the checkpoint has it; () if files never repeat it."""
+        return ()
+
     @property
     def is_served(self) -> bool:
         """Whether adapters may change it with the weights as they are stored here."""
@@ -146,6 +155,10 @@ class LinearTarget(Target):
     def bounds(self) -> tuple[int, int]:
         return self.segment.rows.start, self.segment.rows.stop
 
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.segment.size, self.linear.declared.in_features
+
     def sizes(self, rank: int) -> tuple[int, int]:
         cut = self.linear.declared.cut
         num_outputs = cut.width(self.segment.size) if isinstance(cut, VocabularyCut) else len(self.segment.rows)
@@ -204,6 +217,10 @@ class EmbeddingTarget(Target):
     @property
     def vocab_size(self) -> int:
         return self.embedding.declared.segments[0].size
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.vocab_size, self.embedding.declared.in_features
 
     def sizes(self, rank: int) -> tuple[int, int]:
         return rank * self.vocab_size, rank * self.embedding.declared.num_inputs

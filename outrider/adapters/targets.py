@@ -116,16 +116,6 @@ class Targets:
         raise AdapterError(f"{pair.a}: the model has no {name} that an adapter may change: the adapter is for another "
                            "base model")
 
-    @staticmethod
-    def weight_shape(target: Target) -> tuple[int, ...]:
-        """The shape of the weight that a target changes, as the checkpoint has it."""
-        match target:
-            case LinearTarget(linear=linear, segment=segment):
-                return segment.size, linear.declared.in_features
-            case EmbeddingTarget(embedding=embedding):
-                return target.vocab_size, embedding.declared.in_features
-        return ()
-
     def planned_room(self, rank: int) -> int:
         """Numbers of an adapter of this rank on all planned targets."""
         return sum(target.room(rank) for target in self.all if target.is_planned)
