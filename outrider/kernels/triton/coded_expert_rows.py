@@ -6,6 +6,9 @@ reads 16 bytes of a weight row at a time and asks for several of them before it 
 which multiplies their sum. Sums are in float32. A pair's result depends on no other pair.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (Tuples of Triton's language grow as programs are unrolled.)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
