@@ -21,6 +21,7 @@ import pytest
 from outrider.cli import build_parser
 from outrider.commands.parser import check_flags
 from outrider.models import registry
+from outrider.models.llama import Llama
 from tests.compat.doc_blocks import ROOT, Block, all_blocks, compiles
 from tests.compat.doc_commands import ALONE, NOT_RUN, SERVERS, printed, ways
 
@@ -160,6 +161,13 @@ def test_the_family_of_the_page_passes_the_test_of_the_page(tmp_path: Path, monk
     given: dict[str, Any] = {}
     exec(test, given)
     given["test_drafts_and_chunks_change_nothing"](tmp_path)
+
+
+def test_the_page_names_what_subclasses_of_llama_override() -> None:
+    page = (ROOT / "docs/extending.md").read_text()
+    table = page.partition("| override in the subclass of `Llama` |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(\w+)`", table)
+    assert len(names) > 10 and [name for name in names if not hasattr(Llama, name)] == []
 
 
 SCRIPTS = sorted({command for block in BLOCKS for command in block.commands if "python bench/" in command})
