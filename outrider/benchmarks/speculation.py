@@ -25,6 +25,8 @@ from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
 
 DEFAULT = {"method": "ngram", "num_speculative_tokens": 4}  # of a model that comes without a drafter
+NO_DRAFTS = ("no draft was checked: the drafter had none, or none pays here by the costs measured at start-up; "
+             'the ratio says nothing of drafts ("auto": false in --speculative-config drafts regardless)')
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     cells = [own.cell() for own in found]
     if config.speculative is not None and config.speculative.is_synthetic:
         print("acceptance was synthetic: the text is not the model's")
+    if is_without_drafts(cells):
+        print(NO_DRAFTS)
     if args.plot:
         from outrider.benchmarks.plot import plot_spec
 
@@ -146,6 +150,11 @@ def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, ba
 
 HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'ratio':>6} {'tok/step':>8} "
         f"{'drafts':>6} {'equal':>7}  acceptance by position")
+
+
+def is_without_drafts(cells: Sequence[Cell]) -> bool:
+    """Whether no draft was checked at all, so that ratios say nothing of drafts."""
+    return not any(cell.drafted for cell in cells)
 
 
 def _line(cell: Cell) -> str:

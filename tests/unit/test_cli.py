@@ -529,6 +529,21 @@ def test_bench_spec_compares_and_plots(folder: Path, tmp_path: Path, capsys: pyt
     assert (tmp_path / "plots" / "spec.png").read_bytes()[1:4] == b"PNG" and (tmp_path / "plots" / "spec.svg").exists()
 
 
+def test_bench_spec_says_that_no_draft_was_checked(folder: Path, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "echo.json"
+    prompts.write_text(json.dumps({"name": "echo", "prompts": ["abcabcabc"]}))
+    drafted = {}
+    for max_tokens in (1, 32):  # an answer of one token has no room for drafts
+        result = outrider(capsys, "bench", "spec", folder, "--prompts", prompts, "--batch-sizes", 1, "--max-tokens",
+                          max_tokens, "--rounds", 1, "--num-pages", 99, "--speculative-config",
+                          '{"method": "ngram", "num_speculative_tokens": 3, "auto": false}')
+        (cell,) = json.loads(result.out.splitlines()[-1])["results"]
+        drafted[max_tokens] = cell["drafted"]
+        assert ("no draft was checked" in result.out) == (cell["drafted"] == 0)
+    assert drafted[1] == 0 < drafted[32]
+
+
 def test_bench_spec_reads_spec_benchs_form(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each category is a set of its own, and all of them are added up; the prompts of a set run in several batches."""
     questions = [{"question_id": i, "category": "abcd"[i % 4], "turns": [f"{i} abcabcabc", "again"]} for i in range(8)]
