@@ -270,6 +270,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
             except ValueError:
                 raise UsageError(f"{flag}: {given!r} is not a list of numbers, as 1,0.5,0") from None
             settings["speculative_config"] = settings["speculative_config"] | {name: rates}
+    if getattr(args, "lora", None) is not None:
+        settings["enable_lora"] = True  # the engine must have room for the adapter
     return settings
 
 
@@ -278,13 +280,12 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
-def take_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """The adapter of `--lora`, for which the engine must have room: call this before `engine_config`."""
+def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
+    """The adapter of `--lora`."""
     if args.lora is None:
         return None
     if not (Path(args.lora) / ADAPTER_CONFIG).is_file():
         raise UsageError(f"--lora: {args.lora} is no adapter: it holds no {ADAPTER_CONFIG}")
-    args.enable_lora = True
     return LoRARequest(Path(args.lora).name or "lora", 1, args.lora)
 
 
