@@ -26,6 +26,11 @@ class TapRecorder(Drafter):
         self.width = (len(taps) + 1) * hidden_size
         self._starts: dict[tuple[int, ...], int] = {}
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's states."""
+        return self.width * self.dtype.itemsize
+
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
         self._device = device
         self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device)

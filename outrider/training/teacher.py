@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -21,15 +20,21 @@ from outrider.runner.worker import Worker
 from outrider.training.batches import MAX_MICRO_TEXTS
 from outrider.training.draft_logits import DraftLogits
 from outrider.training.recorder import TapRecorder
-from outrider.training.text_states import SEGMENT_BYTES, StateRoom, TextStates, Tokens, segments, to_pinned
+from outrider.training.text_states import (
+    SEGMENT_BYTES,
+    KeepProgress,
+    StateRoom,
+    TextStates,
+    Tokens,
+    segments,
+    to_pinned,
+)
 from outrider.training.texts import TrainingText
 from outrider.training.vocabulary import DraftVocabulary
 
 CACHE_SHARE = 0.1  # of a GPU's memory, for the pages of the texts that are computed
 GPU_STEP_TOKENS = 32768  # most tokens of the target's steps on a GPU, where large steps are faster
 MICRO_BATCHES = 4  # that such a step may have: who lowers `micro_tokens` has little memory
-REPORT_SECONDS = 5.0
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -89,37 +94,31 @@ class Teacher:
     def keep(self, texts: Sequence[TrainingText], report: Callable[[str], None]) -> None:
         """Compute texts and keep their states while there is room, the first texts first."""
         missing = {tokens: start for tokens, start in _answers(texts).items() if tokens not in self._kept}
-        room, began = StateRoom.measure(self._model.device), time.perf_counter()
-        before, last_told = replace(room), began
-        row_bytes = self._recorder.width * self._recorder.dtype.itemsize
-        # On a CPU one step computes a segment: how the engine spreads more texts over its steps may differ in a resumed
-        # run, and a row's last bits with it.
-        is_cpu = self._model.device.type == "cpu"
-        max_tokens, max_texts = ((self._step_tokens, MAX_MICRO_TEXTS) if is_cpu else
-                                 (SEGMENT_BYTES // row_bytes, len(missing)))
-        num_done, num_tokens = 0, sum(map(len, missing))
-        for group in segments(missing, max_tokens, max_texts):
-            count = sum(map(len, group))
-            is_on_device = room.take_on_device((count + 1) * row_bytes)
-            if not is_on_device and not room.take_on_host((count + 1) * row_bytes):
+        room = StateRoom.measure(self._model.device)
+        progress = KeepProgress(sum(map(len, missing)), room, report)
+        for group in segments(missing, *self._segment_limits(len(missing))):
+            if not self._keep_segment(group, room):
                 break
-            found = self._compute(group)
-            if not is_on_device:
-                found = _on_host(found)
-            self._kept |= found
-            num_done += count
-            now = time.perf_counter()
-            if now - last_told >= REPORT_SECONDS:
-                report(f"target's states of {num_done} of {num_tokens} tokens "
-                       f"({num_done / (now - began):.0f} tokens/s)")
-                last_told = now
-        seconds = max(time.perf_counter() - began, 1e-9)
-        places = f"{(before.on_device - room.on_device) / GIB:.2f} GiB on the device"
-        if before.on_host != room.on_host:
-            places += f" and {(before.on_host - room.on_host) / GIB:.2f} GiB in the host's memory"
-        rest = "" if num_done == num_tokens else "; the others are computed whenever they are trained on"
-        report(f"keeps the target's states of {num_done} of {num_tokens} tokens, computed in {seconds:.1f} s "
-               f"({num_done / seconds:.0f} tokens/s): {places}{rest}")
+            progress.add(sum(map(len, group)))
+        progress.end(room)
+
+    def _segment_limits(self, num_texts: int) -> tuple[int, int]:
+        """The most tokens and texts of a segment. On a CPU one step computes a segment: how the engine spreads more
+        texts over its steps may differ in a resumed run, and a row's last bits with it."""
+        if self._model.device.type == "cpu":
+            return self._step_tokens, MAX_MICRO_TEXTS
+        return SEGMENT_BYTES // self._recorder.row_bytes, num_texts
+
+    def _keep_segment(self, group: Mapping[Tokens, int], room: StateRoom) -> bool:
+        """Compute a segment's texts and keep their states, on the device or else on the host. False, with nothing
+        computed, if neither has room."""
+        num_bytes = (sum(map(len, group)) + 1) * self._recorder.row_bytes
+        is_on_device = room.take_on_device(num_bytes)
+        if not is_on_device and not room.take_on_host(num_bytes):
+            return False
+        found = self._compute(group)
+        self._kept |= found if is_on_device else _on_host(found)
+        return True
 
     @torch.no_grad()
     def teach(self, texts: Sequence[TrainingText]) -> TaughtTexts:

@@ -6,8 +6,9 @@ for which neither has room are computed again whenever they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +17,8 @@ from outrider.core.host_memory import available_bytes
 DEVICE_SHARE = 0.5  # of a GPU's free memory; training needs the rest
 HOST_SHARE = 0.5  # of the host's available memory
 SEGMENT_BYTES = 1 << 30  # states that are allocated and computed together
+REPORT_SECONDS = 5.0
+GIB = 1 << 30
 
 Tokens = tuple[int, ...]
 
@@ -52,6 +55,34 @@ class StateRoom:
         has_room = num_bytes <= self.on_host
         self.on_host -= num_bytes if has_room else 0
         return has_room
+
+
+class KeepProgress:
+    """Reports how many tokens' states are kept, every few seconds and at the end."""
+
+    def __init__(self, num_tokens: int, room: StateRoom, report: Callable[[str], None]) -> None:
+        """num_tokens: of all texts. room: before any states are kept."""
+        self._num_tokens, self._before, self._report = num_tokens, replace(room), report
+        self._num_kept = 0
+        self._began = self._last_told = time.perf_counter()
+
+    def add(self, num_tokens: int) -> None:
+        self._num_kept += num_tokens
+        now = time.perf_counter()
+        if now - self._last_told >= REPORT_SECONDS:
+            self._report(f"target's states of {self._num_kept} of {self._num_tokens} tokens "
+                         f"({self._num_kept / (now - self._began):.0f} tokens/s)")
+            self._last_told = now
+
+    def end(self, room: StateRoom) -> None:
+        """room: what is left."""
+        before, seconds = self._before, max(time.perf_counter() - self._began, 1e-9)
+        places = f"{(before.on_device - room.on_device) / GIB:.2f} GiB on the device"
+        if before.on_host != room.on_host:
+            places += f" and {(before.on_host - room.on_host) / GIB:.2f} GiB in the host's memory"
+        rest = "" if self._num_kept == self._num_tokens else "; the others are computed whenever they are trained on"
+        self._report(f"keeps the target's states of {self._num_kept} of {self._num_tokens} tokens, computed in "
+                     f"{seconds:.1f} s ({self._num_kept / seconds:.0f} tokens/s): {places}{rest}")
 
 
 def segments(answer_from: Mapping[Tokens, int], max_tokens: int, max_texts: int) -> Iterator[dict[Tokens, int]]:
