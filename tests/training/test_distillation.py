@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.training import distillation
 from outrider.training.distillation import distillation_loss
@@ -47,8 +50,21 @@ def test_products_are_in_16_bits_where_autocast_is_on(monkeypatch: pytest.Monkey
     assert states.grad is not None and states.grad.dtype == torch.float32
 
 
-def test_no_gradient_is_computed_where_none_is_asked_for() -> None:
-    with torch.no_grad():
-        loss = distillation_loss(torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 5), torch.arange(3),
-                                 torch.ones(3))
-    assert not loss.requires_grad
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products, those inside of an autograd function too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("for_states", "for_weight", "num_products"),
+                         [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 3)])
+def test_only_gradients_that_are_asked_for_are_computed(for_states: bool, for_weight: bool, num_products: int) -> None:
+    """The logits take one product, and each gradient one more."""
+    states, weight = torch.randn(3, 4).requires_grad_(for_states), torch.randn(5, 4).requires_grad_(for_weight)
+    with ProductCounter() as counter:
+        distillation_loss(states, weight, torch.randn(3, 5), torch.arange(3), torch.ones(3))
+    assert counter.count == num_products
