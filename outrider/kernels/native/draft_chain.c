@@ -45,6 +45,7 @@ typedef struct {
     Attention attention;
     AttentionWork work;
     int64_t bad, failed, error, unknown; /* unknown: tokens outside of the embedding */
+    int64_t stops; /* `unknown` of this pass: threads that are in the next one already may add to it */
 } Chain;
 
 static _Thread_local void *kept_chain;
@@ -277,6 +278,8 @@ static void share_pass(Chain *c, int64_t pass, Team *team) {
         if (pass) memcpy(c->hidden + at * hidden, given + at * hidden, hidden * sizeof(float));
     }
     meet(team);
+#pragma omp master
+    c->stops = c->unknown;
     share_product(&h->qkv, c->joined, 2 * hidden, c->qkv, rows, NULL, team);
     share_rope_write(c->qkv, h->qkv.outputs, rows, &rope, &c->bad, team);
 #pragma omp for nowait
@@ -311,7 +314,7 @@ static int64_t run_passes(const DraftHead *head, const Proposed *batch, int thre
         keep_tails(&chain);
         for (int64_t pass = 0; pass < batch->num_drafts && !chain.error; pass++) {
             share_pass(&chain, pass, &team);
-            if (chain.bad || chain.failed || chain.unknown) break;
+            if (chain.bad || chain.failed || chain.stops) break;
         }
     }
     if (chain.error) return chain.error;
