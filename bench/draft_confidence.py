@@ -14,67 +14,28 @@ from __future__ import annotations
 import argparse
 import random
 from itertools import cycle
-from typing import NamedTuple
+
+from watched_drafts import DEPTH, FIRST_SEED, WatchedChain, WatchedDrafts
 
 from outrider import LLM, SamplingParams
 from outrider.benchmarks.prompt_sets import read_sets
 from outrider.core.draft_confidence import levels_of
-from outrider.drafters.autoregressive import AutoregressiveDrafter
-from outrider.drafters.base import Drafts, Step
 from outrider.sched.draft_chances import DraftChances
 from outrider.sched.spread_acceptance import SpreadAcceptance
 
-DEPTH, REQUESTS, STEPS, WARM_UP, LEARN_EVERY = 4, 32, 400, 50, 8
-FIRST_SEED = 1000
-
-
-class Chain(NamedTuple):
-    """The drafts behind a token: how many are right, and their levels."""
-
-    num_right: int
-    levels: int
-
-
-class Watched:
-    """Keeps the drafts of every request, by its seed and position."""
-
-    def __init__(self) -> None:
-        self._propose = AutoregressiveDrafter.propose
-        self.tokens: dict[int, dict[int, list[int]]] = {}  # by seed and position of the first draft
-        self.levels: dict[int, dict[int, int]] = {}
-
-    def propose(self, drafter: AutoregressiveDrafter, step: Step) -> Drafts:
-        """In place of the drafter's own method."""
-        drafts, rows = self._propose(drafter, step), step.batch.padded.rows
-        assert drafts.levels is not None
-        columns = zip(step.sampling.seed[rows].tolist(), step.known[rows].tolist(), drafts.tokens.tolist(),
-                      drafts.levels.tolist(), strict=True)
-        for seed, position, tokens, packed in columns:
-            self.tokens.setdefault(seed, {})[position] = tokens
-            self.levels.setdefault(seed, {})[position] = packed
-        return drafts
-
-    def chains(self, seed: int, text: list[int], prompt_len: int) -> dict[int, Chain]:
-        """Of a request that has run, by position."""
-        found = {}
-        for position, tokens in self.tokens.get(seed, {}).items():
-            if len(tokens) == DEPTH and prompt_len < position <= len(text) - DEPTH:
-                pairs = zip(tokens, text[position:], strict=False)
-                num_right = next((place for place, (own, true) in enumerate(pairs) if own != true), DEPTH)
-                found[position] = Chain(num_right, self.levels[seed][position])
-        return found
+REQUESTS, STEPS, WARM_UP, LEARN_EVERY = 32, 400, 50, 8
 
 
 class Decoding:
     """Requests that decode side by side; one that ends is followed by the next."""
 
-    def __init__(self, texts: list[dict[int, Chain]], seed: int) -> None:
+    def __init__(self, texts: list[dict[int, WatchedChain]], seed: int) -> None:
         order = random.Random(seed).sample(texts, len(texts))
         self._texts, self._next_id = cycle(order), 0
         self._history, self._chances = SpreadAcceptance(DEPTH), DraftChances(DEPTH)
         self._live = [self._new() for _ in range(REQUESTS)]
 
-    def _new(self) -> tuple[int, dict[int, Chain], int]:
+    def _new(self) -> tuple[int, dict[int, WatchedChain], int]:
         self._next_id += 1
         chains = next(self._texts)
         return self._next_id, chains, min(chains)
@@ -109,7 +70,7 @@ class Decoding:
         return [taken.count(index) for index in range(REQUESTS)]
 
 
-def report(texts: list[dict[int, Chain]]) -> None:
+def report(texts: list[dict[int, WatchedChain]]) -> None:
     chains = [chain for text in texts for chain in text.values()]
     print(f"{len(chains)} chains of {len(texts)} requests")
     for level in range(1, 16):
@@ -135,8 +96,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    watched = Watched()
-    AutoregressiveDrafter.propose = lambda drafter, step: watched.propose(drafter, step)  # type: ignore[method-assign]
+    watched = WatchedDrafts.install()
     config = {"method": "eagle3", "model": args.drafter, "num_speculative_tokens": DEPTH, "auto": False}
     with LLM(args.model, speculative_config=config, max_num_seqs=16, enable_prefix_caching=False) as llm:
         prompts = [ids for own in read_sets([args.file]) for ids in own.encode(llm.get_tokenizer(), args.prompts)]

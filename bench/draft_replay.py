@@ -26,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from watched_drafts import DEPTH, FIRST_SEED, WatchedDrafts
+
 from outrider import LLM
 from outrider.benchmarks.prompt_sets import read_sets
 from outrider.cache.groups import LayerCache, plan_groups
@@ -37,8 +39,6 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import FEW, size_for
 from outrider.core.draft_confidence import CHANCE_BITS, NUM_LEVELS, WEIGHT_BITS, levels_of
-from outrider.drafters.autoregressive import AutoregressiveDrafter
-from outrider.drafters.base import Drafts, Step
 from outrider.sched.acceptance import Acceptance
 from outrider.sched.auto_drafts import auto_drafts
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
@@ -47,9 +47,7 @@ from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.sized_drafts import SizedDrafts
 
-DEPTH = 4  # drafts of a recorded chain
 PROMPT = 16  # tokens of a prompt in a replay
-FIRST_SEED = 1000
 # Of drafts that are right if their head has seen the whole text, those still right if it has seen so many tokens.
 SEEN_FACTORS = {1: 0.02, 2: 0.1, 4: 0.3, 9: 0.44, 17: 0.64, 25: 0.8, 41: 0.9}
 COSTS = {  # milliseconds
@@ -233,7 +231,7 @@ class TrueAcceptance(Acceptance):
 
 def told_chooser(texts: Sequence[Text], costs: StepCosts) -> SizedDrafts | IndividualDrafts:
     chooser = auto_drafts(DEPTH, costs, always_propose=False)
-    chooser.acceptance = TrueAcceptance(texts)  # type: ignore[assignment]
+    chooser.acceptance = TrueAcceptance(texts)
     for request_id, text in enumerate(texts):
         for chain in text.chains:
             chooser.chances.observe(request_id, chain.levels, DEPTH, chain.num_right)
@@ -255,39 +253,10 @@ def compare(name: str, texts: Sequence[Text], costs: StepCosts, batch: int) -> N
           f"{chosen.tokens / chosen.num_steps:.2f} tokens and {chosen.num_drafts / chosen.num_steps:.2f} drafts a step")
 
 
-class Watched:
-    """Keeps the drafts that a head makes behind every token: by the request's seed and the first draft's position."""
-
-    def __init__(self) -> None:
-        self._propose = AutoregressiveDrafter.propose
-        self.num_steps = 0  # since it last rested
-        self.found: dict[int, dict[int, tuple[list[int], int, int]]] = {}  # drafts, their levels, steps since a rest
-
-    def propose(self, drafter: AutoregressiveDrafter, step: Step) -> Drafts:
-        """In place of the drafter's own method."""
-        drafts, rows = self._propose(drafter, step), step.batch.padded.rows
-        assert drafts.levels is not None
-        columns = zip(step.sampling.seed[rows].tolist(), step.known[rows].tolist(), drafts.tokens.tolist(),
-                      drafts.levels.tolist(), strict=True)
-        for seed, position, tokens, levels in columns:
-            self.found.setdefault(seed, {})[position] = tokens, levels, self.num_steps
-        return drafts
-
-    def chains(self, seed: int, text: list[int], prompt_len: int) -> list[list[int]]:
-        """Position, number of right drafts, levels and steps since a rest, of a request that has run."""
-        chains = []
-        for position, (tokens, levels, num_steps) in sorted(self.found.get(seed, {}).items()):
-            if prompt_len < position <= len(text) - DEPTH:
-                pairs = zip(tokens, text[position:], strict=False)
-                num_right = next((place for place, (own, true) in enumerate(pairs) if own != true), DEPTH)
-                chains.append([position, num_right, levels, num_steps])
-        return chains
-
-
 class RestingDrafts(FixedDrafts):
     """Rests for some steps and proposes for as many, in turn. Drafts are not checked."""
 
-    def __init__(self, watched: Watched, num_rests: int) -> None:
+    def __init__(self, watched: WatchedDrafts, num_rests: int) -> None:
         super().__init__(DEPTH)
         self._watched, self._num_rests, self._step = watched, num_rests, 0
 
@@ -299,8 +268,7 @@ class RestingDrafts(FixedDrafts):
 
 
 def record(model: str, drafter: str, prompts: str, out: str, count: int, max_tokens: int, num_rests: int) -> None:
-    watched = Watched()
-    AutoregressiveDrafter.propose = lambda drafter, step: watched.propose(drafter, step)  # type: ignore[method-assign]
+    watched = WatchedDrafts.install()
     config = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DEPTH, "auto": False}
     with LLM(model, speculative_config=config, max_num_seqs=16, enable_prefix_caching=False) as llm:
         if num_rests:
@@ -311,7 +279,8 @@ def record(model: str, drafter: str, prompts: str, out: str, count: int, max_tok
         outputs = llm.generate([{"prompt_token_ids": ids} for _, ids in asked], params, use_tqdm=False)
     with open(out, "w", encoding="utf-8") as file:
         for index, ((category, ids), output) in enumerate(zip(asked, outputs, strict=True)):
-            chains = watched.chains(FIRST_SEED + index, ids + list(output.outputs[0].token_ids), len(ids))
+            found = watched.chains(FIRST_SEED + index, ids + list(output.outputs[0].token_ids), len(ids))
+            chains = [[position, *chain] for position, chain in found.items()]
             file.write(json.dumps({"category": category, "chains": chains}) + "\n")
 
 
