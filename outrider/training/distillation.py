@@ -17,8 +17,8 @@ from outrider.learning.named_layers import wide
 CHUNK_ROWS = 4096  # token rows whose logits are held at once
 
 
-def distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
-                 row_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
+                  row_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """([rows] losses, [rows, vocabulary] gradient of their sum, which may overwrite the logits). A row's loss is its
     weight times the cross-entropy of the softmax of its logits against the softmax of the target's.
 
@@ -31,9 +31,9 @@ def distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torc
     return losses, gradient.to(logits.dtype)
 
 
-rows_operation = Operation(
-    distill_rows, triton_kernel("outrider.kernels.triton.distillation:distill_rows", UP_TO_FLOAT32),
-    exact=Exactness.DRAFTS,
+distill_rows = Operation(
+    _distill_rows, triton_kernel("outrider.kernels.triton.distillation:distill_rows", UP_TO_FLOAT32),
+    name="distill_rows", exact=Exactness.DRAFTS,
 )
 
 
@@ -60,8 +60,8 @@ class _Distillation(torch.autograd.Function):
             for start in range(0, len(states), CHUNK_ROWS):
                 chunk = slice(start, start + CHUNK_ROWS)
                 x = states[chunk].to(dtype)
-                losses, gradient = rows_operation(x @ product_weight.t(), target_logits, places[chunk],
-                                                  row_weights[chunk])
+                losses, gradient = distill_rows(x @ product_weight.t(), target_logits, places[chunk],
+                                                row_weights[chunk])
                 total += losses.sum()
                 if state_gradient is not None:
                     state_gradient[chunk] = gradient @ product_weight

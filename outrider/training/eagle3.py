@@ -20,15 +20,15 @@ OUTPUT = "lm_head.weight"
 
 
 class Eagle3Trainee(Trainee):
-    """The head begins with the target's final norm and output rows, and random weights between that `ease_beginning`
-    changes."""
+    """The head begins with the target's final norm and output rows, and with random weights between them, some of which
+    `warm_start` replaces."""
 
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
         self._target, self._vocabulary = target, vocabulary
         self.num_passes = settings.passes
         self.sizes = HeadSizes.for_target(target, settings)
         fresh = begin_weights(weight_shapes(self.sizes, len(vocabulary.ids)), target, vocabulary, settings.seed)
-        ease_beginning(fresh, self.sizes)
+        warm_start(fresh, self.sizes)
         self._frozen = {OUTPUT: fresh.pop(OUTPUT)} if settings.freeze_output else {}
         self.weights = {name: weight.requires_grad_() for name, weight in fresh.items()}
         self._network = Eagle3Network(self.sizes.form, self.weights)
@@ -78,7 +78,7 @@ def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabula
     return {name: weight.detach().to(target.device, torch.float32).clone() for name, weight in weights.items()}
 
 
-def ease_beginning(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
+def warm_start(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
     """Change fresh weights, in place, so that a head need not first find out what is the same for every target.
 
     The layer's input begins as the last tap alone, so that the residual stream has the axes that the target's output

@@ -34,7 +34,7 @@ from outrider.training.vocabulary import DraftVocabulary
 
 CACHE_SHARE = 0.1  # of a GPU's memory, for the pages of the texts that are computed
 GPU_STEP_TOKENS = 32768  # most tokens of the target's steps on a GPU, where large steps are faster
-MICRO_BATCHES = 4  # that such a step may have: who lowers `micro_tokens` has little memory
+MAX_STEP_MICRO_BATCHES = 4  # a step computes no more micro-batches: a low `micro_tokens` means that memory is short
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Teacher:
         self._kept: dict[Tokens, TextStates] = {}
         step_tokens = micro_tokens
         if model.device.type == "cuda":
-            step_tokens = max(micro_tokens, min(GPU_STEP_TOKENS, MICRO_BATCHES * micro_tokens))
+            step_tokens = max(micro_tokens, min(GPU_STEP_TOKENS, MAX_STEP_MICRO_BATCHES * micro_tokens))
         self._step_tokens = step_tokens
         config = replace(config.without_drafts(), enable_prefix_caching=False, enforce_eager=True,
                          max_model_len=max_text_tokens + 1, max_num_batched_tokens=step_tokens, max_step_ms=None,

@@ -135,7 +135,7 @@ def compile_product(code: str, activation: str | None) -> dict[str, Any]:
 
     is_second = activation is None
     tile = module.tile_for(not is_second, False)
-    number, limit = module.number_of(activation)
+    number, limit = module.activation_number(activation)
     constants = {"K": 2880, "GROUP": 32, "CODE": scaled.CODES.index(code), "PAIRS_PER_ROW": 1 if is_second else 4,
                  "ACTIVATION": number, "LIMIT": limit, "OUTPUTS": tile.outputs, "LANES": tile.lanes,
                  "DEPTH": tile.depth, "UNIT": 16, "HAS_ZEROS": False, "HAS_OFFSETS": False, "HAS_FACTORS": False,

@@ -35,13 +35,13 @@ def test_loss_and_gradients_are_those_of_whole_logits(is_trained: bool, monkeypa
 
 def test_products_are_in_16_bits_where_autocast_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of the layers before, and gradients come back in the states' own dtype."""
-    dtypes = []
+    dtypes, operation = [], distillation.distill_rows
 
     def spy(logits: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtypes.append(logits.dtype)
-        return distillation.distill_rows(logits, *others)
+        return operation(logits, *others)
 
-    monkeypatch.setattr(distillation, "rows_operation", spy)
+    monkeypatch.setattr(distillation, "distill_rows", spy)
     states, weight = torch.randn(3, 4).requires_grad_(), torch.randn(5, 4)
     with torch.autocast("cpu", torch.bfloat16):
         loss = distillation_loss(states, weight, torch.randn(3, 5), torch.arange(3), torch.ones(3))

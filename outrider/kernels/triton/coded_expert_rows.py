@@ -102,7 +102,7 @@ _INT4_TO_FLOATS = tl.constexpr("""{
 
 
 @triton.jit
-def _number_of(nibble, IS_FP4: tl.constexpr):
+def _float_of(nibble, IS_FP4: tl.constexpr):
     """Codes as numbers, times the unit of their kind."""
     wide = nibble.to(tl.uint16)
     bits = (wide & 7) << 9 | (wide & 8) << 12 if IS_FP4 else wide
@@ -118,7 +118,7 @@ def _unpack_floats(packed, IS_FP4: tl.constexpr, ASM: tl.constexpr):
             dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
         )
     else:
-        return _number_of(packed & 15, IS_FP4), _number_of(packed >> 4, IS_FP4)
+        return _float_of(packed & 15, IS_FP4), _float_of(packed >> 4, IS_FP4)
 
 
 @triton.jit
@@ -181,11 +181,11 @@ def _coded_expert_rows_kernel(
 ):
     """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
 
-    Strides end in _e from expert to expert, in _n from row to row of a weight and in _g
-    from group to group. With a gated activation weight rows 0 to N are the gate and the next N are what it gates. bias:
-    of each weight row, added before the activation. A chunk is UNIT bytes, which have one scale; LANES chunks are
-    multiplied together, DEPTH times as many are read together. EARLY: ids are not of a kernel that may still run, so
-    the first weights are read before x is there."""
+    Names of strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group.
+    With a gated activation weight rows 0 to N are the gate and the next N are what it gates. bias: of each weight row,
+    added before the activation. A chunk is UNIT bytes, which have one scale; LANES chunks are multiplied together, and
+    DEPTH times as many are read together. EARLY: no kernel that may still run writes ids, so the first weights are read
+    before x is there."""
     GATED: tl.constexpr = (ACTIVATION > 0) and (ACTIVATION != _RELU2)
     IS_FP4: tl.constexpr = CODE == _FP4
     SPAN: tl.constexpr = GROUP // 2  # bytes of a group
@@ -285,12 +285,12 @@ def tile_for(is_gated: bool, is_small: bool) -> CodedRowsTile:
     return _GATED_TILE if is_gated else _PLAIN_TILE
 
 
-def number_of(activation: str | None) -> tuple[int, float]:
+def activation_number(activation: str | None) -> tuple[int, float]:
     """The kernel's number of an activation, and its limit, or 0 if it has none or its own."""
     return (_NUMBER_OF_CLAMPED, 0.0) if activation == CLAMPED else activation_code(activation)
 
 
-def unit_of(weight: Scaled) -> int:
+def chunk_bytes(weight: Scaled) -> int:
     """Bytes of a chunk: 16 or 8, so that each chunk of a weight's 4-bit codes has one scale; 0 if there is none."""
     span = min(weight.group, weight.shape[-1]) // 2
     return next((unit for unit in (MAX_UNIT, MAX_UNIT // 2) if span % unit == 0), 0)
@@ -300,7 +300,7 @@ def takes(num_pairs: int, gate_up: Scaled, down: Scaled, rounds: bool) -> bool:
     """Whether the products of so many pairs are served here: few, with 4-bit codes and token rows as they are."""
     if rounds or not 0 < num_pairs <= MAX_PAIRS:
         return False
-    return all(weight.code in (INT4, FP4) and unit_of(weight) > 0 for weight in (gate_up, down))
+    return all(weight.code in (INT4, FP4) and chunk_bytes(weight) > 0 for weight in (gate_up, down))
 
 
 def multiply(
@@ -312,7 +312,7 @@ def multiply(
     name, (num_experts, rows, k), device = "coded_expert_rows", weight.shape, x.device
     require_tensor(name, "x", x, (ids.numel() // pairs_per_row, k), device, FLOATS)
     require_tensor(name, "ids", ids, (None, None), device, (torch.int64,), inner_contiguous=2)
-    unit = unit_of(weight)
+    unit = chunk_bytes(weight)
     if weight.code not in (INT4, FP4) or not unit:
         refuse(name, "weight", f"has codes {weight.code!r} in groups of {weight.group}, expected 4-bit codes in groups "
                                f"of a multiple of {MAX_UNIT}")
@@ -321,7 +321,7 @@ def multiply(
         refuse(name, "weight", f"has {rows} rows, expected {n} outputs{' with their gates' if is_gated else ''}")
     if bias is not None:
         require_tensor(name, "bias", bias, (num_experts, rows), device, FLOATS)
-    tile, (number, limit) = tile or tile_for(is_gated, device.type != "cuda"), number_of(activation)
+    tile, (number, limit) = tile or tile_for(is_gated, device.type != "cuda"), activation_number(activation)
     codes, scales = weight.codes, weight.scales
     shifts = scales if weight.shifts is None else weight.shifts
     factors = scales if weight.factors is None else weight.factors
