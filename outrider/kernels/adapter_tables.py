@@ -71,8 +71,9 @@ class RowSlots(NamedTuple):
         return cls(slots, sorted_slots, order, segments, num_segments).settled()
 
     def settled(self) -> RowSlots:
-        """These, for kernels that read the order before they wait for their predecessors: the launch here, which is an
-        ordinary one, lies between the segments and the first such kernel, and begins when they are in memory."""
+        """Make these safe for kernels that read the order before they wait for their predecessors. On a GPU an ordinary
+        launch follows here, which begins only when order and segments are in memory, and those kernels come behind
+        it."""
         if self.slots.is_cuda:
             self.slots.new_zeros(1)
         return self

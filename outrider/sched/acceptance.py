@@ -59,8 +59,8 @@ class Rates:
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
-    """What is usual counts for `weight` observations, and less for a request that deviates from it by more than chance:
-    it may be one of a new kind. variance: that of such deviations."""
+    """How many observations the usual rate counts for: `weight`, or fewer for a request that deviates from that rate by
+    more than chance explains, because it may be of a new kind. variance: of the deviations that chance explains."""
     return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
 
 

@@ -38,8 +38,8 @@ class LearnedDrafts(DraftCounts):
         for request in requests:
             self._sight.begin(request.id)
         if not self._depth.proposed:
-            everyone = self._requests + requests
-            self._depth.proposed = self._best_depth(everyone) or int(self._try_new(requests, len(everyone)))
+            all_requests = self._requests + requests
+            self._depth.proposed = self._best_depth(all_requests) or int(self._try_new(requests, len(all_requests)))
         return self._depth.proposed
 
     @abstractmethod

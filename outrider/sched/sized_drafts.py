@@ -276,7 +276,7 @@ def extended(waiting: list[float], usual: list[float]) -> list[float]:
 
 def shared_choices(gains: list[list[float]], most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
     """Every size of a captured step of `count` requests that can be shared out, with the drafts that are then expected
-    to be accepted. gains: of the drafts of each request, or of a sample of such chains."""
+    to be accepted. gains: of the drafts of each request, or of a sample of chains that stands for all requests."""
     scale = len(gains) / count
     likeliest: list[float] = []
     for depth in range(1, most + 1):

@@ -1,7 +1,7 @@
 """Pages that keep nothing of their tokens, for models whose layers are all recurrent.
 
-A state lies in its row, so no layer of such a model needs a page. Prefixes are still counted, shared and given up in
-pages, and checkpoints of states are lists of pages.
+States lie in rows, so no layer of these models needs pages. But prefixes are counted, shared and dropped in pages, and
+checkpoints of states are lists of pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class MarkerSpec(PagedSpec):
-    """Nothing of any token."""
+    """Keeps no part of a token."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -340,7 +340,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
     (num_rows, k), n, device = x.shape, out.shape[1], x.device
     pdl = uses_pdl(device) if pdl is None else pdl
     # A large product still runs for microseconds when its token rows are complete: time enough for the next kernel to
-    # start, and a kernel of adapters that reads the same token rows need not wait for the product. None follows a gate.
+    # start, and a kernel of adapters that reads the same token rows need not wait for the product. Behind a product
+    # with a gate there is no kernel of adapters.
     late = gate == 0 and weight.numel() * weight.element_size() > SMALL_WEIGHT
     require(plans[0] is not None, "few_rows", "weight", f"has no plan with {num_rows} token rows: ask is_fastest first")
     for plan in plans:
