@@ -46,12 +46,6 @@ def peft_model(folder: Path, adapter: Path | None) -> Any:
 
 
 @torch.no_grad()
-def peft_logits(folder: Path, adapter: Path | None, tokens: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = peft_model(folder, adapter)(tokens[None]).logits[0]
-    return logits
-
-
-@torch.no_grad()
 def peft_greedy(folder: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:
     text = peft_model(folder, adapter).generate(input_ids=torch.tensor([prompt]), max_new_tokens=count, do_sample=False,
                                                 eos_token_id=None, pad_token_id=0)

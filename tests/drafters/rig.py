@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from outrider.core import ScheduledBatch
 from outrider.drafters.base import Drafts, Step
 from outrider.models.base import Model
@@ -64,11 +62,3 @@ class _ChosenDrafts(DraftCounts):
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         wanted = [clamp_drafts(request, self._k, is_exact=False) for request in requests]
         return DraftPlan(wanted, self._propose_at(self._rig.scheduler.stats.num_steps))
-
-    def observe(self, *_: object, **__: object) -> None: ...
-
-    def forget(self, *_: object) -> None: ...
-
-
-def shuffled_rows(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
