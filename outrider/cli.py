@@ -17,6 +17,7 @@ from io import TextIOWrapper
 
 from outrider import __version__
 from outrider.commands.flag_names import with_flags
+from outrider.commands.flag_values import count_flag, counts_flag, number_flag
 from outrider.commands.parser import (
     Parser,
     UsageError,
@@ -25,9 +26,6 @@ from outrider.commands.parser import (
     add_sampling_flags,
     add_server_flags,
     check_flags,
-    count_flag,
-    counts_flag,
-    number_flag,
 )
 from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
 from outrider.commands.training_flags import TRAIN_EXAMPLES, add_training_flags

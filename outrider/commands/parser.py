@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
+from outrider.commands.flag_values import CONVERTERS, whole_number
 from outrider.commands.help import HelpAction, help_text
 from outrider.commands.server_help import SERVER_HELP
 from outrider.commands.vllm_flags import add_unlisted_flags, own_flags
 from outrider.compat.engine_args import config_for
 from outrider.compat.server_settings import VLLM_SERVER_SETTINGS
 from outrider.compat.settings import VALUES, VLLM_SETTINGS
-from outrider.config import AUTO_DRAFTER, DTYPES, LOAD_FORMATS, LOGPROBS_MODES, METHODS, MODEL_IMPLS, EngineConfig
+from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
-from outrider.core.fields import Count, NotEmpty, Range, check_value, did_you_mean
+from outrider.core.fields import did_you_mean
 from outrider.core.lora_request import CONFIG as ADAPTER_CONFIG
 from outrider.core.lora_request import LoRARequest
-from outrider.core.structured import StructuredOutputsParams
-from outrider.core.token_ids import bias_from_json
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
 
@@ -254,7 +251,7 @@ def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | Non
             _add_flag(group, field, SERVER_HELP.get(field.name, ""))
     if names is None:
         add_unlisted_flags(group, VLLM_SERVER_SETTINGS)
-        group.add_argument("--data-parallel-size", "-dp", dest="replicas", type=_whole, default=argparse.SUPPRESS,
+        group.add_argument("--data-parallel-size", "-dp", dest="replicas", type=whole_number, default=argparse.SUPPRESS,
                            help=argparse.SUPPRESS)  # vLLM's name
 
 
@@ -318,111 +315,3 @@ def _add_flag(group: Any, field: dataclasses.Field[Any], help_text: str, default
     elif kind in CONVERTERS:
         metavar, convert = CONVERTERS[kind]
         group.add_argument(*SHORT_FLAGS.get(field.name, ()), flag, type=convert, metavar=metavar, **common)
-
-
-def count_flag(text: str) -> int:
-    """A number of tokens, rounds or requests."""
-    return _checked(Count, _whole(text))
-
-
-def whole_flag(low: int, high: int) -> Callable[[str], int]:
-    return lambda text: _checked(Annotated[int, Range(low, high)], _whole(text))
-
-
-def counts_flag(text: str) -> tuple[int, ...]:
-    return _checked(Annotated[tuple[Count, ...], NotEmpty], number_list(text))
-
-
-def number_flag(low: float, high: float) -> Callable[[str], float]:
-    return lambda text: _checked(Annotated[float, Range(low, high)], _real(text))
-
-
-def _checked(declared: Any, value: Any) -> Any:
-    try:
-        check_value("it", declared, value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return value
-
-
-def number_list(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(",") if word.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, as 1,2,3") from None
-
-
-def _drafter(text: str) -> dict[str, Any] | str | None:
-    if text.lower() in ("none", "null"):
-        return None
-    return AUTO_DRAFTER if text.lower() == AUTO_DRAFTER else json_object(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        hint = f"; write '{{\"method\": \"{text}\", \"num_speculative_tokens\": 4}}'" if text in METHODS else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}{hint}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def _bias(text: str) -> dict[int, float]:
-    bias = json_object(text)
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in bias.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}')
-    try:
-        return bias_from_json(bias)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _form(text: str) -> StructuredOutputsParams:
-    try:
-        return StructuredOutputsParams.from_fields(json_object(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _drafts(text: str) -> bool | int:
-    words = {"true": True, "false": False, "yes": True, "no": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    return _whole(text)
-
-
-def _whole(text: str) -> int:
-    """An integer, or as vLLM writes large ones: 4k is 4000, 4K is 4096, and so on with m, g and t."""
-    sized = re.fullmatch(r"(\d{1,6})([kmgtKMGT])", text)
-    if sized is not None:
-        power = "kmgt".index(sized[2].lower()) + 1
-        return int(sized[1]) * (1000 if sized[2].islower() else 1024) ** power
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-CONVERTERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys((int, int | None), ("N", _whole)),
-    float: ("X", _real),
-    float | None: ("X", _real),
-    str: ("NAME", str),
-    str | None: ("NAME", str),
-    tuple[int, ...]: ("N,N", number_list),
-    list[int] | None: ("N,N", lambda text: list(number_list(text))),
-    dict[str, Any] | None: ("JSON", json_object),
-    dict[str, Any] | str | None: ("JSON", _drafter),
-    dict[int, float] | None: ("JSON", _bias),
-    StructuredOutputsParams | None: ("JSON", _form),
-    bool | int | None: ("K", _drafts),
-}

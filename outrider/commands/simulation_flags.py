@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.commands.parser import count_flag, counts_flag, number_flag
+from outrider.commands.flag_values import count_flag, counts_flag, number_flag
 from outrider.commands.simulated_routing import ROUTERS
 
 SIMULATE_EXAMPLES = """examples:

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from outrider.commands.parser import add_engine_flags, add_model, count_flag, number_flag, number_list, whole_flag
+from outrider.commands.flag_values import count_flag, number_flag, number_list, whole_flag
+from outrider.commands.parser import add_engine_flags, add_model
 from outrider.training.methods import METHODS
 from outrider.training.settings import FILE_FORMS, TrainingSettings
 
