@@ -435,13 +435,14 @@ static Multiply *const PRODUCTS[][2][FEW + 1] = {EACH_FORM(NAMED)}; /* [form][ha
 /* The lanes of every part that begin within weight rows [from, to). */
 static void multiply(const Matrix *w, Product *p, int64_t from, int64_t to) {
     const PackedParts *parts = w->data;
+    const int is_few = 0 < p->tokens && p->tokens <= FEW;
     for (int64_t i = 0; i < parts->count; i++) {
         const PackedPart *part = parts->parts + i;
         const int64_t skipped = from > part->first ? (from - part->first + VL - 1) / VL * VL : 0;
         const int64_t end = part->first + part->outputs < to ? part->first + part->outputs : to;
         p->part = part, p->end = end;
-        for (int64_t o = part->first + skipped; o < end; o += p->tokens <= FEW ? VL : 2 * VL)
-            PRODUCTS[part->form][parts->digits == 3][p->tokens <= FEW ? p->tokens - 1 : FEW](p, o);
+        for (int64_t o = part->first + skipped; o < end; o += is_few ? VL : 2 * VL)
+            PRODUCTS[part->form][parts->digits == 3][is_few ? p->tokens - 1 : FEW](p, o);
     }
 }
 
