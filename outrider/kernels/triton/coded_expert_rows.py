@@ -44,6 +44,21 @@ _INT4_ZERO = tl.constexpr(8.0)  # codes of integers are stored plus 8
 # What a code's number is multiplied by, to be what `_unpack_floats` makes of it.
 _UNIT_OF_FP4, _UNIT_OF_INT4 = tl.constexpr(2.0**-14), tl.constexpr(2.0**-24)
 
+# Four registers with two float16 numbers each become eight float32 numbers, in the order of their bytes.
+_PAIRS_TO_FLOATS = """    mov.b32 {a0, a1}, p0;
+    mov.b32 {a2, a3}, p1;
+    mov.b32 {a4, a5}, p2;
+    mov.b32 {a6, a7}, p3;
+    cvt.f32.f16 $0, a0;
+    cvt.f32.f16 $1, a2;
+    cvt.f32.f16 $2, a1;
+    cvt.f32.f16 $3, a3;
+    cvt.f32.f16 $4, a4;
+    cvt.f32.f16 $5, a6;
+    cvt.f32.f16 $6, a5;
+    cvt.f32.f16 $7, a7;
+    }"""
+
 # Four bytes of e2m1 codes become the numbers of their low bits, then of their high bits, times 2^-14. As the upper byte
 # of a float16 number a code has its sign in bit 7 and its other bits in bits 3 to 1.
 _E2M1_TO_FLOATS = tl.constexpr("""{
@@ -60,19 +75,7 @@ _E2M1_TO_FLOATS = tl.constexpr("""{
     and.b32 p1, low2, 0xFF00FF00;
     prmt.b32 p2, high1, 0, 0x2404;
     and.b32 p3, high1, 0xFF00FF00;
-    mov.b32 {a0, a1}, p0;
-    mov.b32 {a2, a3}, p1;
-    mov.b32 {a4, a5}, p2;
-    mov.b32 {a6, a7}, p3;
-    cvt.f32.f16 $0, a0;
-    cvt.f32.f16 $1, a2;
-    cvt.f32.f16 $2, a1;
-    cvt.f32.f16 $3, a3;
-    cvt.f32.f16 $4, a4;
-    cvt.f32.f16 $5, a6;
-    cvt.f32.f16 $6, a5;
-    cvt.f32.f16 $7, a7;
-    }""")
+""" + _PAIRS_TO_FLOATS)
 
 # Four bytes of int4 codes become the codes of their low bits, then of their high bits, times 2^-24, as the lowest bits
 # of float16 numbers.
@@ -86,19 +89,7 @@ _INT4_TO_FLOATS = tl.constexpr("""{
     and.b32 p1, s0, 0x000F000F;
     and.b32 p2, s1, 0x000F000F;
     and.b32 p3, s2, 0x000F000F;
-    mov.b32 {a0, a1}, p0;
-    mov.b32 {a2, a3}, p1;
-    mov.b32 {a4, a5}, p2;
-    mov.b32 {a6, a7}, p3;
-    cvt.f32.f16 $0, a0;
-    cvt.f32.f16 $1, a2;
-    cvt.f32.f16 $2, a1;
-    cvt.f32.f16 $3, a3;
-    cvt.f32.f16 $4, a4;
-    cvt.f32.f16 $5, a6;
-    cvt.f32.f16 $6, a5;
-    cvt.f32.f16 $7, a7;
-    }""")
+""" + _PAIRS_TO_FLOATS)
 
 
 @triton.jit
