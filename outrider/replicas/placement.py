@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from outrider.core.host_cores import num_cores
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 COUNT_SECONDS = 120.0
 
@@ -27,8 +29,7 @@ def replica_environments(device: str, num_replicas: int, devices_each: int, visi
     """Variables of each replica. With a device that the user named (cuda:0) all replicas share it. Raises ValueError if
     there are fewer GPUs than replicas need."""
     if device == "cpu" or (device == "auto" and not visible):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = environment.get("OMP_NUM_THREADS", str(max(1, cores // num_replicas)))
+        threads = environment.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_replicas)))
         return [{"OMP_NUM_THREADS": threads} for _ in range(num_replicas)]
     if device.startswith("cuda:"):
         return [{} for _ in range(num_replicas)]

@@ -15,20 +15,23 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outrider.core.host_cores import num_cores
 from outrider.core.status_line import status_line
 from outrider.kernels.native.structures import STRUCTURES, layout_source
 
 HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / name
-    for name in ("native.c", "product.c", "packed.c", "attention.c", "adapters.c", "step.c", "draft_plan.c",
-                 "draft_chain.c", "sampling.c", "sampling_draw.c", "sampling_edits.c", "sampling_filters.c",
+    for name in ("packed.c", "product.c", "adapters.c", "attention.c", "native.c", "draft_chain.c", "sampling.c",
+                 "step.c", "draft_plan.c", "sampling_draw.c", "sampling_edits.c", "sampling_filters.c",
                  "sampling_logprobs.c")
-)
+)  # those that take longest first
 HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 600  # a compiler that hangs must not hang the engine; 10 s of work took over 120 s on a busy machine
 
@@ -159,14 +162,26 @@ def _compile(compiler: list[str], folder: Path, name: str) -> Path:
 
 
 def _run_compiler(compiler: list[str], output: str) -> None:
+    """Compiles every source on a core of its own, and joins what comes of them. The limit of time is that of all
+    compilers together: those that start when one has run out of time must not wait as long again."""
+    compile_one = functools.partial(_compile_one, deadline=time.monotonic() + BUILD_SECONDS)
     for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
-        # The layout file comes through the standard input.
-        sources = [*map(str, SOURCES), f"-I{HERE}", "-x", "c", "-", "-x", "none"]
-        command = [*compiler, *flags, *sources, "-o", output, "-lm"]
-        done = subprocess.run(command, input=layout_source(), capture_output=True, text=True, timeout=BUILD_SECONDS)
+        with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ThreadPoolExecutor(num_cores()) as pool:
+            objects = [f"{folder}/{index}.o" for index in range(len(SOURCES) + 1)]
+            named = [*([str(source)] for source in SOURCES), ["-x", "c", "-"]]  # the layout comes by standard input
+            commands = [[*compiler, *flags, f"-I{HERE}", "-c", *source, "-o", made]
+                        for source, made in zip(named, objects, strict=True)]
+            failed = next((done for done in pool.map(compile_one, commands) if done.returncode), None)
+            done = failed or compile_one([*compiler, *flags, "-shared", *objects, "-o", output, "-lm"])
         if done.returncode == 0:
             return
-    raise BuildError(f"{shlex.join(compiler)} failed: {done.stderr.strip()[-500:]}")
+    said = done.stderr.strip()[-500:] or f"it said nothing and ended with status {done.returncode}"
+    raise BuildError(f"{shlex.join(compiler)} failed: {said}")
+
+
+def _compile_one(command: list[str], deadline: float) -> subprocess.CompletedProcess[str]:
+    seconds_left = max(deadline - time.monotonic(), 0)
+    return subprocess.run(command, input=layout_source(), capture_output=True, text=True, timeout=seconds_left)
 
 
 def is_switched_off() -> bool:
