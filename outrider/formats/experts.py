@@ -41,8 +41,8 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         """See `LinearFormat.prepare`."""
         return 0
 
-    def use_int8_activations(self) -> float | None:
-        """See `LinearFormat.use_int8_activations`; the error is that of one expert's products."""
+    def use_rounded_activations(self, bits: int) -> float | None:
+        """See `LinearFormat.use_rounded_activations`; the error is that of one expert's products."""
         return None
 
     @abstractmethod

@@ -131,10 +131,10 @@ class GgufLinear(EmbeddingFormat):
         self._activation_bits = 8
         self.finalize()
 
-    def use_int8_activations(self) -> float:
-        self._activation_bits = 8
+    def use_rounded_activations(self, bits: int) -> float:
+        self._activation_bits = bits
         self.finalize()
-        return rounding_error(self._rows, self._bias)
+        return rounding_error(self._rows, self._bias, bits)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         heads = self._transposed

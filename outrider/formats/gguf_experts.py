@@ -51,10 +51,10 @@ class GgufExperts(ExpertsFormat):
         return [[rows for made, _, _, rows in self._held[expert] if made is projection]
                 for projection in self.declared.projections]
 
-    def use_int8_activations(self) -> float:
-        self._activation_bits = 8
+    def use_rounded_activations(self, bits: int) -> float:
+        self._activation_bits = bits
         self.finalize()
-        return max(rounding_error(rows, None) for rows in self._rows(0))
+        return max(rounding_error(rows, None, bits) for rows in self._rows(0))
 
     def set_exact(self, exact: bool) -> None:
         """The products are exact in any mode."""

@@ -194,7 +194,7 @@ class ScaledLinear(EmbeddingFormat):
         """Put codes into the order of the device's products. On a CPU, choose the native product, whose results are
         exact in any mode; codes that it does not read become numbers anew in each product."""
         self._weight = self._arrange(self._weight, self.declared.dtype)
-        may_copy = allow_copy or self._activation_bits == 8  # rounded token rows have no other product
+        may_copy = allow_copy or self._activation_bits < 24  # rounded token rows have no other product
         held = None
         if is_on_host(self.declared):
             held = host_weight(self._weight, self._bias, may_copy, self._activation_bits)
@@ -204,10 +204,10 @@ class ScaledLinear(EmbeddingFormat):
     def round_activations(self) -> None:
         self._activation_bits = 8
 
-    def use_int8_activations(self) -> float | None:
+    def use_rounded_activations(self, bits: int) -> float | None:
         rows = packed_rows(self._weight) if is_on_host(self.declared) and kept_bits_are_fast() else None
-        self._activation_bits = 24 if rows is None else 8
-        return None if rows is None else rounding_error([rows], self._bias)
+        self._activation_bits = 24 if rows is None else bits
+        return None if rows is None else rounding_error([rows], self._bias, bits)
 
     def native_product(self) -> NativeProduct | None:
         return None if self._packed is None else NativeProduct(self._packed, sys.maxsize)
@@ -290,7 +290,7 @@ class ScaledExperts(ExpertsFormat):
                          biases)
 
     def prepare(self, allow_copy: bool) -> int:
-        may_copy = allow_copy or self._activation_bits == 8
+        may_copy = allow_copy or self._activation_bits < 24
         experts = range(self.declared.num_experts if is_on_host(self.declared) else 0)
         held = [[host_weight(weight[expert], None, may_copy, self._activation_bits)
                  for weight in (self._gate_up, self._down)] for expert in experts]
@@ -299,13 +299,13 @@ class ScaledExperts(ExpertsFormat):
         self._matrices = [[each.matrix for each in both] for both in found] if are_served else []
         return sum(each.copied_bytes for both in found for each in both) if are_served else 0
 
-    def use_int8_activations(self) -> float | None:
+    def use_rounded_activations(self, bits: int) -> float | None:
         first, down = (packed_rows(weight[0]) if is_on_host(self.declared) and kept_bits_are_fast() else None
                        for weight in (self._gate_up, self._down))
         if first is None or down is None:
             return None
-        self._activation_bits = 8
-        return max(rounding_error([rows], None) for rows in (first, down))
+        self._activation_bits = bits
+        return max(rounding_error([rows], None, bits) for rows in (first, down))
 
 
 def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:

@@ -112,20 +112,27 @@ def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
     heads.copy_(torch.tensor([DUMMY_SCALE]).view(torch.uint8).repeat(heads.shape[-1] // 4))
 
 
-def round_activations(x: Tensor) -> Tensor:
-    """x [tokens, inputs] as products with 8 activation bits see it: every 32 inputs share a scale, by which the
-    largest of them becomes 127 or -127, and are rounded to integers."""
+def round_activations(x: Tensor, bits: int = 8) -> Tensor:
+    """x [tokens, inputs] as products with 8 or 16 activation bits see it: every 32 inputs share a scale, by which the
+    largest of them becomes 127 or -127, and are rounded to integers. With 16 bits what is left of each is rounded to
+    254ths of these."""
     blocks = x.view(x.shape[0], -1, GROUP)
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # a number over a tensor would be rounded twice
-    return ((blocks * inverse.nan_to_num(0, 0, 0)).round() * (largest / 127)).view_as(x)
+    rest = blocks * inverse.nan_to_num(0, 0, 0)
+    found = torch.zeros_like(blocks, dtype=torch.float64)
+    for digit in range(bits // 8):
+        whole = rest.round()
+        found += whole.double() / 254**digit
+        rest = (rest - whole) * 254
+    return (found * (largest / 127)).to(x.dtype).view_as(x)
 
 
-def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None) -> float:
-    """The largest error of products whose activations, normally distributed, are rounded to 8 bits, as a share of their
-    largest result. Of several token rows: the one result of a single row and output could be near 0 by chance."""
+def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None, bits: int) -> float:
+    """The largest error of products whose activations, normally distributed, are rounded to so many bits, as a share of
+    their largest result. Of several token rows: the one result of a single row and output could be near 0 by chance."""
     x = torch.randn(ERROR_ROWS, parts[0].inputs, generator=torch.Generator().manual_seed(0))
-    rounded, close = (native.product(x, PackedMatrix(parts, bias, bits)) for bits in (8, 24))
+    rounded, close = (native.product(x, PackedMatrix(parts, bias, digits)) for digits in (bits, 24))
     return float((rounded - close).abs().max() / close.abs().max().clamp_min(1e-30))
 
 

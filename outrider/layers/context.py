@@ -91,13 +91,13 @@ class RowAdapters(ABC):
         the adapter of each token row adds."""
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
-        """What the adapters add to the output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
+        """Computes what adapters add to output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
         this before they compute the product, and add the change directly behind it: a part of the work may then be done
         beside the product."""
         return ProductChange(self, linear, x, first)
 
     def factors(self) -> StepFactors | None:
-        """What `begin` adds to linear layers, for layers that are one kernel; None if it is not made of factors, so
+        """The factors of what `begin` adds, for layers that are one kernel; None if it is not made of factors, so
         that layers must call `begin` for every product."""
         return None
 

@@ -218,17 +218,17 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
         linear.format.restore_order()
 
 
-def use_int8_activations(model: LayeredModule) -> str:
-    """Round token rows to 8 bits in the products that can. Returns a line that tells how many and their error."""
+def use_rounded_activations(model: LayeredModule, bits: int) -> str:
+    """Round token rows to 8 or 16 bits in the products that can. Returns a line that tells how many and their error."""
     held: list[Linear | Experts] = [*find_modules([model], Linear), *find_modules([model], Experts)]
-    errors = [error for module in held if (error := module.format.use_int8_activations()) is not None]
+    errors = [error for module in held if (error := module.format.use_rounded_activations(bits)) is not None]
     if not errors:
-        raise ValueError("activation_bits=8 works with weights that stay in the bits of a GGUF file, or in integers or "
-                         "4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, with "
-                         "keep_quantized, a C compiler and a processor that is as fast with them as with float32), and "
-                         "this model has none")
-    return (f"activation_bits=8: {len(errors)} of {len(held)} weights multiply activations rounded to 8 bits; the "
-            f"largest error of a product on random activations is {max(errors):.2%} of its largest result")
+        raise ValueError(f"activation_bits={bits} works with weights that stay in the bits of a GGUF file, or in "
+                         "integers or 4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, "
+                         "with keep_quantized, a C compiler and a processor that is as fast with them as with "
+                         "float32), and this model has none")
+    return (f"activation_bits={bits}: {len(errors)} of {len(held)} weights multiply activations rounded to {bits} "
+            f"bits; the largest error of a product on random activations is {max(errors):.2g} of its largest result")
 
 
 def fuse(layer: DecoderLayer) -> DecoderLayer:

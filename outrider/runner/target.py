@@ -16,7 +16,7 @@ from outrider.kernels import compiling, native
 from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.kernels.scaled import INT4
 from outrider.layers.base import find_modules
-from outrider.layers.fuse import use_int8_activations
+from outrider.layers.fuse import use_rounded_activations
 from outrider.layers.linear import Linear
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model, stored_formats
@@ -91,8 +91,8 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
-    if config.activation_bits == 8:
-        log.warning(use_int8_activations(model))
+    if config.activation_bits < 32:
+        log.warning(use_rounded_activations(model, config.activation_bits))
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

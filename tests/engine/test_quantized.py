@@ -22,7 +22,7 @@ from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.quantized import QuantizedRows
 from outrider.layers import NothingAttends, StepContext
 from outrider.layers.base import find_modules
-from outrider.layers.fuse import NativeDecoderLayer, prepare, use_int8_activations
+from outrider.layers.fuse import NativeDecoderLayer, prepare, use_rounded_activations
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.mixers.cached import CachedLayers
@@ -181,20 +181,22 @@ def test_native_layers_give_the_bits_of_their_parts(config: dict[str, Any], monk
     assert outcome(model) == fused
 
 
-def test_eight_activation_bits_stay_close_and_tell_their_error() -> None:
+@pytest.mark.parametrize(("bits", "most", "far"), [(8, 1e-2, 0.1), (16, 1e-4, 1e-3)])
+def test_fewer_activation_bits_stay_close_and_tell_their_error(bits: int, most: float, far: float) -> None:
     exact, rounded = build(QWEN3, {}, keep=True), build(QWEN3, {}, keep=True)
-    assert re.fullmatch(r"activation_bits=8: 9 of 9 weights .* is 0\.\d\d% of its largest result",
-                        use_int8_activations(rounded))
+    told = re.fullmatch(rf"activation_bits={bits}: 9 of 9 weights .* rounded to {bits} bits; .* is (\S+) of its "
+                        "largest result", use_rounded_activations(rounded, bits))
+    assert told is not None and most / 100 < float(told[1]) < most
     first_steps = [[steps[0] for _, steps in outcome(model)] for model in (exact, rounded)]
     assert first_steps[0] != first_steps[1], "nothing was rounded"
     for logprobs, close in zip(*first_steps, strict=True):
         shared = logprobs.keys() & close.keys()
-        assert shared and all(abs(logprobs[token] - close[token]) < 0.1 for token in shared)
+        assert shared and all(abs(logprobs[token] - close[token]) < far for token in shared)
 
 
 def test_experts_obey_eight_activation_bits() -> None:
     close, rounded = (dummy_experts() for _ in range(2))
-    error = rounded.use_int8_activations()
+    error = rounded.use_rounded_activations(8)
     x, ids = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([[0, 1]]).expand(5, 2)
     routed = moe.Routed(ids, torch.full((5, 2), 0.5))
     made, near = (experts.mix(x, routed, "silu") for experts in (rounded, close))
@@ -214,7 +216,7 @@ def dummy_experts() -> GgufExperts:
 
 def test_eight_activation_bits_need_kept_bits() -> None:
     with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in the bits of a GGUF file"):
-        use_int8_activations(build(CONFIG, {}, keep=False))
+        use_rounded_activations(build(CONFIG, {}, keep=False), 8)
 
 
 @pytest.mark.parametrize("tied", [False, True])

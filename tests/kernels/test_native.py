@@ -374,8 +374,8 @@ TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done;'
 
 
 def compiling(script: str) -> str:
-    """A compiler that knows its version and runs the script to compile."""
-    return f'case "$*" in *--version*) echo one;; *) {script};; esac'
+    """A compiler that knows its version, makes empty objects and runs the script to join them."""
+    return f'case "$*" in *--version*) echo one;; *-shared*) {script};; *) {TO_OUTPUT} : > "$2";; esac'
 
 
 def fake_compiler(folder: Path, script: str) -> str:
@@ -405,6 +405,7 @@ def test_second_build_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("echo no licence >&2; exit 1", "version ended with status 1: no licence"),
         (compiling("echo broken header >&2; exit 1"), "broken header"),
+        (compiling("kill -9 $$"), "failed: it said nothing and ended with status -9"),
         (compiling(f'{TO_OUTPUT} echo no > "$2"'), "ELF|file too short|invalid"),
     ],
 )
@@ -442,6 +443,28 @@ def test_missing_compiler_and_unwritable_cache(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(native_build.BuildError, match="no C compiler"):
         native_build.build()
+
+
+def test_the_limit_of_time_is_that_of_all_compilers_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that starts when another one has run out of time has none left, on however few cores."""
+    given: list[float] = []
+
+    def times_out(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        if "--version" in command:
+            return subprocess.CompletedProcess(command, 0, "one", "")
+        given.append(timeout)
+        now[0] += timeout
+        if len(given) == 1:
+            return subprocess.CompletedProcess(command, 0, "", "")
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    now = [100.0]
+    monkeypatch.setattr(native_build, "num_cores", lambda: 1)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("subprocess.run", times_out)
+    with pytest.raises(native_build.BuildError, match="took over 600 s"):
+        native_build.build(tmp_path)
+    assert given[0] == 600 and set(given[1:]) == {0} and not list(tmp_path.iterdir())
 
 
 @pytest.fixture

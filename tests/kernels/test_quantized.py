@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ def check_products(rows: QuantizedRows, weight: Tensor, bias: Tensor | None, cou
     """Products are as close as those in float32, or round the token rows and nothing else; rows do not depend on each
     other."""
     packed = [rows.pack()]
-    for bits, rounding in ((24, lambda x: x), (8, round_activations)):
+    for bits, rounding in ((24, lambda x: x), (16, partial(round_activations, bits=16)), (8, round_activations)):
         matrix = PackedMatrix(packed, bias, bits)
         for n in counts:
             x = torch.randn(n, weight.shape[1] + 3)[:, 3:]  # rows at a distance
@@ -128,7 +129,7 @@ def check_products(rows: QuantizedRows, weight: Tensor, bias: Tensor | None, cou
             assert float(((got - want).abs() / most).max()) < 1e-6, (bits, n)
             for row in {0, n // 2, n - 1}:
                 assert torch.equal(got[row], native.product(x[row : row + 1], matrix)[0]), "rows depend on each other"
-    assert 0 < rounding_error(packed, bias) < 0.05
+    assert 0 < rounding_error(packed, bias, 16) < rounding_error(packed, bias, 8) / 50 < 0.001
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +148,7 @@ def test_products_of_many_shapes_and_rows(kind: str, shape: tuple[int, int]) -> 
     check_products(*make(kind, *shape, 0.1), torch.randn(shape[0]), ROWS)
 
 
-@pytest.mark.parametrize("bits", [8, 24])
+@pytest.mark.parametrize("bits", [8, 16, 24])
 def test_a_matrix_has_rows_of_several_kinds(bits: int) -> None:
     need_native()
     made = [make(kind, outputs, 256) for kind, outputs in (("Q4_K", 7), ("Q8_0", 32), ("Q6_K", 5), ("IQ4_NL", 40))]
@@ -160,7 +161,7 @@ def test_a_matrix_has_rows_of_several_kinds(bits: int) -> None:
         assert torch.equal(native.product(x, with_bias), apart + bias)
 
 
-@pytest.mark.parametrize("bits", [8, 24])
+@pytest.mark.parametrize("bits", [8, 16, 24])
 def test_no_token_rows_have_no_products(bits: int) -> None:
     need_native()
     matrix = PackedMatrix([make("Q4_1", 131, 64)[0].pack()], None, bits)
@@ -176,7 +177,7 @@ def test_infinite_scales_are_found(kind: str) -> None:
         assert not QuantizedRows(kind, data).is_finite()
 
 
-@pytest.mark.parametrize("bits", [8, 24])
+@pytest.mark.parametrize("bits", [8, 16, 24])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(bits: int, bad: float) -> None:
     """NaN is not the largest of its group by any comparison of numbers; it must not become an ordinary number."""
@@ -235,13 +236,14 @@ def test_products_are_timed_in_turns() -> None:
     assert 0 < small_seconds < large_seconds
 
 
-def test_rounded_activations_are_close() -> None:
+@pytest.mark.parametrize(("bits", "finer"), [(8, 1), (16, 254)])
+def test_rounded_activations_are_close(bits: int, finer: int) -> None:
     x = torch.randn(3, 96)
-    steps = x.view(3, 3, 32).abs().amax(-1, keepdim=True) / 127
-    assert ((round_activations(x) - x).view(3, 3, 32).abs() <= steps * 0.5001).all()
+    steps = x.view(3, 3, 32).abs().amax(-1, keepdim=True) / 127 / finer
+    assert ((round_activations(x, bits) - x).view(3, 3, 32).abs() <= steps * (0.5001 if finer == 1 else 0.51)).all()
 
 
 def test_the_error_of_rounding_does_not_hang_on_a_result_that_is_near_zero() -> None:
     """A gate has one output, and its one product with one token row may be near 0."""
     need_native()
-    assert all(0 < rounding_error([make("Q8_0", 1, 96)[0].pack()], None) < 0.05 for _ in range(40))
+    assert all(0 < rounding_error([make("Q8_0", 1, 96)[0].pack()], None, 8) < 0.05 for _ in range(40))

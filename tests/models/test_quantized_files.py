@@ -478,7 +478,7 @@ def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing:
     native_sums = experts.mix(x, routed, "silu")
     torch.testing.assert_close(native_sums, by_numbers, rtol=1e-4, atol=1e-5)
     assert torch.equal(native_sums[:1], experts.mix(x[:1], moe.Routed(ids[:1], routed.weights[:1]), "silu"))
-    error = experts.use_int8_activations()
+    error = experts.use_rounded_activations(8)
     assert (error is not None) == rounds
     experts.prepare(False)
     rounded = experts.mix(x, routed, "silu")

@@ -50,7 +50,7 @@ class ChainWeights(NamedTuple):
 
 
 class ChainInputs(NamedTuple):
-    """What a proposal reads: the step that was committed, its rows, and the head's cache."""
+    """The inputs of a proposal: the step that was committed, its rows, and the head's cache."""
 
     requests: CommittedRequests
     rows: DraftingRows

@@ -78,7 +78,7 @@ def _pack_tables(tables: Tables, own: DrafterCacheState, slots: tuple[Tensor, ..
 
 def pack_plan(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
               num_wanted: int) -> bytes:
-    """What the C code plans a proposal from."""
+    """The inputs from which the C code plans a proposal."""
     _check(requests, tables, own)
     assert rows.known.shape == rows.temperature.shape == own.filled.shape and rows.tokens.shape[0] == len(own.filled)
     return DRAFT_PLAN.pack(

@@ -294,7 +294,7 @@ typedef struct {
     int64_t first, outputs, form;
 } PackedPart;
 
-/* What the data of such a matrix is. `digits`: of token rows, 1 or 3. */
+/* What the data of such a matrix is. `digits`: of token rows, 1 to 3. */
 typedef struct {
     const PackedPart *parts;
     int64_t count, digits;

@@ -6,9 +6,9 @@
  * them and meets the same four inputs of a token row, so a lane is a weight row and nothing is added across lanes.
  *
  * Token rows are rounded to integers, a scale for every 32 inputs: x = scale * (q0 + q1 / 254 + q2 / 254^2), each q within
- * -127 and 127. With one such digit that is a rounding to 8 bits; with three the error is 2^-24 of the largest input, as
- * in float32. Sums of a group are integers, hence exact; groups are added up in float32, from first to last. So a token
- * row has the same bits alone and among others.
+ * -127 and 127. With one such digit that is a rounding to 8 bits, with two to 16; with three the error is 2^-24 of the
+ * largest input, as in float32. Sums of a group are integers, hence exact; groups are added up in float32, from first to
+ * last. So a token row has the same bits alone and among others.
  */
 #include "native.h"
 #include <float.h>
@@ -72,6 +72,7 @@ typedef struct {
     float *y;
     int64_t groups, tokens, outputs; /* outputs: of the whole weight */
     int64_t end;                     /* lanes that begin here or later belong to another piece */
+    int64_t first;                   /* the first of a few token rows that are multiplied together */
 } Product;
 
 INLINE int64_t head_bytes(const Form f) { return (1 + f.has_least) * VL * 4; }
@@ -324,13 +325,13 @@ INLINE void store_sums(const Product *p, int64_t t, int64_t o, vf sums) {
         store_lanes(p, y, o, live, sums);
 }
 
-#define MANY 64 /* token rows at once: that many stay in a core's cache */
-/* Up to so many token rows have their sums in registers. In memory every group waits for the store of the one before,
- * which on a Neoverse-N1 made a second token row cost 70% of the first; now it costs 35%. On x86 it costs 7%. */
+/* Token rows at once. On ARM so few that their sums are in registers: in memory every group waits for the store of the one
+ * before, which on a Neoverse-N1 made a second token row cost 70% of the first; now it costs 35%. Elsewhere as many as
+ * stay in a core's cache: on x86 a second token row costs 7%. */
 #if defined(__aarch64__)
 #define FEW 5
 #else
-#define FEW 1
+#define MANY 64
 #endif
 
 INLINE const uint8_t *lane_at(const Product *p, int64_t o, int64_t lane_bytes) {
@@ -345,7 +346,7 @@ INLINE void fetch_group(const uint8_t *at, const Form f) {
 #if defined(__x86_64__)
     UNROLL for (int64_t i = 0; i < group_bytes(f); i += 64) __builtin_prefetch(at + AHEAD + i, 0, 3);
 #else
-    (void)at, (void)f; /* not measured there */
+    (void)at, (void)f; /* a Neoverse-N1 foresees them well enough: 2 to 5% in products alone */
 #endif
 }
 
@@ -366,23 +367,24 @@ INLINE void multiply_one(const Product *p, int64_t o, const int digits, const Fo
     store_sums(p, 0, o, sums);
 }
 
+#if FEW
 /* VL weight rows with a few token rows, so many that the compiler knows them. */
 INLINE void multiply_few(const Product *p, int64_t o, const int digits, const Form f, const int tokens) {
-    const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x;
+    const uint8_t *at = lane_at(p, o, lane_bytes(p, f)), *x = p->x + p->first * inputs_bytes(digits);
     vf sums[FEW] = {0};
     for (int64_t i = 0; i < p->groups; i += unit_groups(f)) {
         const uint8_t *head = at;
         if (f.is_nested) at += head_bytes(f);
-        for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f), x += tokens * inputs_bytes(digits)) {
+        for (int g = 0; g < unit_groups(f); g++, at += group_bytes(f), x += p->tokens * inputs_bytes(digits)) {
             Group group;
             open_group(head, at, p->part->table, &group, f);
             UNROLL for (int t = 0; t < tokens; t++)
                 add_groups(sums + t, &group, x + t * inputs_bytes(digits), digits, f, 1);
         }
     }
-    UNROLL for (int t = 0; t < tokens; t++) store_sums(p, t, o, sums[t]);
+    UNROLL for (int t = 0; t < tokens; t++) store_sums(p, p->first + t, o, sums[t]);
 }
-
+#else
 /* Twice VL weight rows with many token rows, so that inputs serve more rows; the second half may be the first again. */
 INLINE void multiply_many(const Product *p, int64_t o, const int digits, const Form f) {
     const int64_t other = o + VL < p->end ? lane_bytes(p, f) : 0;
@@ -404,45 +406,58 @@ INLINE void multiply_many(const Product *p, int64_t o, const int digits, const F
     for (int64_t t = 0; t < p->tokens; t++)
         for (int l = 0; l < (other ? 2 : 1); l++) store_sums(p, t, o + l * VL, sums[t][l]);
 }
+#endif
 
 typedef void Multiply(const Product *, int64_t);
-#define FEW_ROWS(form, count)                                                                                          \
-    static void form##_##count##_1(const Product *p, int64_t o) { multiply_few(p, o, 1, FORMS[form], count); }         \
-    static void form##_##count##_3(const Product *p, int64_t o) { multiply_few(p, o, 3, FORMS[form], count); }
-#define VARIANTS(form)                                                                                                 \
-    static void form##_one_1(const Product *p, int64_t o) { multiply_one(p, o, 1, FORMS[form]); }                      \
-    static void form##_one_3(const Product *p, int64_t o) { multiply_one(p, o, 3, FORMS[form]); }                      \
-    static void form##_many_1(const Product *p, int64_t o) { multiply_many(p, o, 1, FORMS[form]); }                    \
-    static void form##_many_3(const Product *p, int64_t o) { multiply_many(p, o, 3, FORMS[form]); }
+#define ONE_ROW(form, digits)                                                                                          \
+    static void form##_one_##digits(const Product *p, int64_t o) { multiply_one(p, o, digits, FORMS[form]); }
+#if FEW
+#define ROWS(form, count, digits)                                                                                      \
+    static void form##_##count##_##digits(const Product *p, int64_t o) { multiply_few(p, o, digits, FORMS[form], count); }
+#define MORE_ROWS(form, digits) ROWS(form, 2, digits) ROWS(form, 3, digits) ROWS(form, 4, digits) ROWS(form, 5, digits)
+#define NAMED(form, digits)                                                                                            \
+    {form##_one_##digits, form##_2_##digits, form##_3_##digits, form##_4_##digits, form##_5_##digits}
+#define WAYS FEW /* by token rows */
+#else
+#define MORE_ROWS(form, digits)                                                                                        \
+    static void form##_many_##digits(const Product *p, int64_t o) { multiply_many(p, o, digits, FORMS[form]); }
+#define NAMED(form, digits) {form##_one_##digits, form##_many_##digits}
+#define WAYS 2 /* one token row, or several */
+#endif
+#define VARIANT(form, digits) ONE_ROW(form, digits) MORE_ROWS(form, digits)
+#define VARIANTS(form) VARIANT(form, 1) VARIANT(form, 2) VARIANT(form, 3)
+#define ALL_NAMED(form) [form] = {NAMED(form, 1), NAMED(form, 2), NAMED(form, 3)},
 #define EACH_FORM(use)                                                                                                 \
     use(PACKED_8) use(PACKED_TABLE) use(PACKED_4) use(PACKED_4_LEAST) use(PACKED_5) use(PACKED_5_LEAST)                \
     use(NESTED_TABLE) use(NESTED_4_LEAST) use(NESTED_5_LEAST) use(NESTED_6_HALVES) use(NESTED_3_HALVES)                \
     use(NESTED_2_LEAST_HALVES)
 EACH_FORM(VARIANTS)
+static Multiply *const PRODUCTS[][MAX_DIGITS][WAYS] = {EACH_FORM(ALL_NAMED)}; /* [form][digits - 1][way] */
 
-#if FEW == 5
-#define VARIANTS_OF_FEW(form) FEW_ROWS(form, 2) FEW_ROWS(form, 3) FEW_ROWS(form, 4) FEW_ROWS(form, 5)
-EACH_FORM(VARIANTS_OF_FEW)
-#define OF_ROWS(form, digits)                                                                                          \
-    {form##_one_##digits, form##_2_##digits, form##_3_##digits,                                                        \
-     form##_4_##digits, form##_5_##digits, form##_many_##digits}
+/* The lanes of a part that begin within weight rows [from, end), with all token rows. */
+static void multiply_part(Multiply *const *ways, Product *p, int64_t from, int64_t end) {
+#if FEW
+    const int64_t blocks = (p->tokens + FEW - 1) / FEW;
+    for (int64_t b = 0; b < blocks; b++) { /* of nearly equal size; their inputs stay close while all lanes meet them */
+        p->first = b * p->tokens / blocks;
+        Multiply *way = ways[(b + 1) * p->tokens / blocks - p->first - 1];
+        for (int64_t o = from; o < end; o += VL) way(p, o);
+    }
 #else
-#define OF_ROWS(form, digits) {form##_one_##digits, form##_many_##digits}
+    const int is_one = p->tokens == 1;
+    for (int64_t o = from; o < end; o += is_one ? VL : PAIR * VL) ways[!is_one](p, o);
 #endif
-#define NAMED(form) [form] = {OF_ROWS(form, 1), OF_ROWS(form, 3)},
-static Multiply *const PRODUCTS[][2][FEW + 1] = {EACH_FORM(NAMED)}; /* [form][has three digits][token rows] */
+}
 
 /* The lanes of every part that begin within weight rows [from, to). */
 static void multiply(const Matrix *w, Product *p, int64_t from, int64_t to) {
     const PackedParts *parts = w->data;
-    const int is_few = 0 < p->tokens && p->tokens <= FEW;
     for (int64_t i = 0; i < parts->count; i++) {
         const PackedPart *part = parts->parts + i;
         const int64_t skipped = from > part->first ? (from - part->first + VL - 1) / VL * VL : 0;
         const int64_t end = part->first + part->outputs < to ? part->first + part->outputs : to;
         p->part = part, p->end = end;
-        for (int64_t o = part->first + skipped; o < end; o += is_few ? VL : 2 * VL)
-            PRODUCTS[part->form][parts->digits == 3][is_few ? p->tokens - 1 : FEW](p, o);
+        multiply_part(PRODUCTS[part->form][parts->digits - 1], p, part->first + skipped, end);
     }
 }
 
@@ -467,7 +482,7 @@ void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, flo
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t g = 0; g < groups; g++)
             round_inputs(x + t * x_stride + g * INPUTS, inputs + (g * tokens + t) * step, digits);
-    Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs, 0};
+    Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs, 0, 0};
     const int64_t outputs = gates ? gates->width : w->outputs;
     Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
     for (int64_t i; (i = next_piece(&loop)) >= 0;) {
@@ -486,7 +501,7 @@ void packed_lanes_product(const Matrix *w, const float *x, float *y, const int64
     uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * step);
     if (!inputs) abort(); /* nothing would run on without so little */
     for (int64_t g = 0; g < groups; g++) round_inputs(x + g * INPUTS, inputs + g * step, digits);
-    Product p = {NULL, inputs, w->bias, y, groups, 1, w->outputs, 0};
+    Product p = {NULL, inputs, w->bias, y, groups, 1, w->outputs, 0, 0};
     for (int64_t i = 0; i < count; i++) multiply(w, &p, lanes[i] * VL, lanes[i] * VL + VL);
 }
 

@@ -76,7 +76,7 @@ def pack_rows(codes: Tensor, scale: Tensor, least: Tensor | None, inner_scale: T
 
 class PackedMatrix(Matrix):
     """Weight rows of one form after another, as one matrix. Products round token rows, of which every 32 inputs share a
-    scale, to 8 bits or to 24, which is as close as float32 is."""
+    scale, to 8 bits, to 16, or to 24, which is as close as float32 is."""
 
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None, activation_bits: int = 24) -> None:
         firsts = [sum(part.outputs for part in parts[:at]) for at in range(len(parts) + 1)]
