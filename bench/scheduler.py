@@ -7,12 +7,14 @@ Bars: 256 requests below the time of a plain loop of 36000 turns (1 ms on a fast
 measured by its own speed; linear in requests, flat in context.
 
     python bench/scheduler.py
+    python bench/scheduler.py --drafts 4 --chosen --requests 16 64  # draft counts are chosen in every step
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,8 +26,11 @@ from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.costs import DraftCost, StepCosts
+from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import FixedDrafts
+from outrider.sched.auto_drafts import auto_drafts
+from outrider.sched.drafts import DraftCounts, FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 
@@ -35,6 +40,8 @@ COLUMNS = ("schedule", "update", "step", "/request")
 WINDOW_STEPS = 48
 IN_FLIGHT = 2
 PAGE_TOKENS = 16
+MOST_CHOSEN = 4  # drafts that wait, where counts are chosen
+RATES = (0.45, 0.6, 0.7, 0.8)  # at which requests' drafts are accepted then, in turn
 BAR_REQUESTS, BAR_TURNS = 256, 36_000
 LAYERS = [LayerCache(0, FullSpec(8, 128, 2)), LayerCache(1, SlidingSpec(8, 128, 2, 1024))]
 
@@ -53,15 +60,41 @@ class Timing:
         return self.schedule_us + self.update_us
 
 
-def answer(batch: ScheduledBatch) -> StepResult:
-    """Every request gets a run of one token; its drafts, if any, are all wrong."""
-    return StepResult(batch.step, [
-        RequestResult(request_id, epoch, [7], 1, drafts, 0, drafts)
-        for request_id, epoch, drafts in zip(batch.request_ids, batch.epochs, batch.num_drafts, strict=True)
-    ])
+def answer(batch: ScheduledBatch, source: random.Random | None) -> StepResult:
+    """Every request gets a run of one token; its drafts, if any, are all wrong. With a source some are right, and their
+    drafter says how sure it is of the next ones."""
+    if source is None:
+        return StepResult(batch.step, [
+            RequestResult(request_id, epoch, [7], 1, drafts, 0, drafts)
+            for request_id, epoch, drafts in zip(batch.request_ids, batch.epochs, batch.num_drafts, strict=True)
+        ])
+    num_drafts = list(batch.num_drafts)
+    if batch.sharing is not None:  # as if the device gave all equally many
+        least, more = divmod(batch.sharing.total, batch.num_requests)
+        num_drafts = [least + (index < more) for index in range(batch.num_requests)]
+    results = []
+    for request_id, epoch, known, drafts in zip(batch.request_ids, batch.epochs, batch.num_known, num_drafts,
+                                                strict=True):
+        accepted = 0
+        while accepted < drafts and source.random() < RATES[request_id % len(RATES)]:
+            accepted += 1
+        results.append(RequestResult(request_id, epoch, [7] * (1 + accepted), known + accepted, drafts, accepted,
+                                     MOST_CHOSEN, levels=source.getrandbits(LEVEL_BITS * MOST_CHOSEN)))
+    return StepResult(batch.step, results)
 
 
-def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int, drafts: int) -> Scheduler:
+def draft_counts(drafts: int, is_chosen: bool) -> DraftCounts | None:
+    """Chosen ones by the costs of a small model on a fast GPU."""
+    if not is_chosen:
+        return FixedDrafts(drafts) if drafts else None
+    sizes = tuple(range(32, 8192, 32))
+    costs = StepCosts(sizes, tuple(1.2e-3 + 1e-6 * size for size in sizes),
+                      drafting=(DraftCost(1, 1e-4, 8e-5), DraftCost(1024, 2e-4, 1.5e-4)), is_padded=True)
+    return auto_drafts(drafts, costs, always_propose=False)
+
+
+def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int, drafts: int,
+            is_chosen: bool) -> Scheduler:
     """A scheduler whose requests have all computed their prompts. They share one, so that the pool stays small, and
     differ in length, so that page boundaries are spread over the steps."""
     room = num_steps * (1 + drafts) + 2 * PAGE_TOKENS
@@ -69,8 +102,8 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
                     steps_in_flight=IN_FLIGHT)
     per_request = 2 * (room // PAGE_TOKENS + 2)
     num_pages = 2 * context // PAGE_TOKENS + num_requests * per_request + 2
-    counts = FixedDrafts(drafts) if drafts else None
-    scheduler = Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits, drafts=counts)
+    scheduler = Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits,
+                          drafts=draft_counts(drafts, is_chosen))
     prompt = [i % 1000 for i in range(context)]
     params = SamplingParams(max_tokens=None, seed=0)
     for index in range(num_requests):
@@ -86,28 +119,31 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     return scheduler
 
 
-def measure(num_requests: int, contexts: Sequence[int], num_windows: int, drafts: int) -> list[Timing]:
+def measure(num_requests: int, contexts: Sequence[int], num_windows: int, drafts: int,
+            is_chosen: bool = False) -> list[Timing]:
     layout, num_steps = plan_groups(LAYERS, PAGE_TOKENS), num_windows * WINDOW_STEPS + num_requests
-    schedulers = {context: running(layout, num_requests, context, num_steps, drafts) for context in contexts}
+    schedulers = {context: running(layout, num_requests, context, num_steps, drafts, is_chosen)
+                  for context in contexts}
+    source = random.Random(0) if is_chosen else None
     answers: dict[int, deque[StepResult]] = {context: deque() for context in contexts}
     best: dict[int, Timing] = {}
     for _ in range(num_windows):
         for context, scheduler in schedulers.items():
-            timing = _window(scheduler, answers[context], context)
+            timing = _window(scheduler, answers[context], context, source)
             best[context] = min(best.get(context, timing), timing, key=lambda t: t.step_us)
     for scheduler in schedulers.values():
         assert scheduler.stats.max_steps_in_flight == IN_FLIGHT and not scheduler.stats.num_preemptions
     return list(best.values())
 
 
-def _window(scheduler: Scheduler, answers: deque[StepResult], context: int) -> Timing:
+def _window(scheduler: Scheduler, answers: deque[StepResult], context: int, source: random.Random | None) -> Timing:
     schedule_s = update_s = 0.0
     for _ in range(WINDOW_STEPS):
         start = time.thread_time()
         batch = scheduler.schedule()
         schedule_s += time.thread_time() - start
         assert batch is not None and batch.num_requests == scheduler.num_running, "not every request is in the step"
-        answers.append(answer(batch))
+        answers.append(answer(batch, source))
         if len(answers) == IN_FLIGHT:
             result = answers.popleft()
             start = time.thread_time()
@@ -133,13 +169,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=8, help=f"windows of {WINDOW_STEPS} steps; the quietest counts")
     parser.add_argument("--drafts", type=int, default=0, help="drafts per request and step")
+    parser.add_argument("--chosen", action="store_true", help="--drafts is the most: how many is chosen in every step")
     parser.add_argument("--requests", type=int, nargs="+", default=REQUESTS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     args = parser.parse_args()
     timings: list[Timing] = []
     print("".join(f"{name:>10}" for name in ("requests", "context", *COLUMNS)) + "   (us)")
     for num_requests in args.requests:
-        for t in measure(num_requests, args.contexts, args.windows, args.drafts):
+        for t in measure(num_requests, args.contexts, args.windows, args.drafts, args.chosen):
             timings.append(t)
             figures = (t.schedule_us, t.update_us, t.step_us, t.step_us / num_requests)
             print(f"{t.requests:10}{t.context:10}" + "".join(f"{figure:10.1f}" for figure in figures), flush=True)

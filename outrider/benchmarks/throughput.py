@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -> LLM:
     if isinstance(loaded, OnRanks):
         return loaded.llm(config)
-    return loaded.llm(config, loaded.worker(config, prepare=_spread if spreads else None))
+    return loaded.llm(config, loaded.worker(config, prepare=spread_experts if spreads else None))
 
 
 def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded | OnRanks) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _versions() -> dict[str, str]:
             **{package: number for package, number in found.items() if number is not None}}
 
 
-def _spread(model: Model, drafter: Drafter | None) -> None:
+def spread_experts(model: Model, drafter: Drafter | None) -> None:
     routers = find_modules([model, *([] if drafter is None else drafter.modules())], Router)
     if not routers:
         raise UsageError("--routing spread: this model has no experts")

@@ -17,6 +17,7 @@ MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
 PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
 OWN_WEIGHT = 20.0  # checked drafts that a factor of 1 is worth to a request
 OWN_DECAY = 0.98  # factor on what was counted of one request, per observation
+RENEWED_AFTER = 16  # observations after which the rates of levels are computed anew
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class DraftChances:
         self._places = [_Ratio(PLACE_WEIGHT, PLACE_WEIGHT) for _ in range(k)]
         self._own: dict[int, _Ratio] = {}
         self._rates: list[float] = []  # of each level
+        self._num_new = 0  # observations since they were computed
 
     def observe(self, request_id: int, packed: int, num_drafted: int, num_accepted: int) -> None:
         """Drafts of these levels were checked. Those behind the first rejected one were not reached."""
@@ -62,7 +64,9 @@ class DraftChances:
             tried[level] = tried[level] * SHARED_DECAY + 1
             hit[level] = hit[level] * SHARED_DECAY + is_accepted
             self._all.observe(1.0, is_accepted, SHARED_DECAY)
-        self._rates = []
+        self._num_new += 1
+        if self._num_new >= RENEWED_AFTER or self._all.expected < RENEWED_AFTER:
+            self._rates, self._num_new = [], 0
 
     def forget(self, request_id: int) -> None:
         self._own.pop(request_id, None)

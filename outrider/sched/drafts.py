@@ -53,7 +53,7 @@ class DraftCounts(ABC):
 
 
 class FixedDrafts(DraftCounts):
-    """The same number of drafts for every request that allows as many."""
+    """Gives every request the same number of drafts, or as many as it allows."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts

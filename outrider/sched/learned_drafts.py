@@ -134,5 +134,5 @@ class LearnedDrafts(DraftCounts):
 
     @property
     def _least_gain(self) -> float:
-        """What drafts must gain: more to wake a drafter that rests than to keep it awake."""
+        """The least gain for which drafts are made: more to wake a drafter that rests than to keep it awake."""
         return 1.0 if self._misses_rests and self._depth.proposed else MIN_GAIN

@@ -23,8 +23,10 @@ KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
 FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
-MAX_CHAINS = 256  # chains of drafts that stand for those of the next step
+MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at most ...
+CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+WEIGH_LEVELS_EVERY = 8  # steps, while it does not pay that the device shares rows out
 
 
 RateOf: TypeAlias = Callable[[float, int, int], float]
@@ -98,7 +100,7 @@ class SizedDrafts(LearnedDrafts):
         self._foresight = Foresight()
         self._level_foresight = Foresight()  # the same, of drafts that the device chose
         self._chains: deque[ProposedChain] = deque(maxlen=MAX_CHAINS)  # the last of all requests
-        self._next_learning = 0  # number of the step
+        self._next_learning = self._next_weighing = 0  # numbers of steps
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         self._step += 1
@@ -123,7 +125,7 @@ class SizedDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """Where requests come and go, the next step has prompts too: no more is proposed than it would check."""
+        """Proposes no more than the next step would check: while requests come and go, it has prompts too."""
         if plan.sharing is None:
             return plan
         self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
@@ -230,17 +232,20 @@ class SizedDrafts(LearnedDrafts):
         """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
         next step are not known yet: the last that were proposed stand for them."""
         count = len(requests)
-        if self._misses_rests and not self._depth.proposed:
+        if self._misses_rests and not self._depth.proposed or self._step < self._next_weighing:
             return None
         # A grammar's masks are made by the host, which must know the logit rows.
         if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
             return None
-        if 2 * len(self._chains) < count:
+        if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None
         sample = [extended(self.chances.gains(own.request_id, own.levels, own.num_drafts),
-                           self.acceptance.gains(own.request_id)) for own in self._chains]
+                           self.acceptance.gains(own.request_id)) for own in list(self._chains)[-CHAINS_EACH * count :]]
         shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
-        return None if shared is None else shared[0]
+        if shared is None:
+            self._next_weighing = self._step + WEIGH_LEVELS_EVERY
+            return None
+        return shared[0]
 
     def _sharing(self, request_ids: list[int], total: int, fixed_drafts: list[int]) -> SharingPlan:
         chances, most = self.chances, (1 << WEIGHT_BITS + 3)

@@ -14,7 +14,7 @@ from outrider.core.structured import StructuredOutputsParams
 from outrider.sched.draft_chances import DraftChances
 from outrider.sched.individual_drafts import IndividualDrafts
 from outrider.sched.request import Request
-from outrider.sched.sized_drafts import SizedDrafts, extended
+from outrider.sched.sized_drafts import CHAINS_EACH, WEIGH_LEVELS_EVERY, SizedDrafts, extended
 from tests.unit.test_draft_counts import running
 from tests.unit.test_shared_rows import COSTS, K
 
@@ -159,6 +159,22 @@ def test_the_device_shares_rows_out_where_the_drafter_knows_what_holds() -> None
     assert told > 1.03 * untold and not silent.totals
     assert telling.totals and {64 + total for total in telling.totals} <= set(unequal_sizes(64, K))
     assert len(telling.totals) <= 6, "few graphs"
+
+
+def test_levels_are_weighed_now_and_then_while_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than the step of a small model on a GPU."""
+    chooser, weighed = SizedDrafts(K, COSTS), []  # requests whose chains are weighed
+    of_request = chooser.chances.gains
+
+    def gains(request_id: int, levels: int, count: int) -> list[float]:
+        weighed.append(request_id)
+        return of_request(request_id, levels, count)
+
+    monkeypatch.setattr(chooser, "_best_shared", lambda *args: None)
+    monkeypatch.setattr(chooser.chances, "gains", gains)
+    SharingDevice(64, says=True).run(chooser, 80)
+    each = CHAINS_EACH * 64
+    assert 3 * each <= len(weighed) <= (80 / WEIGH_LEVELS_EVERY + 1) * each
 
 
 def test_few_requests_and_requests_with_a_grammar_are_not_shared_out() -> None:

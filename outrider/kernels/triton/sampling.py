@@ -67,7 +67,7 @@ class Spans(NamedTuple):
 
 
 class DraftLevels(NamedTuple):
-    """Where the levels of drafts go: [logit rows] int64, and the place of these drafts in their chains."""
+    """The tensor that the levels of drafts go to, [logit rows] int64, and the place of these drafts in their chains."""
 
     packed: torch.Tensor
     place: int
