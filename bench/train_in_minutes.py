@@ -1,11 +1,13 @@
 """Trains an EAGLE-3 head within given minutes of a GPU: several engines write answers, then as many epochs as fit.
 
     python bench/train_in_minutes.py MODEL OUT --answer-minutes 3 --train-minutes 7 [--prompts FILE] [--processes 4]
+        [--mps] [-- --draft-vocab-size 16384 ...]
 
 Small models leave a GPU idle while the host prepares steps, so engines beside each other write more than one. Each is
 an `outrider train-drafter` with a seed and a share of the prompts of its own, which is ended when its minutes are over;
-the answers that it has stored become those of one run. A short run on the first of them measures how fast steps are.
-Flags behind `--` go to the training run.
+the answers that it has stored become those of one run. With --mps they share the GPU through NVIDIA's MPS instead of
+taking turns: four of them wrote 100,000 tokens a second, and 55,000 to 70,000 without. A short run on the first answers
+measures how fast steps are. Flags behind `--` go to the training run.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
@@ -28,6 +31,7 @@ from outrider.training.texts import TextStore
 SPEED = re.compile(r"step \d+ of \d+: .*?(\d+) tokens/s")
 START_SECONDS = 40.0  # of the training run: imports, the target's weights, its states of the texts
 CALIBRATION_STEPS = 60
+MPS = "nvidia-cuda-mps-control"
 
 
 def command(args: argparse.Namespace, out: Path, *flags: str) -> list[str]:
@@ -36,7 +40,25 @@ def command(args: argparse.Namespace, out: Path, *flags: str) -> list[str]:
             str(args.max_answer_tokens), *flags]
 
 
-def write_answers(args: argparse.Namespace, work: Path) -> list[Path]:
+@contextmanager
+def shared_gpu(work: Path, is_wanted: bool) -> Iterator[dict[str, str]]:
+    """The environment of processes that share the GPU, while NVIDIA's daemon for that runs; their usual one if they are
+    not to."""
+    if not is_wanted:
+        yield dict(os.environ)
+        return
+    folders = {f"CUDA_MPS_{kind}_DIRECTORY": str(work / f"mps-{kind.lower()}") for kind in ("PIPE", "LOG")}
+    environment = os.environ | folders
+    for folder in folders.values():
+        Path(folder).mkdir()
+    subprocess.run([MPS, "-d"], env=environment, check=True)
+    try:
+        yield environment
+    finally:
+        subprocess.run([MPS], input="quit\n", text=True, env=environment, check=False)
+
+
+def write_answers(args: argparse.Namespace, work: Path, environment: dict[str, str]) -> list[Path]:
     """Let engines write answers until their minutes are over. Returns the shards that they have stored."""
     lines = [] if args.prompts is None else args.prompts.read_text(encoding="utf-8").splitlines()
     running = []
@@ -49,7 +71,7 @@ def write_answers(args: argparse.Namespace, work: Path) -> list[Path]:
             flags += ["--prompts", str(share)]
         with open(work / f"answers-{index}.log", "w", encoding="utf-8") as log:
             running.append(subprocess.Popen(command(args, work / f"answers-{index}", *flags), stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True))
+                                            stderr=subprocess.STDOUT, start_new_session=True, env=environment))
     end = time.monotonic() + 60 * args.answer_minutes
     while time.monotonic() < end and any(process.poll() is None for process in running):
         time.sleep(0.5)
@@ -104,6 +126,7 @@ def main() -> None:
     parser.add_argument("--answer-minutes", type=float, default=3.0, help="default: 3")
     parser.add_argument("--train-minutes", type=float, default=7.0, help="default: 7")
     parser.add_argument("--processes", type=int, default=4, help="engines that write answers (default: 4)")
+    parser.add_argument("--mps", action="store_true", help=f"let them share the GPU at the same time ({MPS})")
     parser.add_argument("--cache-bytes", type=int, default=12 << 30, help="of each of them (default: 12 GiB)")
     parser.add_argument("--shard-texts", type=int, default=1536, help="default: 1536")
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="default: 1024")
@@ -117,7 +140,8 @@ def main() -> None:
         sys.exit(f"{args.out} or {work} is there already: name another folder")
     work.mkdir(parents=True)
     began = time.monotonic()
-    shards = write_answers(args, work)
+    with shared_gpu(work, args.mps) as environment:
+        shards = write_answers(args, work, environment)
     total = num_tokens(shards)
     print(f"{len(shards)} shards of {total} tokens after {time.monotonic() - began:.0f} s", flush=True)
     began = time.monotonic()

@@ -34,6 +34,7 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
      "residual streams to read, each after so many layers (default: 2, half, all but 3; five for a block drafter)"),
     ("passes", count_flag, "N", "drafts that are unrolled in training, or those of a block"),
     ("layers", count_flag, "N", "layers of a block drafter"),
+    ("intermediate-size", whole_flag(1, 262144), "N", "width of the drafter's MLPs (default: like the target's)"),
     ("markov-rank", whole_flag(0, 4096), "N", "rank of a block drafter's Markov head: DSpark with one, DFlash without"),
     ("pass-decay", number_flag(0.01, 1), "X", "weight of each draft in the loss, relative to the one before it"),
     ("epochs", count_flag, "N", "how often each text is seen"),

@@ -47,7 +47,7 @@ class HeadSizes:
             num_heads = hidden // head_dim
             num_kv_heads = next(count for count in (num_heads // 4, num_heads) if count and num_heads % count == 0)
         own_width = 0 if sizes is None else sizes.intermediate_size
-        width = own_width if 2 * hidden <= own_width <= 8 * hidden else 3 * hidden
+        width = settings.intermediate_size or (own_width if 2 * hidden <= own_width <= 8 * hidden else 3 * hidden)
         return cls(hidden, width, num_heads, num_kv_heads, head_dim, target.vocab_size, target.max_positions,
                    sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), taps,
                    has_usual_taps=taps == usual_taps(target), is_classic=settings.classic)

@@ -18,7 +18,7 @@ MAY_CHANGE = ("file_form", "patience", "save_seconds")
 NOT_READ = {
     "eagle3": ("layers", "markov_rank"),
     "block": ("classic",),
-    "mtp": ("taps", "layers", "markov_rank", "classic", "freeze_output", "file_form"),
+    "mtp": ("taps", "layers", "markov_rank", "intermediate_size", "classic", "freeze_output", "file_form"),
 }
 
 
@@ -45,6 +45,7 @@ class TrainingSettings:
     patience: Annotated[int, Range(1, 1000)] = 4  # measurements without a better one that end the run
     save_seconds: Annotated[float, Range(0, 86400)] = 60.0  # between two checkpoints
     layers: Annotated[int, Range(1, 16)] = 3  # of a block drafter
+    intermediate_size: Annotated[int, Range(1, 262144)] | None = None  # of MLPs; None: the target's, if it is ordinary
     markov_rank: Annotated[int, Range(0, 4096)] = 0  # of a block drafter's Markov head, which makes it a DSpark one
     classic: bool = False  # the original EAGLE-3; by default taps and fed-back states are normed, as in EAGLE 3.1
     freeze_output: bool = False  # keep the target's rows as the head's output, and train the rest alone

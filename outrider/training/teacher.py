@@ -175,7 +175,7 @@ class Teacher:
 
 
 def _answers(texts: Sequence[TrainingText]) -> dict[Tokens, int]:
-    """Where the answer of each text begins, in the texts' order; of equal texts with two prompts, the earlier place."""
+    """The place where each text's answer begins, in the texts' order; of equal texts with two prompts, the earlier."""
     starts: dict[Tokens, int] = {}
     for text in texts:
         starts[text.tokens] = min(text.answer_from, starts.get(text.tokens, text.answer_from))

@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TextStates:
-    """What the target computes for one text."""
+    """The target's hidden states and likeliest tokens of one text."""
 
     states: torch.Tensor  # [tokens, taps and final state], on the device or in pinned memory of the host
     best: torch.Tensor  # [tokens] int64 on the host: the likeliest next token; 0 before the answer and at the end

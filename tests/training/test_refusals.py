@@ -37,12 +37,13 @@ def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         capsys, TARGET, *out, "--passes", 9, "--max-answer-tokens", 8)
     assert "passes must be" in refused(capsys, TARGET, *out, "--passes", 99)
     assert "an integer from 0 to 4096, got 5000" in refused(capsys, TARGET, *out, "--markov-rank", 5000)
+    assert "an integer from 1 to 262144, got 1000000" in refused(capsys, TARGET, *out, "--intermediate-size", 10**6)
     assert "raise --micro-tokens" in refused(capsys, TARGET, *out, "--markov-rank", 0, "--micro-tokens", 64)
     for method, flags, names in (
         ("eagle3", ("--layers", 2, "--markov-rank", 4), "--layers, --markov-rank"),
         ("block", ("--classic",), "--classic"),
-        ("mtp", ("--taps", "1,2", "--freeze-output", "--file-form", "speculators"),
-         "--taps, --freeze-output, --file-form"),
+        ("mtp", ("--taps", "1,2", "--freeze-output", "--file-form", "speculators", "--intermediate-size", 64),
+         "--taps, --intermediate-size, --freeze-output, --file-form"),
     ):
         assert f"method '{method}' does not read {names}: leave" in refused(
             capsys, TARGET, *out, "--method", method, *flags)

@@ -148,11 +148,13 @@ def varied(name: str, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("classic", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_head_in_training_drafts_as_the_engines_head_does(name: str, classic: bool, tmp_path: Path) -> None:
-    """Random weights, float64, every proposal of four requests."""
+    """Random weights, float64, every proposal of four requests; MLPs like the target's, and narrower ones."""
     model = loaded(name, torch.float64).model
-    settings = TrainingSettings(**SMALL | {"classic": classic, "passes": 3, "seed": 5})
+    width = None if classic else 56
+    settings = TrainingSettings(**SMALL | {"classic": classic, "passes": 3, "seed": 5, "intermediate_size": width})
     vocabulary = DraftVocabulary.from_counts(torch.arange(model.vocab_size) % 7, 40)
     trainee = Eagle3Trainee(model, settings, vocabulary)
+    assert classic or trainee.weights["midlayer.mlp.down_proj.weight"].shape[1] == width
     trainee.load({key: varied(key, weight.detach()) for key, weight in trainee.weights.items()})
     trainee.export(tmp_path, DrafterCard("tiny", []), "hf")
     weights = {key: weight.detach().bfloat16().double() for key, weight in trainee.weights.items()}
