@@ -82,7 +82,7 @@ class EngineConfig:
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
     quantization: Annotated[str, OneOf(QUANTIZATIONS)] | None = None  # unquantised products: coded so at load
-    activation_bits: Annotated[int, OneOf((8, 16, 32))] = 32  # CPU, kept 4 to 8 bits: 8 and 16 are faster, and round
+    activation_bits: Annotated[int, OneOf((8, 16, 32))] = 16  # CPU, weights in 2 to 8 bits: 8 is faster, 32 as float32
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
     hf_overrides: dict[str, Any] | None = None  # values of config.json that are replaced or added

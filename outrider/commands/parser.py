@@ -70,7 +70,7 @@ ENGINE_HELP = {
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",
     "quantization": "bring linear layers and experts of an unquantised model into these bits while they are read",
-    "activation_bits": "CPU, weights in GGUF bits, integers or fp4: 8, 16 round activations for speed; log the error",
+    "activation_bits": "CPU, weights in GGUF bits, integers or fp4: 8 rounds activations for speed, 32 not at all",
     "enable_lora": "requests may name adapters (LoRA)",
     "max_loras": "adapters on the device at once, which the requests of a step may have",
     "max_lora_rank": "the largest rank of an adapter",

@@ -37,13 +37,13 @@ class LinearFormat(MatrixFormat):
         dtype, has no bias, and need not be exact. None otherwise."""
         return None
 
-    def use_rounded_activations(self, bits: int) -> float | None:
-        """Round token rows to 8 or 16 bits in products. Returns the largest error of a product with random
+    def use_activation_bits(self, bits: int) -> float | None:
+        """Round token rows to 8, 16 or 24 bits in products. Returns the largest error of a product with random
         activations, as a share of its largest result; None if the format has no such product."""
         return None
 
     def round_activations(self) -> None:
-        """Round token rows to 8 bits, as `use_rounded_activations` does, in products that are prepared from now on, and
+        """Round token rows to 8 bits, as `use_activation_bits` does, in products that are prepared from now on, and
         measure nothing: for weights whose products need not be accurate. Nothing changes if the format has no such
         product."""
 

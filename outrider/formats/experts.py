@@ -41,8 +41,8 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         """See `LinearFormat.prepare`."""
         return 0
 
-    def use_rounded_activations(self, bits: int) -> float | None:
-        """See `LinearFormat.use_rounded_activations`; the error is that of one expert's products."""
+    def use_activation_bits(self, bits: int) -> float | None:
+        """See `LinearFormat.use_activation_bits`; the error is that of one expert's products."""
         return None
 
     @abstractmethod

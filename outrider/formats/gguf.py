@@ -19,6 +19,7 @@ from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import native
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.quantized import (
+    ACTIVATION_BITS,
     draw_rows,
     empty_rows,
     grouped_heads,
@@ -90,7 +91,7 @@ class GgufLinear(EmbeddingFormat):
         self._rows = [empty_rows(kind, len(segment.rows), declared.num_inputs, declared.device)
                       for kind, segment in zip(self._kinds, declared.segments, strict=True)]
         self._matrix: native.PackedMatrix | None = None
-        self._activation_bits = 24
+        self._activation_bits = ACTIVATION_BITS
         self._transposed = next((held for held in stored if isinstance(held, TransposedHeads)), None)
 
     @classmethod
@@ -131,7 +132,7 @@ class GgufLinear(EmbeddingFormat):
         self._activation_bits = 8
         self.finalize()
 
-    def use_rounded_activations(self, bits: int) -> float:
+    def use_activation_bits(self, bits: int) -> float:
         self._activation_bits = bits
         self.finalize()
         return rounding_error(self._rows, self._bias, bits)

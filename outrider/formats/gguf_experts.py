@@ -12,7 +12,7 @@ from outrider.formats.gguf import keeps_blocks, packed_slot
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import moe, native
 from outrider.kernels.experts_on_host import native_experts
-from outrider.kernels.quantized import empty_rows, rounding_error
+from outrider.kernels.quantized import ACTIVATION_BITS, empty_rows, rounding_error
 
 
 class GgufExperts(ExpertsFormat):
@@ -24,7 +24,7 @@ class GgufExperts(ExpertsFormat):
                                                               declared.device))
                        for (projection, segment), kind in zip(segments, kinds, strict=False)]
                       for _ in range(declared.num_experts)]
-        self._activation_bits = 24
+        self._activation_bits = ACTIVATION_BITS
         self._matrices: list[list[native.PackedMatrix]] = []  # of each expert: the first projection, and down
 
     @classmethod
@@ -51,7 +51,7 @@ class GgufExperts(ExpertsFormat):
         return [[rows for made, _, _, rows in self._held[expert] if made is projection]
                 for projection in self.declared.projections]
 
-    def use_rounded_activations(self, bits: int) -> float:
+    def use_activation_bits(self, bits: int) -> float:
         self._activation_bits = bits
         self.finalize()
         return max(rounding_error(rows, None, bits) for rows in self._rows(0))

@@ -20,7 +20,7 @@ from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.experts_on_host import native_experts
-from outrider.kernels.quantized import kept_bits_are_fast, rounding_error
+from outrider.kernels.quantized import ACTIVATION_BITS, kept_bits_are_fast, rounding_error
 from outrider.kernels.scaled import FP8, INT4, INT8, Scaled
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
 
@@ -165,7 +165,7 @@ class ScaledLinear(EmbeddingFormat):
         self._weight = self._stored.empty(declared.num_outputs, inputs=declared.num_inputs, device=declared.device)
         self._rounding = self._stored.rounding(declared)
         self._packed: native.Matrix | None = None  # the weight for the native product
-        self._activation_bits = 24
+        self._activation_bits = ACTIVATION_BITS
         self._reader: LinearFormat | None = None  # multiplies with the result of `activated`
         self.set_exact(False)
 
@@ -194,7 +194,7 @@ class ScaledLinear(EmbeddingFormat):
         """Put codes into the order of the device's products. On a CPU, choose the native product, whose results are
         exact in any mode; codes that it does not read become numbers anew in each product."""
         self._weight = self._arrange(self._weight, self.declared.dtype)
-        may_copy = allow_copy or self._activation_bits < 24  # rounded token rows have no other product
+        may_copy = allow_copy or self._activation_bits == 8  # token rows of so few bits have no other product
         held = None
         if is_on_host(self.declared):
             held = host_weight(self._weight, self._bias, may_copy, self._activation_bits)
@@ -204,10 +204,12 @@ class ScaledLinear(EmbeddingFormat):
     def round_activations(self) -> None:
         self._activation_bits = 8
 
-    def use_rounded_activations(self, bits: int) -> float | None:
+    def use_activation_bits(self, bits: int) -> float | None:
         rows = packed_rows(self._weight) if is_on_host(self.declared) and kept_bits_are_fast() else None
-        self._activation_bits = 24 if rows is None else bits
-        return None if rows is None else rounding_error([rows], self._bias, bits)
+        if rows is None:
+            return None
+        self._activation_bits = bits
+        return rounding_error([rows], self._bias, bits)
 
     def native_product(self) -> NativeProduct | None:
         return None if self._packed is None else NativeProduct(self._packed, sys.maxsize)
@@ -253,7 +255,7 @@ class ScaledExperts(ExpertsFormat):
             held.empty(declared.num_experts, each.num_outputs, inputs=each.num_inputs, device=each.device)
             for held, each in zip(self._stored, declared.projections, strict=True))
         self._matrices: list[list[native.Matrix]] = []  # of each expert, for native products
-        self._activation_bits = 24
+        self._activation_bits = ACTIVATION_BITS
 
     @classmethod
     def serves(cls, declared: ExpertsDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
@@ -290,7 +292,7 @@ class ScaledExperts(ExpertsFormat):
                          biases)
 
     def prepare(self, allow_copy: bool) -> int:
-        may_copy = allow_copy or self._activation_bits < 24
+        may_copy = allow_copy or self._activation_bits == 8
         experts = range(self.declared.num_experts if is_on_host(self.declared) else 0)
         held = [[host_weight(weight[expert], None, may_copy, self._activation_bits)
                  for weight in (self._gate_up, self._down)] for expert in experts]
@@ -299,7 +301,7 @@ class ScaledExperts(ExpertsFormat):
         self._matrices = [[each.matrix for each in both] for both in found] if are_served else []
         return sum(each.copied_bytes for both in found for each in both) if are_served else 0
 
-    def use_rounded_activations(self, bits: int) -> float | None:
+    def use_activation_bits(self, bits: int) -> float | None:
         first, down = (packed_rows(weight[0]) if is_on_host(self.declared) and kept_bits_are_fast() else None
                        for weight in (self._gate_up, self._down))
         if first is None or down is None:

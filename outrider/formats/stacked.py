@@ -70,8 +70,8 @@ class StackedLinear(LinearFormat):
         for part in self._parts:
             part.round_activations()
 
-    def use_rounded_activations(self, bits: int) -> float | None:
-        errors = [error for part in self._parts if (error := part.use_rounded_activations(bits)) is not None]
+    def use_activation_bits(self, bits: int) -> float | None:
+        errors = [error for part in self._parts if (error := part.use_activation_bits(bits)) is not None]
         return max(errors, default=None)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,8 @@ class AroundLinear(LinearFormat):
     def round_activations(self) -> None:
         self._inner.round_activations()
 
-    def use_rounded_activations(self, bits: int) -> float | None:
-        return self._inner.use_rounded_activations(bits)
+    def use_activation_bits(self, bits: int) -> float | None:
+        return self._inner.use_activation_bits(bits)
 
 
 class SummedLinear(AroundLinear):
@@ -143,8 +143,8 @@ class SummedExperts(ExpertsFormat):
     def prepare(self, allow_copy: bool) -> int:
         return self._inner.prepare(allow_copy)
 
-    def use_rounded_activations(self, bits: int) -> float | None:
-        return self._inner.use_rounded_activations(bits)
+    def use_activation_bits(self, bits: int) -> float | None:
+        return self._inner.use_activation_bits(bits)
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,

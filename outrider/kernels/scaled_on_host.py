@@ -24,7 +24,7 @@ class HostWeight(NamedTuple):
     """A weight as native products read it."""
 
     matrix: native.Matrix
-    rows: native.PackedRows | None  # the packed codes, of which token rows may be rounded to 8 bits
+    rows: native.PackedRows | None  # the packed codes, whose products round token rows
     copied_bytes: int  # memory beside that of the weight itself
 
 

@@ -218,17 +218,20 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
         linear.format.restore_order()
 
 
-def use_rounded_activations(model: LayeredModule, bits: int) -> str:
-    """Round token rows to 8 or 16 bits in the products that can. Returns a line that tells how many and their error."""
+def use_activation_bits(model: LayeredModule, bits: int) -> str:
+    """Round token rows to 8 or 16 bits in the products that can, or with 32 to as many as float32 has. Returns a line
+    that tells how many products and their error."""
     held: list[Linear | Experts] = [*find_modules([model], Linear), *find_modules([model], Experts)]
-    errors = [error for module in held if (error := module.format.use_rounded_activations(bits)) is not None]
-    if not errors:
-        raise ValueError(f"activation_bits={bits} works with weights that stay in the bits of a GGUF file, or in "
-                         "integers or 4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, "
-                         "with keep_quantized, a C compiler and a processor that is as fast with them as with "
-                         "float32), and this model has none")
-    return (f"activation_bits={bits}: {len(errors)} of {len(held)} weights multiply activations rounded to {bits} "
-            f"bits; the largest error of a product on random activations is {max(errors):.2g} of its largest result")
+    digits = min(bits, 24)
+    errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]
+    if bits == 8 and not errors:
+        raise ValueError("activation_bits=8 works with weights that stay in the bits of a GGUF file, or in integers or "
+                         "4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, with "
+                         "keep_quantized, a C compiler and a processor that is as fast with them as with float32), and "
+                         "this model has none")
+    error = max(errors, default=0)
+    return (f"activation_bits={bits}: {len(errors)} of {len(held)} weights multiply activations rounded to {digits} "
+            f"bits; the largest error of a product on random activations is {error:.2g} of its largest result")
 
 
 def fuse(layer: DecoderLayer) -> DecoderLayer:

@@ -14,9 +14,10 @@ from outrider.formats.ranks import RankGroup
 from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
 from outrider.kernels import compiling, native
 from outrider.kernels.ops.operation import FP8_CAPABILITY
+from outrider.kernels.quantized import ACTIVATION_BITS
 from outrider.kernels.scaled import INT4
 from outrider.layers.base import find_modules
-from outrider.layers.fuse import use_rounded_activations
+from outrider.layers.fuse import use_activation_bits
 from outrider.layers.linear import Linear
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model, stored_formats
@@ -91,8 +92,9 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
-    if config.activation_bits < 32:
-        log.warning(use_rounded_activations(model, config.activation_bits))
+    if config.activation_bits != ACTIVATION_BITS:
+        said = use_activation_bits(model, config.activation_bits)
+        log.log(logging.WARNING if config.activation_bits == 8 else logging.INFO, said)
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

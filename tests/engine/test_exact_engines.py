@@ -16,7 +16,7 @@ import torch
 
 from outrider.core.structured import StructuredOutputsParams
 from outrider.kernels import native
-from outrider.layers.fuse import use_rounded_activations
+from outrider.layers.fuse import use_activation_bits
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
@@ -81,8 +81,7 @@ def test_a_worker_in_a_process_changes_no_bit(tmp_path: Path) -> None:
 def test_weights_in_gguf_bits_are_exact(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.formats.gguf.kept_bits_are_fast", lambda: True)
     model = build(QWEN3, {} if bits == 8 else MIXED, keep=True)
-    if bits < 32:
-        use_rounded_activations(model, bits)
+    use_activation_bits(model, bits)
     assert_exact(model, asks_for([prompt_of(seed, 12 + 30 * seed, 96) for seed in range(3)], 96))
 
 

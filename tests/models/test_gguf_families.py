@@ -12,6 +12,7 @@ from outrider.formats.gguf_experts import GgufExperts
 from outrider.kernels import native
 from outrider.layers import LatentAttention, Linear
 from outrider.layers.base import find_modules
+from outrider.layers.fuse import use_activation_bits
 from outrider.layers.moe import Experts
 from outrider.models.base import Model
 from outrider.models.loader import load_model
@@ -40,6 +41,7 @@ def test_a_file_of_the_family_gives_the_logits_of_transformers(
         expected = hf_model(folder)(tokens[None], use_cache=False).logits[0]
     kept, expanded = (load_model(source, dtype=torch.float32, device="cpu", keep_quantized=keep)
                       for keep in (True, False))
+    use_activation_bits(kept, 32)
     for ours in (kept, expanded):
         with torch.no_grad():
             torch.testing.assert_close(logits_of(ours, tokens), expected, rtol=1e-3, atol=2e-3)

@@ -435,7 +435,7 @@ def test_a_cpu_multiplies_with_codes_by_native_code(quantization: str, fewest: i
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FEWEST, fewest)
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
-    model = load(folder, dtype="float32", quantization=quantization)
+    model = load(folder, dtype="float32", quantization=quantization, activation_bits=32)
     for linear in find_modules([model], Linear):
         x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
         plain, plain_wide = linear.format.product(x), linear.format.wide(x)
@@ -478,7 +478,7 @@ def test_experts_are_multiplied_by_native_code(name: str, rounds: bool, packing:
     native_sums = experts.mix(x, routed, "silu")
     torch.testing.assert_close(native_sums, by_numbers, rtol=1e-4, atol=1e-5)
     assert torch.equal(native_sums[:1], experts.mix(x[:1], moe.Routed(ids[:1], routed.weights[:1]), "silu"))
-    error = experts.use_rounded_activations(8)
+    error = experts.use_activation_bits(8)
     assert (error is not None) == rounds
     experts.prepare(False)
     rounded = experts.mix(x, routed, "silu")
