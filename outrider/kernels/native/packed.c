@@ -90,17 +90,20 @@ int64_t packed_unit_bytes(int64_t form) { return unit_bytes(FORMS[form]); }
 /* ---- registers ---- */
 
 #if defined(__ARM_FEATURE_DOTPROD)
-/* sums plus the products of four registers, from register `r` on, with 16 inputs; of one group or of two. */
-INLINE void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed, const int groups) {
+/* Adds the products of four registers, from register `r` on, with the digits of 16 inputs; of one group or of two. */
+INLINE void dot16(vi (*sums)[PAIR], const Group *g, const int r, const int8_t *x, const int is_signed, const int groups,
+                  const int digits) {
     (void)is_signed;
-    const int8x16_t inputs = vld1q_s8(x);
-    UNROLL for (int l = 0; l < groups; l++) {
-        const Bytes *codes = g[l].codes + r;
-        int32x4_t out = (int32x4_t)sums[l];
-        out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
-        out = vdotq_laneq_s32(out, (int8x16_t)codes[1], inputs, 1);
-        out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
-        sums[l] = (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
+    UNROLL for (int d = 0; d < digits; d++) {
+        const int8x16_t inputs = vld1q_s8(x + d * INPUTS);
+        UNROLL for (int l = 0; l < groups; l++) {
+            const Bytes *codes = g[l].codes + r;
+            int32x4_t out = (int32x4_t)sums[d][l];
+            out = vdotq_laneq_s32(out, (int8x16_t)codes[0], inputs, 0);
+            out = vdotq_laneq_s32(out, (int8x16_t)codes[1], inputs, 1);
+            out = vdotq_laneq_s32(out, (int8x16_t)codes[2], inputs, 2);
+            sums[d][l] = (vi)vdotq_laneq_s32(out, (int8x16_t)codes[3], inputs, 3);
+        }
     }
 }
 #elif RAISED || defined(__AVX512BW__) || (defined(__AVX2__) && VL == 8)
@@ -125,27 +128,31 @@ INLINE vi dot4(vi sums, Bytes codes, int32_t four, const int is_signed) {
 }
 
 /* Both groups meet four inputs before the next four are loaded: loads of a vector of the same four inputs are what
- * takes the time, and a compiler keeps more of them than there are registers otherwise. */
-INLINE void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed, const int groups) {
-    UNROLL for (int i = 0; i < 4; i++) {
-        int32_t four;
-        memcpy(&four, x + 4 * i, 4);
-        UNROLL for (int l = 0; l < groups; l++) sums[l] = dot4(sums[l], g[l].codes[r + i], four, is_signed);
-    }
+ * takes the time, and a compiler keeps more of them than there are registers otherwise. All digits of four inputs come
+ * one after the other, since a sum waits five cycles for the one before. */
+INLINE void dot16(vi (*sums)[PAIR], const Group *g, const int r, const int8_t *x, const int is_signed, const int groups,
+                  const int digits) {
+    UNROLL for (int i = 0; i < 4; i++)
+        UNROLL for (int d = 0; d < digits; d++) {
+            int32_t four;
+            memcpy(&four, x + d * INPUTS + 4 * i, 4);
+            UNROLL for (int l = 0; l < groups; l++) sums[d][l] = dot4(sums[d][l], g[l].codes[r + i], four, is_signed);
+        }
 }
 #else
 /* Not inlined: in every product it would take a compiler minutes. */
-static __attribute__((noinline)) void dot16(vi *sums, const Group *g, const int r, const int8_t *x, const int is_signed,
-                                            const int groups) {
+static __attribute__((noinline)) void dot16(vi (*sums)[PAIR], const Group *g, const int r, const int8_t *x,
+                                            const int is_signed, const int groups, const int digits) {
     (void)is_signed;
-    for (int l = 0; l < groups; l++) {
-        const int8_t *w = (const int8_t *)(g[l].codes + r);
+    for (int at = 0; at < digits * groups; at++) {
+        const int d = at / groups, l = at % groups;
+        const int8_t *w = (const int8_t *)(g[l].codes + r), *inputs = x + d * INPUTS;
         int32_t lanes[VL];
-        memcpy(lanes, sums + l, sizeof lanes);
+        memcpy(lanes, sums[d] + l, sizeof lanes);
         for (int i = 0; i < 4; i++)
             for (int lane = 0; lane < VL; lane++)
-                for (int j = 0; j < 4; j++) lanes[lane] += w[i * REGISTER + 4 * lane + j] * x[4 * i + j];
-        memcpy(sums + l, lanes, sizeof lanes);
+                for (int j = 0; j < 4; j++) lanes[lane] += w[i * REGISTER + 4 * lane + j] * inputs[4 * i + j];
+        memcpy(sums[d] + l, lanes, sizeof lanes);
     }
 }
 #endif
@@ -241,21 +248,20 @@ INLINE void add_groups(vf *sums, const Group *g, const uint8_t *x, const int dig
     const Inputs *in = (const Inputs *)x;
     const int8_t *q = (const int8_t *)x + digits_at(digits);
     UNROLL for (int h = 0; h < f.halves; h++) {
-        vf found[PAIR];
-        UNROLL for (int d = digits - 1; d >= 0; d--) {
-            const int lowered = f.offset + (f.is_signed ? RAISED : 0);
-            vi dots[PAIR], start = (vi)splat(START);
+        const int lowered = f.offset + (f.is_signed ? RAISED : 0);
+        vi dots[MAX_DIGITS][PAIR];
+        UNROLL for (int d = 0; d < digits; d++) {
+            vi start = (vi)splat(START);
             if (lowered) start = (vi){0} + (START_BITS - lowered * (in->sums[d][h] + (f.halves == 1 ? in->sums[d][1] : 0)));
-            UNROLL for (int l = 0; l < groups; l++) dots[l] = start;
-            dot16(dots, g, 4 * h, q + d * INPUTS + 16 * h, f.is_signed, groups);
-            if (f.halves == 1) dot16(dots, g, 4, q + d * INPUTS + 16, f.is_signed, groups);
-            UNROLL for (int l = 0; l < groups; l++) {
-                vf digit = (vf)dots[l] - START;
-                found[l] = d == digits - 1 ? digit : fused(found[l], splat(1.0f / BASE), digit);
-            }
+            UNROLL for (int l = 0; l < groups; l++) dots[d][l] = start;
         }
+        dot16(dots, g, 4 * h, q + 16 * h, f.is_signed, groups, digits);
+        if (f.halves == 1) dot16(dots, g, 4, q + 16, f.is_signed, groups, digits);
         UNROLL for (int l = 0; l < groups; l++) {
-            sums[l] = fused(found[l], g[l].scale[h] * in->scale, sums[l]);
+            vf found = (vf)dots[digits - 1][l] - START;
+            UNROLL for (int d = digits - 2; d >= 0; d--)
+                found = fused(found, splat(1.0f / BASE), (vf)dots[d][l] - START);
+            sums[l] = fused(found, g[l].scale[h] * in->scale, sums[l]);
             if (f.has_least)
                 sums[l] = fused(g[l].least[h], splat(in->total[h] + (f.halves == 1 ? in->total[1] : 0.0f)), sums[l]);
         }
@@ -264,6 +270,43 @@ INLINE void add_groups(vf *sums, const Group *g, const uint8_t *x, const int dig
 
 /* ---- token rows ---- */
 
+#define RUNS (INPUTS / VL) /* vectors of a group's inputs */
+
+/* Compilers take the lanes of a vector out one by one. */
+INLINE int32_t max_integer(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__aarch64__)
+    return vmaxvq_s32((int32x4_t)v);
+#else
+    int32_t most = v[0];
+    UNROLL for (int i = 1; i < VL; i++) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+/* Writes the digits of 32 inputs as bytes, and the sum of each half. */
+INLINE void store_digits(const vi *digits, int8_t *q, int16_t *sums) {
+#if defined(__AVX512BW__)
+    const __m128i low = _mm512_cvtepi32_epi8((__m512i)digits[0]), high = _mm512_cvtepi32_epi8((__m512i)digits[1]);
+    const __m256i both = _mm256_set_m128i(high, low);
+    _mm256_storeu_si256((__m256i *)q, both);
+    const __m256i twos = _mm256_maddubs_epi16(_mm256_set1_epi8(1), both), zero = _mm256_setzero_si256();
+    const __m256i fours = _mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+    const __m256i totals = _mm256_hadd_epi32(_mm256_hadd_epi32(fours, zero), zero);
+    sums[0] = (int16_t)_mm_cvtsi128_si32(_mm256_castsi256_si128(totals));
+    sums[1] = (int16_t)_mm_cvtsi128_si32(_mm256_extracti128_si256(totals, 1));
+#else
+    int32_t lanes[INPUTS];
+    UNROLL for (int r = 0; r < RUNS; r++) memcpy(lanes + r * VL, digits + r, sizeof(vi));
+    for (int h = 0; h < 2; h++) {
+        int32_t sum = 0;
+        for (int i = 16 * h; i < 16 * h + 16; i++) q[i] = (int8_t)lanes[i], sum += q[i];
+        sums[h] = (int16_t)sum;
+    }
+#endif
+}
+
 /* The scale is NaN where an input is NaN: as integers, sizes of numbers are in the order of the numbers, and NaN is the
  * largest. Where no float32 number is 127 / largest, the inputs count for zero. */
 static void round_inputs(const float *x, uint8_t *to, int digits) {
@@ -271,33 +314,25 @@ static void round_inputs(const float *x, uint8_t *to, int digits) {
     Inputs *out = (Inputs *)to;
     int8_t *q = (int8_t *)to + digits_at(digits);
     vi sizes = {0};
-    UNROLL for (int i = 0; i < INPUTS; i += VL) {
-        vi size = (vi)load(x + i) & 0x7fffffff, is_larger = size > sizes;
+    UNROLL for (int r = 0; r < RUNS; r++) {
+        vi size = (vi)load(x + r * VL) & 0x7fffffff, is_larger = size > sizes;
         sizes = (is_larger & size) | (~is_larger & sizes);
     }
-    int32_t lanes[VL], most = 0;
-    memcpy(lanes, &sizes, sizeof sizes);
-    UNROLL for (int i = 0; i < VL; i++) most = lanes[i] > most ? lanes[i] : most;
-    float largest;
+    const int32_t most = max_integer(sizes);
+    float largest, total[2] = {0};
     memcpy(&largest, &most, sizeof largest);
     float inverse = 127.0f / largest;
     if (!(inverse <= FLT_MAX)) inverse = 0.0f;
-    float rest[INPUTS];
-    int32_t whole[INPUTS];
-    for (int i = 0; i < INPUTS; i++) rest[i] = x[i] * inverse;
-    float total[2] = {0};
+    vf rest[RUNS];
+    UNROLL for (int r = 0; r < RUNS; r++) rest[r] = load(x + r * VL) * inverse;
     for (int d = 0; d < digits; d++) {
-        UNROLL for (int i = 0; i < INPUTS; i += VL) {
-            vf shifted = load(rest + i) + bias;
-            vi integers = (vi)shifted - (vi)bias;
-            memcpy(whole + i, &integers, sizeof integers);
-            store(rest + i, (load(rest + i) - (shifted - bias)) * BASE);
+        vi whole[RUNS];
+        UNROLL for (int r = 0; r < RUNS; r++) {
+            vf shifted = rest[r] + bias;
+            whole[r] = (vi)shifted - (vi)bias;
+            rest[r] = (rest[r] - (shifted - bias)) * BASE;
         }
-        for (int h = 0; h < 2; h++) {
-            int32_t sum = 0;
-            for (int i = 16 * h; i < 16 * h + 16; i++) q[d * INPUTS + i] = (int8_t)whole[i], sum += q[d * INPUTS + i];
-            out->sums[d][h] = (int16_t)sum;
-        }
+        store_digits(whole, q + d * INPUTS, out->sums[d]);
     }
     out->scale = largest / 127.0f;
     for (int h = 0; h < 2; h++) {
