@@ -135,10 +135,11 @@ def _measure(llms: tuple[LLM, LLM], prompts: PromptSet, tokenizer: Tokenizer, ba
     last: list[list[RequestOutput]] = []
     for i in range(args.rounds):
         last = []
+        salted = [replace(ask, cache_salt=f"{prompts.name} {batch} {i}") for ask in asks]  # drafters recall no answer
         # Who goes first alternates, so that a machine that warms up favours neither.
         for which in (0, 1) if i % 2 == 0 else (1, 0):
             label = f"{prompts.name} x {batch}, round {i + 1}"
-            ran = [run_prompts(llms[which], asks[start : start + batch], label=label)
+            ran = [run_prompts(llms[which], salted[start : start + batch], label=label)
                    for start in range(0, len(asks), batch)]
             tokens[which].append(sum(part.num_tokens for part in ran))
             seconds[which].append(sum(part.seconds for part in ran))

@@ -544,6 +544,20 @@ def test_bench_spec_says_that_no_draft_was_checked(folder: Path, tmp_path: Path,
     assert drafted[1] == 0 < drafted[32]
 
 
+def test_drafters_of_bench_spec_do_not_recall_the_answers_of_earlier_rounds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "words.json"
+    prompts.write_text(json.dumps({"name": "words", "prompts": ["abcdefgh", "hgfedcba"]}))
+    runs = []
+    for rounds in (1, 3):
+        result = outrider(capsys, "bench", "spec", folder, "--prompts", prompts, "--batch-sizes", 2, "--max-tokens", 32,
+                          "--rounds", rounds, "--num-pages", 99, "--speculative-config",
+                          '{"method": "suffix", "num_speculative_tokens": 4, "auto": false}')
+        runs.append(json.loads(result.out.splitlines()[-1])["results"][0]["mean_run"])
+    assert runs[0] == runs[1]
+
+
 def test_bench_spec_reads_spec_benchs_form(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each category is a set of its own, and all of them are added up; the prompts of a set run in several batches."""
     questions = [{"question_id": i, "category": "abcd"[i % 4], "turns": [f"{i} abcabcabc", "again"]} for i in range(8)]
