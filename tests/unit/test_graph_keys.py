@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -286,6 +287,26 @@ def test_costs_of_proposals_are_measured_on_graphs_that_serve_batches(monkeypatc
     found = costs.measure_costs(cast(DeviceStep, step), LIMITS, lent, [1, 4, 16, 64, 256])
     assert {key for key in timed if key not in at_start} == {GraphKey(64, 256, 0, True)}
     assert found.drafting == tuple((n, pytest.approx(10e-3), pytest.approx(2e-3)) for n in (1, 8, 64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_busy_machine_measures_nearly_the_draft_cost_of_an_idle_one(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """All steps of a while take up to twice as long, and some are held up: differences of times would be noise."""
+    chance, slowness = random.Random(seed), [1.0]
+
+    def seconds(step: Any, limits: Any, graphs: None, tokens: int, num_wanted: int, repeats: int) -> float:
+        """7 ms and one for each token; 1.2 for a first draft, 0.5 for each further one."""
+        if chance.random() < 0.05:
+            slowness[0] = chance.uniform(1, 2)
+        own = 7 + tokens + (1.2 + 0.5 * (num_wanted - 1) if num_wanted else 0)
+        return min(own * slowness[0] * (1.5 if chance.random() < 0.1 else 1) for _ in range(repeats))
+
+    monkeypatch.setattr(costs, "step_seconds", seconds)
+    step = SimpleNamespace(drafter=SimpleNamespace(attention_layers=(None,)), pool=SimpleNamespace(data=torch.zeros(1)),
+                           state=SimpleNamespace(device=torch.device("cpu")))
+    found = costs.measure_costs(cast(DeviceStep, step), LIMITS)
+    assert list(found.seconds) == sorted(found.seconds)
+    assert found.draft(1) / found.step(1) == pytest.approx(1.2 / 8, rel=0.5)
 
 
 def test_short_contexts_have_graphs_of_their_own() -> None:

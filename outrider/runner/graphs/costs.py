@@ -6,6 +6,7 @@ Runs whole steps of null rows: everything but the reading of context and of recu
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +32,10 @@ from outrider.sample.extras import StepExtras, StepNeeds
 log = logging.getLogger("outrider")
 REPEATS = 3
 SWEEPS, SWEEP_REPEATS = 2, 2  # of steps that are not captured: others may use the processor for a part of a second
+MOST_SWEEPS = 12  # over small steps, by which drafts are decided
+SMALL_STEP = 9  # tokens
+SETTLED = 0.97  # a sweep that brings no time below so many times the known one is the last
+PROPOSALS = 7  # that are measured
 ENOUGH_SECONDS = 0.1  # spent on one size on a CPU, where chance is small beside a step that takes long
 SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast reading is
 
@@ -92,19 +97,31 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
 
 def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
                 has_network: bool) -> tuple[StepCosts, list[DraftCost]]:
-    """Costs of steps of these sizes, and of a proposal, from a step of one request without drafts: the best of some
-    sweeps over all of them."""
-    asked = [(size, 0) for size in sizes]
-    if has_network:
-        asked += [(1, 0), (1, 1), (1, limits.max_drafts)]
-    sweeps = [[step_seconds(step, limits, None, size, num_wanted, SWEEP_REPEATS) for size, num_wanted in asked]
-              for _ in range(SWEEPS)]
-    best = [min(times) for times in zip(*sweeps, strict=True)]
-    plain = StepCosts(tuple(sizes), tuple(accumulate(best[: len(sizes)], max)))
-    if not has_network:
-        return plain, []
-    none, one, most = best[len(sizes) :]
-    return plain, [_draft_cost(1, one - none, most - none, limits.max_drafts)]
+    """Costs of steps of these sizes, and of a proposal. Sizes are measured in some sweeps over all of them, and in more
+    over small ones while these still bring shorter times. Other work on the machine only ever adds time, so the best
+    counts, and a step takes no longer than one with more tokens did."""
+    best = [float("inf")] * len(sizes)
+    for sweep in range(MOST_SWEEPS):
+        before = best
+        best = [min(known, step_seconds(step, limits, None, size, 0, SWEEP_REPEATS))
+                if sweep < SWEEPS or size <= SMALL_STEP else known for known, size in zip(before, sizes, strict=True)]
+        if sweep + 1 >= SWEEPS and all(now >= SETTLED * known for now, known in zip(best, before, strict=True)):
+            break
+    plain = StepCosts(tuple(sizes), tuple(accumulate(reversed(best), min))[::-1])
+    return plain, [_uncaptured_drafting(step, limits, plain.step(1))] if has_network else []
+
+
+def _uncaptured_drafting(step: DeviceStep, limits: Limits, none: float) -> DraftCost:
+    """The cost of a proposal, from steps of one token, which take `none` seconds, with proposals of no, one and all
+    drafts right after each other. A proposal takes a fraction of a step, and steps of a busy machine differ by more, so
+    the medians of their ratios count."""
+    ratios = []
+    for _ in range(PROPOSALS):
+        alone, *others = (step_seconds(step, limits, None, 1, num_wanted, SWEEP_REPEATS)
+                          for num_wanted in (0, 1, limits.max_drafts))
+        ratios.append([other / alone - 1 for other in others])
+    one, most = (none * statistics.median(each) for each in zip(*ratios, strict=True))
+    return _draft_cost(1, one, most, limits.max_drafts)
 
 
 def _draft_cost(requests: int, one: float, most: float, num_drafts: int) -> DraftCost:
