@@ -290,7 +290,7 @@ def test_costs_of_proposals_are_measured_on_graphs_that_serve_batches(monkeypatc
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_busy_machine_measures_nearly_the_draft_cost_of_an_idle_one(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_busy_machine_measures_nearly_an_idle_ones_draft_cost(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """All steps of a while take up to twice as long, and some are held up: differences of times would be noise."""
     chance, slowness = random.Random(seed), [1.0]
 
