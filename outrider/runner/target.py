@@ -14,7 +14,6 @@ from outrider.formats.ranks import RankGroup
 from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
 from outrider.kernels import compiling, native
 from outrider.kernels.ops.operation import FP8_CAPABILITY
-from outrider.kernels.quantized import ACTIVATION_BITS
 from outrider.kernels.scaled import INT4
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import use_activation_bits
@@ -92,7 +91,7 @@ def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None =
 
 def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: Watch | None) -> None:
     fill_model(model, source, load_format=config.load_format, seed=config.seed, watch=watch)
-    if config.activation_bits != ACTIVATION_BITS:
+    if config.activation_bits != EngineConfig.activation_bits:  # the default is what products have by themselves
         said = use_activation_bits(model, config.activation_bits)
         log.log(logging.WARNING if config.activation_bits == 8 else logging.INFO, said)
 

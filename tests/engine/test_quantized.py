@@ -14,12 +14,13 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
+from outrider.config import EngineConfig
 from outrider.formats import ExpertsDeclaration, ModelSize, StoredFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.gguf_experts import GgufExperts
 from outrider.kernels import moe, native
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.quantized import QuantizedRows
+from outrider.kernels.quantized import ACTIVATION_BITS, QuantizedRows
 from outrider.layers import NothingAttends, StepContext
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import NativeDecoderLayer, prepare, use_activation_bits
@@ -194,6 +195,13 @@ def test_fewer_activation_bits_stay_close_and_tell_their_error(bits: int, most: 
     for logprobs, close in zip(*first_steps, strict=True):
         shared = logprobs.keys() & close.keys()
         assert shared and all(abs(logprobs[token] - close[token]) < far for token in shared)
+
+
+def test_products_have_the_activation_bits_of_the_default_by_themselves() -> None:
+    assert EngineConfig.activation_bits == ACTIVATION_BITS
+    default, asked = build(QWEN3, {}, keep=True), build(QWEN3, {}, keep=True)
+    use_activation_bits(asked, ACTIVATION_BITS)
+    assert outcome(default) == outcome(asked)
 
 
 def test_experts_obey_eight_activation_bits() -> None:
