@@ -98,6 +98,23 @@ def test_an_expert_with_more_pairs_than_a_tile(device: torch.device, dtype: torc
     assert_close(case.run(method), case.wanted())
 
 
+@pytest.mark.parametrize("programs", [1, 8])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_crowded_experts_have_taller_tiles(device: torch.device, dtype: torch.dtype, activation: str, programs: int,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with no pair, one, as many as a tile, one more, as many as a tall tile, and one more than that; and
+    programs that go through several tiles, or find none. Bits are those of other tiles, as exact results need."""
+    counts = [0, 1, 16, 17, 64, 65, 0, 5]
+    case = Case(device, dtype, sum(counts), top_k=1, num_experts=len(counts), activation=activation, hidden=32)
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    case.ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[order][:, None].to(device).contiguous()
+    plain = case.run("tiles")
+    assert_close(plain, case.wanted())
+    monkeypatch.setattr(moe, "PROGRAMS_PER_SM", programs)
+    monkeypatch.setattr(moe, "num_sms", lambda device: 2)
+    assert torch.equal(case.run("tiles", replace(SMALL, tall_m=64, tall_k=32)), plain)
+
+
 def test_the_grouped_product_of_the_library(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype != torch.bfloat16:
         pytest.skip("the card's grouped product takes bfloat16")

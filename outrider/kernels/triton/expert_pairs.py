@@ -32,21 +32,38 @@ def find_few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def find_sorted_pairs(order, ends, tile, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Like `find_few_pairs`, for the tile of this number among those of E experts, numbered expert by expert; there may
-    be fewer. Experts are counted from `first_expert`."""
+def sorted_tiles(ends, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr):
+    """How the sorted pairs of E experts from `first_expert` on are tiled, expert by expert: one tile for up to BLOCK_M
+    pairs, else tiles of TALL_M. Returns the end of each expert's tiles, their number, the positions where its pairs
+    start and end, and the size of its tiles."""
     index = tl.arange(0, EXPERTS)
     listed = ends + first_expert + index
     start = tl.load(listed - 1, mask=(first_expert + index > 0) & (index < E), other=0)
     end = tl.load(listed, mask=index < E, other=0)
-    tiles = tl.where(index < E, (end - start + BLOCK_M - 1) // BLOCK_M, 0)
-    tiles_end = tl.cumsum(tiles, axis=0)
+    size = tl.where(end - start > BLOCK_M, TALL_M, BLOCK_M)
+    tiles = tl.where(index < E, (end - start + size - 1) // size, 0)
+    return tl.cumsum(tiles, axis=0), tiles, start, end, size
+
+
+@triton.jit
+def find_sorted_tile(tile, tiles_end, tiles, start, end, size):
+    """(expert, the positions where the pairs of this tile start and end) from what `sorted_tiles` returned."""
     expert = tl.sum((tiles_end <= tile).to(tl.int32), axis=0)
-    mine = index == expert
-    first = tl.sum(tl.where(mine, start + (tile - tiles_end + tiles) * BLOCK_M, 0), axis=0)
+    mine = tl.arange(0, tiles.shape[0]) == expert
+    first = tl.sum(tl.where(mine, start + (tile - tiles_end + tiles) * size, 0), axis=0)
+    last = tl.sum(tl.where(mine, tl.minimum(end, start + (tile - tiles_end + tiles + 1) * size), 0), axis=0)
+    return expert.to(tl.int64), first, last
+
+
+@triton.jit
+def find_sorted_pairs(order, ends, tile, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Like `find_few_pairs`, for the tile of this number among those of E experts, numbered expert by expert; there may
+    be fewer. Experts are counted from `first_expert`."""
+    tiles_end, tiles, start, end, size = sorted_tiles(ends, first_expert, E, EXPERTS, BLOCK_M, BLOCK_M)
+    expert, first, last = find_sorted_tile(tile, tiles_end, tiles, start, end, size)
     row = first + tl.arange(0, BLOCK_M)
-    exists = row < tl.sum(tl.where(mine, end, 0), axis=0)
-    return expert.to(tl.int64), tl.load(order + row, mask=exists, other=0), exists, expert < E
+    exists = row < last
+    return expert, tl.load(order + row, mask=exists, other=0), exists, expert < E
 
 
 @kernel(do_not_specialize=["P"])

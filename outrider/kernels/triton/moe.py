@@ -7,7 +7,7 @@ pair's result depends on no other pair. Knows nothing of routers or shared exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -36,9 +36,10 @@ from outrider.kernels.triton.expert_pairs import (
     FEW_PAIRS,
     Pairs,
     find_few_pairs,
-    find_sorted_pairs,
+    find_sorted_tile,
     max_tiles,
     sort_pairs,
+    sorted_tiles,
 )
 from outrider.kernels.triton.expert_rows import MAX_PAIRS, expert_rows, mix_rows
 from outrider.kernels.triton.launch import is_collecting, kernel
@@ -49,6 +50,7 @@ LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, 
 _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "relu2": 3}
 _COLUMNS = 1024
+PROGRAMS_PER_SM = 8  # that multiply tiles of sorted pairs, each several where there are more
 
 
 @triton.jit
@@ -60,55 +62,109 @@ def _load_weight(pointer, mask, FEW: tl.constexpr):
         return tl.load(pointer, mask=mask, other=0.0)
 
 
-@kernel(do_not_specialize=["P", "first_expert"])
-def _expert_kernel(
-    x, weight, out, ids, order, ends, x_stride, expert_stride, weight_stride, out_stride, P, first_expert, E, N,
+@triton.jit
+def _multiply_tile(
+    x, weight, out, expert, pairs, exists, output_tile, x_stride, expert_stride, weight_stride, out_stride, N,
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, FEW: tl.constexpr,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """The products of BLOCK_M pairs of one expert with BLOCK_N of its outputs."""
+    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    row = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < N
+    weight_row = weight + expert * expert_stride + row.to(tl.int64)[:, None] * weight_stride
+    up_row = weight_row + N * weight_stride
+    x_row = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)[None, :]
+        if K % BLOCK_K == 0:
+            x_mask, w_mask = exists[:, None], in_rows[:, None]
+        else:
+            x_mask, w_mask = exists[:, None] & (column < K), in_rows[:, None] & (column < K)
+        value = tl.load(x_row + column, mask=x_mask, other=0.0)
+        w = _load_weight(weight_row + column, w_mask, FEW)
+        acc = add_product(acc, value, tl.trans(w))
+        if GATED:
+            w = _load_weight(up_row + column, w_mask, FEW)
+            up = add_product(up, value, tl.trans(w))
+    if GATED:
+        if LIMIT > 0:
+            acc, up = limited(acc, up, LIMIT)
+        acc = gated(acc, up, ACTIVATION == _GELU_TANH)
+    elif ACTIVATION == _RELU2:
+        # Not a maximum with zero, which would turn NaN into a number.
+        acc = tl.where(acc < 0, 0.0, acc * acc)
+    mask = exists[:, None] & in_rows[None, :]
+    out_row = out + pairs.to(tl.int64)[:, None] * out_stride
+    tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@kernel(do_not_specialize=["P"])
+def _few_pairs_kernel(
+    x, weight, out, ids, x_stride, expert_stride, weight_stride, out_stride, P, N, K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):
+    """`_expert_kernel` for pairs that are not sorted: a program looks for its own."""
+    release_dependents(PDL)
+    wait_for_inputs(PDL)
+    expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
+    if is_tile:
+        _multiply_tile(x, weight, out, expert, pairs, exists, tl.program_id(0), x_stride, expert_stride, weight_stride,
+                       out_stride, N, K, PAIRS_PER_ROW, ACTIVATION, LIMIT, True, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _multiply_sorted(
+    x, weight, out, order, expert, first, last, output_tile, x_stride, expert_stride, weight_stride, out_stride, N,
+    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """The tile of the pairs at positions first to last - 1."""
+    position = first + tl.arange(0, BLOCK_M)
+    exists = position < last
+    pairs = tl.load(order + position, mask=exists, other=0)
+    _multiply_tile(x, weight, out, expert, pairs, exists, output_tile, x_stride, expert_stride, weight_stride,
+                   out_stride, N, K, PAIRS_PER_ROW, ACTIVATION, LIMIT, False, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@kernel(do_not_specialize=["first_expert"])
+def _expert_kernel(
+    x, weight, out, order, ends, x_stride, expert_stride, weight_stride, out_stride, first_expert, E, N,
+    K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, TALL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TALL_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Weights are those of E
-    experts from `first_expert` on; other pairs are left out, if pairs are sorted."""
-    GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
+    experts from `first_expert` on; other pairs are left out. Programs go through the tiles in turn: how many there are
+    only the device knows, and one program for each that there might be would mostly find none. Outputs first: programs
+    that run together share a tile of x, and read one expert's weights."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
-    if FEW:
-        expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
-    else:
-        expert, pairs, exists, is_tile = find_sorted_pairs(order, ends, tl.program_id(1), first_expert, E, EXPERTS,
-                                                            BLOCK_M)
-    if is_tile:
-        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        in_rows = row < N
-        weight_row = weight + expert * expert_stride + row.to(tl.int64)[:, None] * weight_stride
-        up_row = weight_row + N * weight_stride
-        x_row = x + (pairs // PAIRS_PER_ROW).to(tl.int64)[:, None] * x_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for start in range(0, K, BLOCK_K):
-            column = start + tl.arange(0, BLOCK_K)[None, :]
-            if K % BLOCK_K == 0:
-                x_mask, w_mask = exists[:, None], in_rows[:, None]
+    tiles_end, tiles, start, end, size = sorted_tiles(ends, first_expert, E, EXPERTS, BLOCK_M, TALL_M)
+    output_tiles = tl.cdiv(N, BLOCK_N)
+    for place in range(tl.program_id(0), tl.sum(tiles, axis=0) * output_tiles, tl.num_programs(0)):
+        expert, first, last = find_sorted_tile(place // output_tiles, tiles_end, tiles, start, end, size)
+        if TALL_M > BLOCK_M:
+            if last - first > BLOCK_M:
+                _multiply_sorted(
+                    x, weight, out, order, expert, first, last, place % output_tiles, x_stride, expert_stride,
+                    weight_stride, out_stride, N, K, PAIRS_PER_ROW, ACTIVATION, LIMIT, TALL_M, BLOCK_N, TALL_K,
+                )
             else:
-                x_mask, w_mask = exists[:, None] & (column < K), in_rows[:, None] & (column < K)
-            value = tl.load(x_row + column, mask=x_mask, other=0.0)
-            w = _load_weight(weight_row + column, w_mask, FEW)
-            acc = add_product(acc, value, tl.trans(w))
-            if GATED:
-                w = _load_weight(up_row + column, w_mask, FEW)
-                up = add_product(up, value, tl.trans(w))
-        if GATED:
-            if LIMIT > 0:
-                acc, up = limited(acc, up, LIMIT)
-            acc = gated(acc, up, ACTIVATION == _GELU_TANH)
-        elif ACTIVATION == _RELU2:
-            # Not a maximum with zero, which would turn NaN into a number.
-            acc = tl.where(acc < 0, 0.0, acc * acc)
-        mask = exists[:, None] & in_rows[None, :]
-        out_row = out + pairs.to(tl.int64)[:, None] * out_stride
-        tl.store(out_row + row[None, :], acc.to(out.dtype.element_ty), mask=mask)
+                _multiply_sorted(
+                    x, weight, out, order, expert, first, last, place % output_tiles, x_stride, expert_stride,
+                    weight_stride, out_stride, N, K, PAIRS_PER_ROW, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+                )
+        else:
+            _multiply_sorted(
+                x, weight, out, order, expert, first, last, place % output_tiles, x_stride, expert_stride,
+                weight_stride, out_stride, N, K, PAIRS_PER_ROW, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )
 
 
 @kernel
@@ -163,18 +219,29 @@ class TileConfig:
     block_k: int
     num_warps: int
     num_stages: int
+    tall_m: int = 0  # pairs per tile of experts with more than block_m, where pairs are sorted; 0: block_m as well
+    tall_k: int = 64  # inputs per tile there
+
+    @property
+    def most_pairs(self) -> int:
+        """Of a tile."""
+        return self.tall_m or self.block_m
 
 
 @lru_cache(maxsize=1024)
-def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int) -> TileConfig:
+def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int,
+                dtype: torch.dtype = torch.bfloat16) -> TileConfig:
     """Chosen by the shapes alone, without reading ids. With few pairs per expert the time is that of reading weights,
-    and narrow tiles give every multiprocessor some; with many, large tiles reuse the weights that they have read."""
+    and narrow tiles give every multiprocessor some; with many, large tiles reuse the weights that they have read. Where
+    an expert is crowded though others are not, its tiles are tall."""
+    if dtype == torch.float32:  # a tile's inputs are summed by themselves: as many in every tile, or bits would differ
+        return replace(tile_config(num_pairs, num_experts, n, is_gated, sms), block_k=64, tall_k=64)
     rows = num_pairs / num_experts
     if rows <= 32:
         block_m = 16 if rows <= 8 else 32
         sizes = (32, 16) if is_gated else (64, 32, 16)
         block_n = next((size for size in sizes if min(num_pairs, num_experts) * n >= 2 * sms * size), sizes[-1])
-        return TileConfig(block_m, block_n, 128, 4, 4)
+        return TileConfig(block_m, block_n, 128, 4, 4, tall_m=64)
     if rows <= 128:
         return TileConfig(64, 64 if is_gated else 128, 64, 4, 4)
     return TileConfig(128, 64 if is_gated else 128, 64, 8, 3)
@@ -329,7 +396,7 @@ def _product(
     """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
     # By powers of two: a batch of another size is no reason to compile anew.
     config = config or tile_config(next_power_of_two(ids.numel()), weight.shape[0], n, weight.shape[1] == 2 * n,
-                                   num_sms(x.device))
+                                   num_sms(x.device), x.dtype)
     out = torch.empty(ids.numel(), n, dtype=x.dtype, device=x.device)
     multiply_pairs(x, weight, ids, pairs, pairs_per_row, out, activation, config, pdl)
     return out
@@ -349,19 +416,21 @@ def multiply_pairs(
 ) -> None:
     """Fill the rows of out [pairs, n] whose experts have their weights in `weight`: those from `first_expert` on, which
     may be some of all where pairs are sorted."""
-    (num_pairs, n), num_experts = out.shape, weight.shape[0]
-    tiles = num_pairs if pairs is None else max_tiles(num_pairs, num_experts, config.block_m)
-    # Outputs first: programs that run together share a tile of x, and read one expert's weights.
-    grid = (cdiv(n, config.block_n), tiles)
+    (num_pairs, n), num_experts, output_tiles = out.shape, weight.shape[0], cdiv(out.shape[1], config.block_n)
     code, limit = activation_code(activation)
-    order, ends = (ids, ids) if pairs is None else (pairs.order, pairs.ends)
-    _expert_kernel[grid](
-        x, weight, out, ids, order, ends, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0),
-        num_pairs, first_expert, num_experts, n, K=weight.shape[2], PAIRS_PER_ROW=pairs_per_row,
-        ACTIVATION=code, LIMIT=limit, FEW=pairs is None,
-        PAIRS=next_power_of_two(num_pairs) if pairs is None else 1, EXPERTS=next_power_of_two(num_experts),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, PDL=pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, **pdl_options(pdl),
+    strides = (x.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
+    same = {"K": weight.shape[2], "PAIRS_PER_ROW": pairs_per_row, "ACTIVATION": code, "LIMIT": limit,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "PDL": pdl,
+            "num_warps": config.num_warps, "num_stages": config.num_stages, **pdl_options(pdl)}
+    if pairs is None:
+        _few_pairs_kernel[(output_tiles, num_pairs)](x, weight, out, ids, *strides, num_pairs, n,
+                                                     PAIRS=next_power_of_two(num_pairs), **same)
+        return
+    tiles = output_tiles * max_tiles(num_pairs, num_experts, config.most_pairs)
+    _expert_kernel[(min(tiles, PROGRAMS_PER_SM * num_sms(x.device)),)](
+        x, weight, out, pairs.order, pairs.ends, *strides, first_expert, num_experts, n,
+        EXPERTS=next_power_of_two(num_experts), TALL_M=config.most_pairs,
+        TALL_K=config.tall_k if config.tall_m else config.block_k, **same,
     )
 
 
