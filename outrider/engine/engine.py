@@ -91,6 +91,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, SampleOutput | PooledOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._last_end: float | None = None  # when the last step ended, if another was in flight
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
         self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
@@ -217,6 +218,7 @@ class Engine:
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
+        self._last_end = None
         self._is_step_missing, self.scheduler = False, scheduler
         if self.adapters is not None:
             self.adapters.forget_requests()
@@ -301,12 +303,19 @@ class Engine:
             self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:
             self.trace.finish(result)
-        return self.scheduler.update(result)
+        return self.scheduler.update(result, self._seconds_since_last())
+
+    def _seconds_since_last(self) -> float | None:
+        """Called when a step has ended: the time since the one before it did, if this one was queued then."""
+        now, last = time.perf_counter(), self._last_end
+        self._last_end = now if self._in_flight else None
+        return None if last is None else now - last
 
     def _recover(self, error: Exception) -> None:
         """Called when a step has failed. Waits for the steps after it, which are cancelled or have no effect; then the
         scheduler begins again."""
         log.error("a step failed", exc_info=error)
+        self._last_end = None
         while self._in_flight:
             try:
                 self._in_flight.popleft().result()

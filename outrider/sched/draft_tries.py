@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from outrider.core.costs import StepCosts
+from outrider.sched.observed_times import READING, ObservedTimes
 
 PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, if the drafter misses nothing while it rests
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid
@@ -88,30 +89,31 @@ class DrafterSight:
 class DrafterTries:
     """The steps in which requests try a draft of a drafter that rests otherwise, within `TRY_SHARE` of the time."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StepCosts, times: ObservedTimes) -> None:
+        self._costs, self._times = costs, times
         self._saved = 0.0  # seconds that tries may cost
         self._token_seconds = 0.0  # that an accepted draft of the last try saves
         self._left: dict[int, int] = {}  # steps of tries by request
 
     def rest(self, num_requests: int) -> None:
         """A step of so many requests has no drafts."""
-        step = self._costs.step(num_requests, num_requests)
+        step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
         """Let these of so many requests try drafts, if there is time. rate: at which drafts were accepted lately.
         num_reading: steps without drafts before the try."""
         costs, count = self._costs, len(request_ids)
-        step, drafting = costs.step(num_requests, num_requests), costs.draft(1, num_requests)
-        most = costs.step(num_requests + count, num_requests) - step + drafting
+        plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))
+        step, drafting = plain * costs.step(num_requests, num_requests), costs.draft(1, num_requests)
+        most = drafted * (costs.step(num_requests + count, num_requests) + drafting) - step
         token_seconds = step / num_requests  # what an accepted draft saves
         if most > HOPELESS * count * token_seconds:
             return False
-        reading = (1 + num_reading) * drafting
-        if TRY_STEPS * max(LEAST_COST * most, most - rate * count * token_seconds) + reading > self._saved:
+        read = max(0.0, reading * (costs.step(num_requests, num_requests) + drafting) - step) * (1 + num_reading)
+        if TRY_STEPS * max(LEAST_COST * most, most - rate * count * token_seconds) + read > self._saved:
             return False
-        self._saved -= TRY_STEPS * most + reading
+        self._saved -= TRY_STEPS * most + read
         self._token_seconds = token_seconds
         for request_id in request_ids:
             self._left[request_id] = num_reading + TRY_STEPS

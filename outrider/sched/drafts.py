@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from outrider.core import RequestResult
+from outrider.core import RequestResult, ScheduledBatch
 from outrider.sched.request import Request
 
 
@@ -47,6 +47,9 @@ class DraftCounts(ABC):
 
     def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
         """A step of the request has ended, for which so many drafts were scheduled; is_shared: by the device."""
+
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        """A step has ended, so many seconds after the one before it, behind which it was queued."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

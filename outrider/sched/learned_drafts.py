@@ -1,8 +1,8 @@
 """LearnedDrafts: what the choosers of draft counts have in common: acceptance that is learned as steps go by, and tries
 of a drafter that rests.
 
-A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up.
-A drafter with a network rests while no draft pays.
+A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up,
+and corrected by the times that steps take. A drafter with a network rests while no draft pays.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from outrider.sched.acceptance import Acceptance
 from outrider.sched.draft_chances import DraftChances
 from outrider.sched.draft_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
 from outrider.sched.drafts import DraftCounts, clamp_drafts
+from outrider.sched.observed_times import ObservedTimes
 from outrider.sched.request import Request
 
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
@@ -31,7 +32,8 @@ class LearnedDrafts(DraftCounts):
         self.chances = DraftChances(k)
         self._depth = ProposedDepth(k, tries_from_rest=not misses_rests)
         self._sight = DrafterSight(misses_rests=misses_rests)
-        self._tries = DrafterTries(costs)
+        self._times = ObservedTimes()
+        self._tries = DrafterTries(costs, self._times)
         self._requests: list[Request] = []  # those of the step that is planned
 
     def begin(self, requests: list[Request]) -> int:

@@ -134,10 +134,12 @@ class Scheduler:
                 plan = plan._replace(num_wanted=max(plan.num_wanted, self._drafts.begin(started)))
         return self._finish_batch(batch, plan)
 
-    def update(self, result: StepResult) -> list[Update]:
+    def update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
         """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
-        scheduled."""
+        scheduled. seconds: from the end of the step before to the end of this one, if it was queued behind that."""
         batch = self._in_flight.pop(result.step)
+        if seconds is not None and self._drafts is not None:
+            self._drafts.observe_step(batch, seconds)
         if result.is_drafting_over and self._host_drafts is None:
             self._drafts = FixedDrafts(0)
         updates: list[Update] = []

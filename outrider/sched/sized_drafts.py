@@ -8,13 +8,14 @@ from itertools import accumulate, islice, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from outrider.core import RequestResult
+from outrider.core import RequestResult, ScheduledBatch
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
 from outrider.sched.acceptance import PATIENT
 from outrider.sched.drafts import DraftPlan, SharingPlan, clamp_drafts
 from outrider.sched.learned_drafts import LearnedDrafts
+from outrider.sched.observed_times import READING
 from outrider.sched.request import Request
 from outrider.sched.spread_acceptance import STEADY, SpreadAcceptance
 
@@ -26,6 +27,7 @@ FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: 
 MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at most ...
 CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+MANY, LOOK_EVERY = 32, 4  # of more requests, the time of every so many steps is looked at
 WEIGH_LEVELS_EVERY = 8  # steps, while it does not pay that the device shares rows out
 
 
@@ -101,6 +103,7 @@ class SizedDrafts(LearnedDrafts):
         self._level_foresight = Foresight()  # the same, of drafts that the device chose
         self._chains: deque[ProposedChain] = deque(maxlen=MAX_CHAINS)  # the last of all requests
         self._next_learning = self._next_weighing = 0  # numbers of steps
+        self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         self._step += 1
@@ -148,6 +151,17 @@ class SizedDrafts(LearnedDrafts):
         if num_scheduled:
             self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
 
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.num_wanted
+        if max(batch.num_known, default=0) != 1 or count > MANY and batch.step % LOOK_EVERY:
+            return
+        if depth and depth != wanted:  # a time of two numbers
+            return
+        rows = batch.num_tokens if batch.sharing is None else count + batch.sharing.total
+        foreseen = (self._costs.step(rows, count) + self._costs.read(batch.bounds) + rows * self._sampling
+                    + self._costs.draft(wanted, count))
+        self._times.observe(count, READING if wanted and not depth else depth, foreseen, seconds)
+
     def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
         choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,
                                                        learns=self._step >= self._next_learning)
@@ -187,10 +201,12 @@ class SizedDrafts(LearnedDrafts):
         count, costs = len(requests), self._costs
         reading = costs.read([request.bound.at_most for request in requests])
         sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
+        ratios = [self._times.ratio(count, depth) for depth in range(self._k + 1)]
+        self._sampling = sampling / count
 
         def rate(tokens: float, depth: int, rows: int) -> float:
-            drafting = costs.draft(depth, count)
-            return tokens / (costs.step(rows, count) + reading + drafting + sampling * rows / count)
+            seconds = costs.step(rows, count) + reading + costs.draft(depth, count) + sampling * rows / count
+            return tokens / (seconds * ratios[depth])
 
         return rate
 

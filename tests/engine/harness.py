@@ -197,7 +197,8 @@ class Rig:
             self._blank[batch.step] = self.scheduler.cache.pool.blank_pages()
         return batch
 
-    def _watched_update(self, result: StepResult) -> list[Update]:
+    def _watched_update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
+        """Without the time that the step took: choices would differ from run to run."""
         self.results.append(result)
         return self._update(result)
 

@@ -291,13 +291,13 @@ def test_an_interrupted_generate_leaves_the_engine_clean(
         calls = 0
         update = llm.engine.scheduler.update
 
-        def interrupted(result: Any) -> Any:
+        def interrupted(result: Any, seconds: float | None) -> Any:
             nonlocal calls
             calls += 1
             if calls == when:
-                update(result)
+                update(result, seconds)
                 raise error()
-            return update(result)
+            return update(result, seconds)
 
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine.scheduler, "update", interrupted)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from outrider.core import RequestResult
+from outrider.core import RequestResult, ScheduledBatch
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import FEW
 from outrider.core.draft_confidence import LEVEL_BITS
@@ -19,6 +19,7 @@ from outrider.sched.auto_drafts import auto_drafts
 from outrider.sched.draft_tries import READ_STEPS, TRY_SHARE, TRY_STEPS, DrafterSight, DrafterTries
 from outrider.sched.drafts import DraftCounts
 from outrider.sched.learned_drafts import LEAST_LEFT
+from outrider.sched.observed_times import ObservedTimes
 from outrider.sched.request import Request, State
 from tests.unit.made_requests import made_request
 
@@ -42,10 +43,11 @@ class Serving:
     from its prompt on, or its last `READ_STEPS` tokens; else it is wrong."""
 
     def __init__(self, chooser: DraftCounts, costs: StepCosts, batch: int, rate_of: Callable[[int, int], float], *,
-                 length: int, has_levels: bool) -> None:
-        """rate_of: chance of a draft, by the request's number and position. length: tokens of every answer."""
+                 length: int, has_levels: bool, host: Callable[[int], float] = lambda num_wanted: 0.0) -> None:
+        """costs: those that are true. rate_of: chance of a draft, by the request's number and position. length: tokens
+        of every answer. host: seconds that the host needs for a step, by the drafts that are proposed."""
         self._chooser, self._costs, self._batch, self._rate_of = chooser, costs, batch, rate_of
-        self._length, self._has_levels = length, has_levels
+        self._length, self._has_levels, self._host, self._num_steps = length, has_levels, host, 0
         self._chance, self.num_started = random.Random(7), 0
         self._live: dict[int, Request] = {}
         self._seen: dict[int, int] = {}  # tokens that the drafter has seen in a row, by request
@@ -62,7 +64,14 @@ class Serving:
             del self._live[request.id]
             self._chooser.forget(request)
         seconds = self._costs.step(max(1, rows), count) + self._costs.draft(num_wanted, count)
-        return Served(seconds, self._costs.step(count, count), tokens, sum(plan.num_drafts))
+        seconds = max(seconds, self._host(num_wanted))
+        self._num_steps += 1
+        ids, ones = [request.id for request in decoding], [1] * len(decoding)
+        batch = ScheduledBatch(self._num_steps, ids, ones, ids, ones, plan.num_drafts, [True] * len(ids), ones,
+                               num_wanted=num_wanted)
+        if decoding and plan.sharing is None:
+            self._chooser.observe_step(batch, seconds)
+        return Served(seconds, max(self._costs.step(count, count), self._host(0)), tokens, sum(plan.num_drafts))
 
     def _start(self) -> int:
         """Start requests whose prompts this step computes. Returns the drafts that it must propose for them."""
@@ -165,14 +174,14 @@ def test_a_drafter_sees_a_request_from_its_start_on_or_after_reading_for_a_while
 
 
 def test_tries_cost_no_more_than_their_share_of_the_time() -> None:
-    tries, count = DrafterTries(UNCAPTURED), 0
+    tries, count = DrafterTries(UNCAPTURED, ObservedTimes()), 0
     for step in range(10000):
         tries.rest(1)
         count += tries.begin([step], 1, 0.0)
     each = TRY_STEPS * (UNCAPTURED.step(2) + UNCAPTURED.draft(1) - UNCAPTURED.step(1)) + UNCAPTURED.draft(1)
     assert count == pytest.approx(TRY_SHARE * 10000 / each, rel=0.1)
-    assert not DrafterTries(UNCAPTURED).begin([0], 1, 1.0), "nothing is saved yet"
-    hopeless = DrafterTries(StepCosts((1, 2), (1.0, 2.0)))
+    assert not DrafterTries(UNCAPTURED, ObservedTimes()).begin([0], 1, 1.0), "nothing is saved yet"
+    hopeless = DrafterTries(StepCosts((1, 2), (1.0, 2.0)), ObservedTimes())
     for _ in range(10000):
         hopeless.rest(1)
     assert not hopeless.begin([0], 1, 1.0), "no acceptance would pay"

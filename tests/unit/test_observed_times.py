@@ -1,0 +1,79 @@
+"""Drafts by the times that steps really take, where the costs that were measured at start-up are wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from outrider.core.costs import DraftCost, StepCosts
+from outrider.sched.auto_drafts import auto_drafts
+from outrider.sched.observed_times import ENOUGH, FORGET_AFTER, LAST, READING, ObservedTimes
+from tests.unit.test_resting_drafter import Serving
+
+K = 4
+# Null rows all go to the same experts; the rows of drafts go to others, and read as many weights again.
+MEASURED = StepCosts((1, 8, 40), (1.0, 1.05, 1.1), drafting=(DraftCost(1, 0.05, 0.05),), is_padded=True)
+TRUE = StepCosts((1, 2, 8, 16, 40), (1.0, 1.6, 2.4, 3.8, 5.0), drafting=(DraftCost(1, 0.3, 0.3),), is_padded=True)
+
+
+def run(true: StepCosts, batch: int, rate: float, host: Callable[[int], float] = lambda num_wanted: 0.0,
+        steps: int = 3000) -> tuple[float, float]:
+    """What the chooser reaches of the speed without drafts, and with every number of drafts, at best."""
+    chooser = auto_drafts(K, MEASURED, always_propose=False)
+    serving = Serving(chooser, true, batch, lambda request, place: rate, length=2000, has_levels=False, host=host)
+    served = [serving.step() for _ in range(steps)][steps // 4 :]
+    reached = sum(step.tokens for step in served) / sum(step.seconds for step in served)
+
+    def speed(drafts: int) -> float:
+        seconds = true.step(batch * (1 + drafts), batch) + true.draft(drafts, batch)
+        return batch * sum(rate**place for place in range(1 + drafts)) / max(seconds, host(drafts))
+
+    return reached / speed(0), reached / max(map(speed, range(K + 1)))
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_drafts_that_seemed_cheap_are_given_up(batch: int, rate: float) -> None:
+    of_plain, _ = run(TRUE, batch, rate)
+    assert of_plain > 0.97
+
+
+def test_a_host_that_is_slower_with_drafts_counts() -> None:
+    """The device would be 1.6 times as fast with drafts; the host takes three times as long for such a step."""
+    of_plain, _ = run(MEASURED, 16, 0.6, lambda num_wanted: 4.5 if num_wanted else 1.5)
+    assert of_plain > 0.95, "each try costs as much as eight steps"
+    _, of_best = run(MEASURED, 16, 0.6, lambda num_wanted: 2.0 if num_wanted else 1.5)
+    assert of_best > 0.95, "drafts still pay, and more of them cost no time"
+
+
+def test_right_costs_are_not_doubted() -> None:
+    _, of_best = run(MEASURED, 1, 0.8)
+    assert of_best > 0.97
+
+
+def test_a_few_long_steps_change_nothing() -> None:
+    times, chance = ObservedTimes(), random.Random(0)
+    for _ in range(100):
+        times.observe(4, 2, 1.0, 50.0 if chance.random() < 0.2 else 1.5)
+    assert times.ratio(4, 2) == times.ratio(7, 2) == 1.5 and times.ratio(8, 2) == 1.0
+    assert times.ratio(4, 3) == 1.5**0.5, "half of what is known of the nearest number"
+    assert times.ratio(4, 0) == times.ratio(4, READING) == 1.0
+
+
+def test_what_was_not_seen_for_long_is_tried_again() -> None:
+    times = ObservedTimes()
+    for _ in range(ENOUGH - 1):
+        times.observe(1, 1, 1.0, 3.0)
+    assert times.ratio(1, 1) == 1.0, "too few to go by"
+    times.observe(1, 1, 1.0, 3.0)
+    assert times.ratio(1, 1) == 3.0
+    for _ in range(FORGET_AFTER):
+        times.observe(1, 0, 1.0, 1.0)
+    assert times.ratio(1, 1) == 3.0
+    times.observe(1, 0, 1.0, 1.0)
+    assert times.ratio(1, 1) == 1.0
+    for _ in range(LAST):
+        times.observe(1, 1, 1.0, 2.0)
+    assert times.ratio(1, 1) == 2.0
