@@ -18,8 +18,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
-from outrider.kernels.triton import gated_delta_chunks
-from outrider.kernels.triton.gated_delta import delta_steps
+from outrider.kernels.triton.gated_delta import ChunkConfig, delta_steps
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
@@ -266,7 +265,7 @@ def test_random_steps_with_long_runs(device: torch.device, seed: int) -> None:
         asked.append(Asked(known, drafts, draw.randint(0, 3), draw.randint(0, drafts), draw.random() < 0.2))
     shape = (SHAPE, SMALL, SMALL, KDA, SMALL_KDA)[seed]
     case = make_case(asked, shape, num_padded=seed, padded_tokens=2 * seed, seed=seed)
-    check(case, device, chunked=True, chunk=(16, 32, 16, 16, 32)[seed])
+    check(case, device, chunked=True, chunks=ChunkConfig((16, 32, 64, 16, 32)[seed]))
 
 
 def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device) -> None:
@@ -298,24 +297,18 @@ def test_checkpoints_at_every_offset(device: torch.device) -> None:
 @pytest.mark.parametrize("offset", range(0, 24, 3))
 def test_checkpoints_in_long_runs(device: torch.device, offset: int) -> None:
     case = make_case([Asked(18, 2, 1, boundaries=(offset + 1, offset))], seed=offset)
-    check(case, device, chunked=True, chunk=16)
+    check(case, device, chunked=True, chunks=ChunkConfig(16))
 
 
-def test_chunks_are_cut_at_boundaries_and_only_there(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type == "cuda":
-        pytest.skip("calls are counted under the interpreter")
-    spans: list[tuple[int, int]] = []
-    whole = gated_delta_chunks._chunk
-
-    def counting(state: object, begin: object, end: object, *rest: object) -> object:
-        spans.append((int(begin), int(end)))
-        return whole(state, begin, end, *rest)
-
-    monkeypatch.setattr(gated_delta_chunks, "_chunk", counting)
-    case = make_case([Asked(40, boundaries=(21, 39, 60))])
-    check(case, device, chunked=True, chunk=16, config=StepConfig(16, 1))
-    heads = SMALL.num_value_heads
-    assert spans == [(0, 16), (16, 21), (21, 37), (37, 39), (39, 40)] * heads
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("shape", [SMALL, SMALL_KDA], ids=["head", "channel"])
+def test_boundaries_at_every_place_of_a_chunk(device: torch.device, shape: Shape, chunk: int) -> None:
+    """Several in a chunk, at its first token and at its end, in folded drafts and at the last known token; repeated."""
+    first = (1, 2, 3, chunk // 2, chunk + 1, chunk + 2, chunk + 2, chunk + 3, 2 * chunk + 2)
+    asked = [Asked(2 * chunk + 9, 2, 2, boundaries=first), Asked(chunk + 5, boundaries=(chunk, chunk + 5, chunk + 6)),
+             Asked(3, 1, 2, boundaries=(4,))]
+    case = make_case(asked, shape, num_padded=1, padded_tokens=2)
+    check(case, device, chunked=True, chunks=ChunkConfig(chunk))
 
 
 @pytest.mark.parametrize("tile", [4, 16])
@@ -385,13 +378,13 @@ def test_strong_decays_and_repeated_keys_stay_accurate(device: torch.device) -> 
     wide.mixer.conv_weight.copy_(case.mixer.conv_weight)
     wanted = run_torch(wide)
     found = case.copy()
-    assert_close(run_kernel(found, device, chunked=True, chunk=32), wanted, "y")
+    assert_close(run_kernel(found, device, chunked=True, chunks=ChunkConfig(32)), wanted, "y")
     assert_close(found.rows.state, wide.rows.state, "state")
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:
     case = make_case([Asked(1)])
-    wrong = {"chunk": 24, "num_key_heads": 3}
+    wrong = {"chunks": ChunkConfig(24), "num_key_heads": 3}
     for argument, value in wrong.items():
         with pytest.raises(ValueError, match=f"delta_steps: {argument} "):
             run_kernel(case, device, **{argument: value})

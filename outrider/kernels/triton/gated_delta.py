@@ -6,10 +6,12 @@ of the state once and writes it once, and writes it to pages where a checkpoint'
 time of reading and writing the states, as long as enough of them are on their way: programs are small, and load states
 before the kernel that makes the inputs of the recurrence (convolved inputs, gates) has ended. The row's tail and window
 are moved on here, since no other program reads them any more. Long runs of known tokens go in chunks, see
-`gated_delta_chunks.py`.
+`gated_delta_chunks.py`; a launch before this one computes what these need beside the state.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.gated_delta_chunks import CHUNK, scan_known
+from outrider.kernels.triton.gated_delta_chunks import scan_known
 from outrider.kernels.triton.gated_delta_parts import (
     EPS,
     DeltaSizes,
@@ -34,6 +36,7 @@ from outrider.kernels.triton.gated_delta_parts import (
     part_of,
     save_checkpoints,
 )
+from outrider.kernels.triton.gated_delta_prepare import PrepareConfig, first_slot, prepare_chunks
 from outrider.kernels.triton.launch import kernel
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
@@ -106,15 +109,15 @@ def _walk(state, begin, end, next_save, cells, request, part, saves, sizes, scal
 @kernel(do_not_specialize=["requests", "tokens", "layer_word"])
 def _delta_kernel(
     counts, requests, tokens, convolved, g, beta, conv_in, conv_stride, gates, gate_strides, states, tail, window,
-    gate_windows, out, saves, layer_word, num_pages, scale,
+    gate_windows, out, chunks, saves, layer_word, num_pages, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, TILE: tl.constexpr,
-    KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
-    CHUNKED: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, CHUNKED: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr, PAGE_WORDS: tl.constexpr,
     FOLD_ONLY: tl.constexpr, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """EARLY: of what this kernel reads, the kernels that may still run make convolved, g and beta alone. All else, the
-    state above all, is loaded before it waits for them."""
+    """EARLY: of what this kernel reads, the kernels that may still run make convolved, g, beta and chunks alone. All
+    else, the state above all, is loaded before it waits for them."""
     release_dependents(PDL)
     if not EARLY:
         wait_for_inputs(PDL)
@@ -146,8 +149,9 @@ def _delta_kernel(
                       not FOLD_ONLY, DECAYS)
         if CHUNKED:
             if is_long:
-                state = scan_known(state, request, part, saves, sizes, scale, KEY_DIM, PAGE_WORDS, DECAYS, TOKENS,
-                                   LEVELS, PIECE, PRECISION)
+                state = scan_known(state, first_slot(start, index, TOKENS), request, part, chunks, saves, sizes,
+                                   KEY_DIM, PAGE_WORDS, DECAYS, TOKENS, TILE, KEYS, TILES, PRECISION, Y_PRECISION,
+                                   STAGES)
                 tl.store(cells, state, mask=part.has)
                 _walk(state, request.known_end, pending + live, -1, cells, request, part, saves, sizes, scale,
                       KEY_DIM, 0, False, DECAYS)
@@ -157,6 +161,14 @@ def _delta_kernel(
                 tail, window, gate_windows, CONV_DIM, WIDTH, WINDOW, HEADS, HEADS * DECAYS, 2, PARTS, CHANNELS, TAIL,
                 DRAFTS,
             )
+
+
+class ChunkConfig(NamedTuple):
+    """How long runs are computed, the same for all batches: bits depend on it."""
+
+    chunk: int = 32  # tokens, a power of two from 16 on
+    stages: int = 2  # chunks whose operands are in shared memory or on their way there
+    prepare: PrepareConfig = PrepareConfig(piece=32, num_warps=2)
 
 
 def delta_config(value_dim: int, chunked: bool) -> StepConfig:
@@ -170,15 +182,15 @@ def delta_config(value_dim: int, chunked: bool) -> StepConfig:
 def delta_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
     targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
-    config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3", per_channel: bool = False,
-    follows_inputs: bool = False,
+    config: StepConfig | None = None, chunks: ChunkConfig | None = None, precision: str = "tf32x3",
+    y_precision: str = "tf32x3", per_channel: bool = False, follows_inputs: bool = False,
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
     share a key head. per_channel: g has a number for each key channel of a head, not one for the head. chunked:
-    requests with more than SHORT_RUN known tokens go in chunks of `chunk`, a power of two. fold_only: rows that ended;
-    writes nothing but checkpoints. follows_inputs: the launches before this one are `recurrent_inputs` and perhaps
-    `save_tails`, so that states can be loaded while these run."""
+    requests with more than SHORT_RUN known tokens go in chunks. y_precision: of products that reach nothing but y.
+    fold_only: rows that ended; writes nothing but checkpoints. follows_inputs: the launches before this one are
+    `recurrent_inputs` and perhaps `save_tails`, so that states can be loaded while these run."""
     name = "delta_steps"
     num_heads, _, num_channels = layer.state.shape[1:]
     decays = num_channels if per_channel else 1
@@ -188,7 +200,10 @@ def delta_steps(
     require(ok, name, "num_key_heads", f"is {num_key_heads} for {heads} value heads")
     ok = sizes.conv_dim == 2 * num_key_heads * key_dim + heads * value_dim
     require(ok, name, "inputs.conv_in", f"has {sizes.conv_dim} channels, not those of q, k and v")
-    require(chunk >= 16 and chunk & (chunk - 1) == 0, name, "chunk", f"is {chunk}, not a power of two from 16 on")
+    chunk, stages, prepare = chunks or ChunkConfig()
+    ok = chunk >= 16 and chunk & (chunk - 1) == 0
+    require(ok, name, "chunks", f"have {chunk} tokens, not a power of two from 16 on")
+    require(not (chunked and fold_only), name, "chunked", "is set for rows that ended, which have no known tokens")
     out = torch.empty(sizes.tokens, heads * value_dim, dtype=inputs.conv_in.dtype, device=device)
     if sizes.requests == 0:
         return out.zero_()
@@ -200,13 +215,17 @@ def delta_steps(
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl, is_limited = uses_pdl(device), num_warps == 1 and tile <= 8 and not knobs.runtime.interpret
     limit = {"maxnreg": MAX_REGISTERS} if is_limited else {}
+    prepared = layer.state  # not read as such
+    if chunked:
+        prepared = prepare_chunks(step.counts, inputs, sizes, num_key_heads=num_key_heads, decays=decays, chunk=chunk,
+                                  keys=keys, values=num_tiles * tile, config=prepare, precision=precision, pdl=pdl)
     _delta_kernel[(num_tiles, heads, sizes.requests)](
         step.counts, sizes.requests, sizes.tokens, inputs.convolved, *inputs.wide_gates, inputs.conv_in,
         inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
-        layer.conv_in, layer.gates, out, saves, layer_word, num_pages, key_dim**-0.5,
+        layer.conv_in, layer.gates, out, prepared, saves, layer_word, num_pages, key_dim**-0.5,
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
-        TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
-        DECAYS=decays, PRECISION=precision, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
+        TILES=num_tiles, TOKENS=chunk, CHUNKED=chunked, DECAYS=decays, PRECISION=precision, Y_PRECISION=y_precision,
+        STAGES=stages, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
         **keep_sizes(sizes, heads * num_tiles), EARLY=follows_inputs, PDL=pdl, num_warps=num_warps, **limit,
         **pdl_options(pdl),
     )
