@@ -178,9 +178,9 @@ def make_inputs(case: Case) -> StepInputs:
     return StepInputs(case.conv_in, case.gates, convolved, tuple(wide))
 
 
-def run_kernel(case: Case, device: torch.device, **options: object) -> torch.Tensor:
+def run_kernel(case: Case, device: torch.device, inputs: StepInputs | None = None, **options: object) -> torch.Tensor:
     """Changes the case's rows and pool; y."""
-    counts, inputs = case.counts, make_inputs(case)
+    counts, inputs = case.counts, inputs or make_inputs(case)
 
     def moved(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.to(device) for tensor in tensors)
@@ -268,21 +268,53 @@ def test_random_steps_with_long_runs(device: torch.device, seed: int) -> None:
     check(case, device, chunked=True, chunks=ChunkConfig((16, 32, 64, 16, 32)[seed]))
 
 
-def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device) -> None:
-    """Decays between two tokens have no two factors that hold for every pair, see `_channel_products`."""
-    case = make_case([Asked(37, 2, 1)], SMALL_KDA)
-    case.gates[0][:, ::3] = torch.where(torch.arange(case.conv_in.shape[0])[:, None] % 5 == 0, 3000.0, -20.0)
-    case.gates[0][3, 1::3] = torch.inf  # a decay to nothing
-    check(case, device, chunked=True)
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("shape", [SMALL, SMALL_KDA], ids=["head", "channel"])
+def test_every_chunk_size_serves_ragged_batches(device: torch.device, shape: Shape, chunk: int) -> None:
+    """Short and long runs, drafts behind and folds before them, dead and padded requests, padded token rows. Slots of
+    neighbours are close where runs begin at any token row."""
+    asked = [Asked(chunk - 1, 1), Asked(5, 3, 3, live_drafts=2), Asked(2, 2, 1), Asked(chunk, 0, 2),
+             Asked(chunk + 3, 2, is_dead=True), Asked(2 * chunk + 1, 3, 1), Asked(1), Asked(4, 3, 2)]
+    case = make_case(asked, shape, num_padded=2, padded_tokens=5, seed=chunk)
+    check(case, device, chunked=True, chunks=ChunkConfig(chunk), config=StepConfig(16, 1))
 
 
-def test_a_channel_that_is_not_finite_fails_no_token_before_it(device: torch.device) -> None:
-    case = make_case([Asked(37)], SMALL_KDA)
-    case.gates[0][21, 2] = NAN
-    y = run_kernel(case, device, chunked=True)
-    heads = y.unflatten(1, (SMALL_KDA.num_heads, -1))
-    assert heads[:21].isfinite().all() and heads[:, 1].isfinite().all(), "the other head goes on"
-    assert heads[21:, 0].isnan().all()
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device, chunk: int) -> None:
+    """Decays between two tokens have no two factors that hold for every pair, see `_channel_products`. Logarithms of
+    about -1000, -1 and -0.001 side by side, and a decay to nothing."""
+    case = make_case([Asked(75, 2, 1)], SMALL_KDA)
+    tokens = torch.arange(case.conv_in.shape[0])[:, None]
+    case.gates[0][:, ::3] = torch.where(tokens % 5 == 0, 3000.0, -20.0)
+    case.gates[0][:, 2::3] = torch.where(tokens % 19 == 7, 1000.0, -7.0)
+    case.gates[0][3, 1::3] = torch.inf
+    check(case, device, chunked=True, chunks=ChunkConfig(chunk))
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("part", ["key", "value", "decay", "beta"])
+def test_a_token_that_is_not_finite_fails_no_token_before_it(device: torch.device, part: str, chunk: int) -> None:
+    """The other head goes on, and so does the other request. A checkpoint before the token is whole."""
+    heads, dim = SMALL_KDA.num_heads, SMALL_KDA.head_dim
+    case = make_case([Asked(77, 1, boundaries=(20, 21, 22, 64)), Asked(20)], SMALL_KDA)
+    if part in ("decay", "beta"):
+        case.gates[0 if part == "decay" else 1][21, 0] = NAN
+    else:
+        case.conv_in[21, heads * dim * (1 if part == "key" else 2)] = torch.inf
+    y = run_kernel(case, device, chunked=True, chunks=ChunkConfig(chunk)).unflatten(1, (heads, -1))
+    assert y[:21].isfinite().all() and y[:, 1].isfinite().all() and y[78:].isfinite().all()
+    assert y[21:78, 0].isnan().all()
+    found = saved_states(case).isfinite()
+    assert found[:2].all() and found[:, 1].all(), "before the token, and of the other head"
+    assert not found[2:, 0].all(dim=(1, 2)).any()
+
+
+def test_a_query_that_is_not_finite_fails_its_token_alone(device: torch.device) -> None:
+    case = make_case([Asked(40)], SMALL_KDA)
+    inputs = make_inputs(case)
+    inputs.convolved[WINDOW + 18, 0] = NAN
+    y = run_kernel(case, device, inputs=inputs, chunked=True)
+    assert y.isnan().any(dim=1).nonzero().flatten().tolist() == [18]
 
 
 def test_checkpoints_at_every_offset(device: torch.device) -> None:
