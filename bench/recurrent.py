@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets
 
 from outrider.kernels.recurrent import CheckpointTargets
-from outrider.kernels.triton.gated_delta import delta_config, delta_steps
+from outrider.kernels.triton.gated_delta import ChunkConfig, delta_config, delta_steps
+from outrider.kernels.triton.gated_delta_prepare import PrepareConfig
 from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
 from outrider.kernels.triton.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs
 from outrider.kernels.triton.recurrent_step import (
@@ -172,20 +173,49 @@ def time_prompts(bench: Bench, shape: Shape, params: Params, requests: int, know
     bench.report(f"{shape.kind} chunks", case, graph_us(lambda _: run(), 1), num_bytes)
     if not sweep or not bench.has_time:
         return
-    for tile, warps, chunk in itertools.product((16, 32, 64), (4, 8), (16, 32, 64)):
-        options: dict[str, Any] = {"config": StepConfig(tile, warps), "chunk": chunk}
+    swept = mamba2_sweep() if shape.kind == "mamba2" else delta_sweep()
+    compile_all([partial(run, **options) for _, options in swept])
+    for named, options in swept:
+        if not bench.has_time:
+            return
         try:
             us = graph_us(lambda _, options=options: run(**options), 1)
         except Exception as error:  # a tile that does not fit the card says so here
-            print(f"# {tile} {warps} {chunk}: {type(error).__name__}", flush=True)
+            print(f"# {named}: {type(error).__name__}", flush=True)
             continue
-        bench.report(f"{shape.kind} chunks", case, us, num_bytes, tile=tile, warps=warps, chunk=chunk)
+        bench.report(f"{shape.kind} chunks", case, us, num_bytes, **named)
+
+
+Sweep = list[tuple[dict[str, Any], dict[str, Any]]]  # (what the report says, options of the kernel's wrapper)
+
+
+def mamba2_sweep() -> Sweep:
+    return [({"tile": tile, "warps": warps, "chunk": chunk}, {"config": StepConfig(tile, warps), "chunk": chunk})
+            for tile, warps, chunk in itertools.product((16, 32, 64), (4, 8), (16, 32, 64))]
+
+
+def delta_sweep() -> Sweep:
+    """First the launch of the states, then that of the preparing kernel, each with the other's default."""
+    found: Sweep = []
+    for tile, warps, chunk, stages, y in itertools.product((16, 32, 64), (2, 4, 8), (16, 32), (2, 3),
+                                                           ("tf32x3", "tf32")):
+        if 4 <= tile // warps <= 16:
+            named = {"tile": tile, "warps": warps, "chunk": chunk, "stages": stages, "y_precision": y}
+            found.append((named, {"config": StepConfig(tile, warps), "chunks": ChunkConfig(chunk, stages),
+                                  "y_precision": y}))
+    for chunk, piece, warps in itertools.product((16, 32, 64), (16, 32, 64), (1, 2, 4)):
+        if 8 <= chunk * piece // (32 * warps) <= 32:  # numbers of a thread, of which it has several matrices
+            prepare = PrepareConfig(piece, warps)
+            found.append(({"chunk": chunk, "piece": piece, "prepare_warps": warps},
+                          {"chunks": ChunkConfig(chunk, prepare=prepare)}))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=sorted(SHAPES))
     parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--prompts", action="store_true", help="long runs alone")
     parser.add_argument("--seconds", type=float, default=300.0, help="after which sweeps stop")
     parser.add_argument("--out", type=Path, help="JSON lines")
     args = parser.parse_args()
@@ -194,14 +224,15 @@ def main() -> None:
     for name, shape in SHAPES.items():
         if args.only in (None, name):
             params = Params.of(shape)
-            for requests, drafts in itertools.product((1, 8, 64, 256), (0, 3, 7)):
+            for requests, drafts in itertools.product((1, 8, 64, 256), () if args.prompts else (0, 3, 7)):
                 time_steps(bench, shape, params, requests, drafts, sweep=not args.no_sweep and drafts == 3)
-            time_steps(bench, shape, params, 64, 3, sweep=False, saves=True)
-            time_prompts(bench, shape, params, 1, 2048, sweep=not args.no_sweep)
-            time_prompts(bench, shape, params, 8, 1024, sweep=False)
+            if not args.prompts:
+                time_steps(bench, shape, params, 64, 3, sweep=False, saves=True)
+            for requests, known, is_swept in ((1, 2048, False), (8, 1024, False), (64, 128, True), (1, 8192, True)):
+                time_prompts(bench, shape, params, requests, known, sweep=is_swept and not args.no_sweep)
     print(bench.table())
     print("# defaults:", mamba2_config(1, 64, False), mamba2_config(64, 64, False), mamba2_config(1, 64, True),
-          delta_config(128, False), delta_config(128, True))
+          delta_config(128, False), delta_config(128, True), ChunkConfig())
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ HEADS, DIM, WINDOW, REQUESTS, TOKENS = 32, 128, 3, 2, 40
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
 def test_the_compiler_takes_every_kernel() -> None:
-    assert set(found_without_interpreter(__file__)) == {"_inputs_kernel", "_delta_kernel", "_gated_norm_kernel",
-                                                        "_conv_kernel", "_keep_kernel"}
+    assert set(found_without_interpreter(__file__)) == {"_inputs_kernel", "_prepare_kernel", "_delta_kernel",
+                                                        "_gated_norm_kernel", "_conv_kernel", "_keep_kernel"}
 
 
 @pytest.mark.long

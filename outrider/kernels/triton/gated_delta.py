@@ -166,8 +166,8 @@ def _delta_kernel(
 class ChunkConfig(NamedTuple):
     """How long runs are computed, the same for all batches: bits depend on it."""
 
-    chunk: int = 32  # tokens, a power of two from 16 on
-    stages: int = 2  # chunks whose operands are in shared memory or on their way there
+    chunk: int = 16  # tokens, a power of two from 16 on; more tokens need more registers and fewer steps
+    stages: int = 3  # of the loop over chunks: two chunks are on their way to shared memory while one is computed
     prepare: PrepareConfig = PrepareConfig(piece=32, num_warps=2)
 
 

@@ -1,5 +1,5 @@
-"""The part of the gated delta rule's chunks that needs no state, for all chunks of a batch at once: one launch before the
-one that takes the states through the chunks (`gated_delta_chunks.py`).
+"""The part of the gated delta rule's chunks that needs no state, for all chunks of a batch at once: one launch before
+the one that takes the states through the chunks (`gated_delta_chunks.py`).
 
 A chunk is a triangular system, because each of its tokens corrects what the state and the tokens before it predict. It
 is solved here for both of its right sides, values and keys. Where a head decays as a whole, the decays between tokens
@@ -44,8 +44,8 @@ class PrepareConfig(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """What `_prepare_kernel` knows of a chunk of a value head, as pointers into its record, float32. Where the chunk has
-    no token all is 0."""
+    """What `_prepare_kernel` knows of a chunk of a value head, as pointers into its record, float32. Where the chunk
+    has no token all is 0."""
 
     solved_keys: tl.tensor  # [chunk, keys] the system's solution for what the state predicts, negated
     queries: tl.tensor  # [chunk, keys] as they meet the state that the chunk begins with
@@ -57,7 +57,7 @@ class ChunkRecord(NamedTuple):
 
 
 @triton.constexpr_function
-def record_size(tokens, keys, values):  # type: ignore[no-untyped-def]
+def record_size(tokens: int, keys: int, values: int) -> int:
     """Numbers of a record; a multiple of 16, so that loads are wide."""
     return tokens * (3 * keys + values + tokens) + keys + 16
 

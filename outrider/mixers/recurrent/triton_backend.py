@@ -1,4 +1,4 @@
-"""The Triton backend of recurrent layers over a ragged batch: at most three launches a layer, and no copy of any state.
+"""The Triton backend of recurrent layers over a ragged batch: a few launches a layer, and no copy of any state.
 
 The torch backend is the specification. The tensors that kernels need of a batch are made once per step. This file knows
 which kernel goes with which kind of mixer, and nothing of tiles and grids.
