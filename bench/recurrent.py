@@ -204,10 +204,9 @@ def delta_sweep() -> Sweep:
             found.append((named, {"config": StepConfig(tile, warps), "chunks": ChunkConfig(chunk, stages),
                                   "y_precision": y}))
     for chunk, piece, warps in itertools.product((16, 32, 64), (16, 32, 64), (1, 2, 4)):
-        if 8 <= chunk * piece // (32 * warps) <= 32:  # numbers of a thread, of which it has several matrices
-            prepare = PrepareConfig(piece, warps)
-            found.append(({"chunk": chunk, "piece": piece, "prepare_warps": warps},
-                          {"chunks": ChunkConfig(chunk, prepare=prepare)}))
+        if 8 <= chunk * piece // (32 * warps) <= 16:  # numbers of a matrix that a thread has; more do not fit
+            chunks = ChunkConfig(chunk, 2, PrepareConfig(piece, warps))
+            found.append(({"chunk": chunk, "piece": piece, "prepare_warps": warps}, {"chunks": chunks}))
     return found
 
 

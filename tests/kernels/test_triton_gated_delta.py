@@ -19,6 +19,7 @@ from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
 from outrider.kernels.triton.gated_delta import ChunkConfig, delta_steps
+from outrider.kernels.triton.gated_delta_prepare import PrepareConfig
 from outrider.kernels.triton.recurrent_step import (
     LayerTensors,
     StepConfig,
@@ -277,6 +278,14 @@ def test_every_chunk_size_serves_ragged_batches(device: torch.device, shape: Sha
              Asked(chunk + 3, 2, is_dead=True), Asked(2 * chunk + 1, 3, 1), Asked(1), Asked(4, 3, 2)]
     case = make_case(asked, shape, num_padded=2, padded_tokens=5, seed=chunk)
     check(case, device, chunked=True, chunks=ChunkConfig(chunk), config=StepConfig(16, 1))
+
+
+@pytest.mark.parametrize("shape", [GatedDeltaShape(1, 2, 40, 70, 4), KDAShape(1, 40, 4)], ids=["head", "channel"])
+def test_heads_of_several_pieces_and_tiles(device: torch.device, shape: Shape) -> None:
+    """Neither fills its last piece or tile."""
+    case = make_case([Asked(21, 1), Asked(40, 0, 1)], shape)
+    chunks = ChunkConfig(32, prepare=PrepareConfig(16, 1))
+    check(case, device, chunked=True, chunks=chunks, config=StepConfig(16, 1))
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])

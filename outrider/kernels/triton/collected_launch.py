@@ -23,7 +23,7 @@ from triton.runtime import JITFunction, build, driver
 SECONDS = {"_settle_kernel": 2.0, "_output_kernel": 2.0, "_inputs_kernel": 1.8, "_add_kernel": 1.8,
            "_decode_kernel": 1.8, "_packed_kernel": 2.4, "_mamba2_kernel": 1.8, "_score_filtered_kernel": 1.7,
            "_pick_filtered_kernel": 1.5, "_edit_kernel": 1.1, "_score_kernel": 1.1, "_latent_attention_kernel": 3.0,
-           "_few_rows_kernel": 0.5}
+           "_few_rows_kernel": 0.5, "_delta_kernel": 6.0, "_prepare_kernel": 2.5}
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def delta_steps(
     saves, layer_word, num_pages, page_words = save_args(targets, step, layer)
     pdl, is_limited = uses_pdl(device), num_warps == 1 and tile <= 8 and not knobs.runtime.interpret
     limit = {"maxnreg": MAX_REGISTERS} if is_limited else {}
-    prepared = layer.state  # not read as such
+    prepared = layer.state  # stands in: without chunks it is not read
     if chunked:
         prepared = prepare_chunks(step.counts, inputs, sizes, num_key_heads=num_key_heads, decays=decays, chunk=chunk,
                                   keys=keys, values=num_tiles * tile, config=prepare, precision=precision, pdl=pdl)
