@@ -106,9 +106,9 @@ class Layer:
         )
         return conv_in, tuple(gates)
 
-    def inputs(self, params: Params) -> StepInputs:
+    def inputs(self, params: Params, tile: tuple[int, int, int] | None = None) -> StepInputs:
         conv_in, gates = self.split()
-        self.made = recurrent_inputs(self.step, conv_in, gates, self.rows, params.conv, params.gate)
+        self.made = recurrent_inputs(self.step, conv_in, gates, self.rows, params.conv, params.gate, tile=tile)
         if self.targets is not None:
             save_tails(self.step, conv_in, self.rows, self.targets)
         return self.made
@@ -173,6 +173,9 @@ def time_prompts(bench: Bench, shape: Shape, params: Params, requests: int, know
     bench.report(f"{shape.kind} chunks", case, graph_us(lambda _: run(), 1), num_bytes)
     if not sweep or not bench.has_time:
         return
+    for rows, channels, warps in ((8, 128, 2), (4, 256, 2), (8, 256, 4), (16, 128, 4), (16, 256, 8), (4, 512, 4)):
+        us = graph_us(lambda _, tile=(rows, channels, warps): layer.inputs(params, tile).convolved, 1)
+        bench.report(f"{shape.kind} inputs", case, us, num_bytes, rows=rows, channels=channels, warps=warps)
     swept = mamba2_sweep() if shape.kind == "mamba2" else delta_sweep()
     compile_all([partial(run, **options) for _, options in swept])
     for named, options in swept:
