@@ -51,8 +51,8 @@ class Decoding:
                 accepted = min(chain.num_right, count)
                 tokens += (1 + accepted) * (step >= WARM_UP)
                 if count:
-                    self._history.observe(request_id, count, accepted)
-                    self._chances.observe(request_id, chain.levels, count, accepted)
+                    self._history.observe([(request_id, count, accepted)])
+                    self._chances.observe([(request_id, chain.levels, count, accepted)])
                 position += 1 + accepted
                 self._live[index] = (request_id, chains, position) if position in chains else self._new()
         return tokens / (STEPS - WARM_UP) / REQUESTS

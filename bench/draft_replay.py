@@ -216,10 +216,10 @@ class TrueAcceptance(Acceptance):
                 gains.append(reached)
             self._true[request_id] = gains
 
-    def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
         pass
 
-    def expect(self, request_id: int, gains: list[float]) -> None:
+    def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:
         pass
 
     def learn_spread(self, request_ids: Iterable[int]) -> None:
@@ -234,7 +234,7 @@ def told_chooser(texts: Sequence[Text], costs: StepCosts) -> SizedDrafts | Indiv
     chooser.acceptance = TrueAcceptance(texts)
     for request_id, text in enumerate(texts):
         for chain in text.chains:
-            chooser.chances.observe(request_id, chain.levels, DEPTH, chain.num_right)
+            chooser.chances.observe([(request_id, chain.levels, DEPTH, chain.num_right)])
     return chooser
 
 

@@ -6,6 +6,7 @@ that has stopped drafting tries again now and then. Knows no drafter by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,21 +42,42 @@ class Rates:
     gains: list[float] = field(default_factory=list)  # chance that draft j is reached and accepted
     idle: int = 0  # steps without drafts
 
-    def observe(self, drafted: int, accepted: int, decay: float, forgetting: float = FORGETTING) -> None:
+    def observe(self, drafted: int, accepted: int, decay: float) -> None:
         """Count one step's drafts. Positions after the last draft were not tried: their counts fade, so that a few
         early rejections do not keep a request from trying them again."""
         tried, hit = self.tried, self.hit  # runs for every request in every step: plain statements are fastest
         for j in range(min(accepted + 1, drafted, len(tried))):
             tried[j] = tried[j] * decay + 1
             hit[j] = hit[j] * decay + (j < accepted)
-        if forgetting < 1:
-            for j in range(drafted, len(tried)):
-                tried[j] *= forgetting
-                hit[j] *= forgetting
+        for j in range(drafted, len(tried)):
+            tried[j] *= FORGETTING
+            hit[j] *= FORGETTING
+
+    def expect(self, gains: Sequence[float], decay: float) -> None:
+        """Count drafts with these chances of being reached and accepted."""
+        tried, hit, reached = self.tried, self.hit, 1.0
+        for j, gain in enumerate(gains):
+            tried[j] = tried[j] * decay + reached
+            hit[j] = hit[j] * decay + gain
+            reached = gain
+
+    def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
+        """Count the drafts of all requests of a step, `num` at each position, in the rates that requests share."""
+        for j, own in enumerate(num):
+            if own:
+                self.tried[j] = add_decayed(self.tried[j], SHARED_DECAY, own, tried[j])
+                self.hit[j] = add_decayed(self.hit[j], SHARED_DECAY, own, hit[j])
 
     def fade(self, factor: float) -> None:
         self.tried = [t * factor for t in self.tried]
         self.hit = [h * factor for h in self.hit]
+
+
+def add_decayed(total: float, decay: float, num: int, added: float) -> float:
+    """A sum that decays with every observation, after `num` more that add up to `added`. None of them comes first: each
+    counts for as much as all do in the mean."""
+    kept = decay**num
+    return total * kept + added * (1 - kept) / ((1 - decay) * num)
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
@@ -74,23 +96,37 @@ class Acceptance:
         self._shared = Rates([memory.first_weight] * k, [memory.first_weight * FIRST_RATE] * k)
         self._rates: dict[int, Rates] = {}
 
-    def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        rates = self._rates_of(request_id, idle=0)
-        rates.observe(num_drafted, num_accepted, self._memory.decay)
-        rates.gains = []
-        self._shared.observe(num_drafted, num_accepted, SHARED_DECAY, forgetting=1.0)
+    def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
+        """Count the drafts of a step: requests, how many were checked of each, and how many accepted."""
+        decay, k = self._memory.decay, self._k
+        num_reached, num_hit = [0] * k, [0] * k
+        for request_id, num_drafted, num_accepted in drafts:
+            rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
+            rates.observe(num_drafted, num_accepted, decay)
+            rates.gains = []
+            for place in range(min(num_accepted, k)):  # a host's guess may be longer
+                num_hit[place] += 1
+            if num_accepted < num_drafted and num_accepted < k:
+                num_reached[num_accepted] += 1
+        num_reached = [rejected + hits for rejected, hits in zip(num_reached, num_hit, strict=True)]
+        self._shared.add(num_reached, num_reached, num_hit)
 
-    def expect(self, request_id: int, gains: list[float]) -> None:
-        """Count drafts that were proposed, by their chances of being reached and accepted. Which of them are checked
-        depends on the chances, so that what was accepted of those checked would say too much of the others."""
-        rates = self._rates_of(request_id, idle=0)
-        for own, decay in ((rates, self._memory.decay), (self._shared, SHARED_DECAY)):
-            tried, hit, reached = own.tried, own.hit, 1.0
+    def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:
+        """Count drafts that were proposed: requests, and the chances of each draft of being reached and accepted. Which
+        of them are checked depends on the chances, so that what was accepted of those checked would say too much of the
+        others."""
+        decay, num, tried, hit = self._memory.decay, [0] * self._k, [0.0] * self._k, [0.0] * self._k
+        for request_id, gains in proposed:
+            rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
+            rates.expect(gains, decay)
+            rates.gains = []
+            reached = 1.0
             for place, gain in enumerate(gains):
-                tried[place] = tried[place] * decay + reached
-                hit[place] = hit[place] * decay + gain
+                num[place] += 1
+                tried[place] += reached
+                hit[place] += gain
                 reached = gain
-        rates.gains = []
+        self._shared.add(num, tried, hit)
 
     @property
     def usual_rate(self) -> float:

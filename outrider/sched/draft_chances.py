@@ -8,16 +8,19 @@ is left: each request's own acceptance.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.core.draft_confidence import MOST_CHANCE, NUM_LEVELS, levels_of
-from outrider.sched.acceptance import FIRST_RATE, SHARED_DECAY, believed_weight
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.draft_confidence import LEVEL_BITS, MOST_CHANCE, MOST_PLACES, NUM_LEVELS, TOP_LEVEL
+from outrider.sched.acceptance import FIRST_RATE, SHARED_DECAY, add_decayed, believed_weight
 
 MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
 PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
 OWN_WEIGHT = 20.0  # checked drafts that a factor of 1 is worth to a request
-OWN_DECAY = 0.98  # factor on what was counted of one request, per observation
-RENEWED_AFTER = 16  # observations after which the rates of levels are computed anew
+OWN_DECAY = 0.98  # factor on what was counted of one request, per draft
 
 
 @dataclass(slots=True)
@@ -31,9 +34,10 @@ class _Ratio:
     def factor(self) -> float:
         return self.accepted / self.expected
 
-    def observe(self, expected: float, is_accepted: bool, decay: float) -> None:
-        self.accepted = self.accepted * decay + is_accepted
-        self.expected = self.expected * decay + expected
+    def add(self, num: int, num_accepted: int, expected: float) -> None:
+        """Count drafts of all requests of a step."""
+        self.accepted = add_decayed(self.accepted, SHARED_DECAY, num, num_accepted)
+        self.expected = add_decayed(self.expected, SHARED_DECAY, num, expected)
 
 
 class DraftChances:
@@ -46,27 +50,43 @@ class DraftChances:
         self._all = _Ratio(MEAN_WEIGHT * FIRST_RATE, MEAN_WEIGHT)
         self._places = [_Ratio(PLACE_WEIGHT, PLACE_WEIGHT) for _ in range(k)]
         self._own: dict[int, _Ratio] = {}
-        self._rates: list[float] = []  # of each level
-        self._num_new = 0  # observations since they were computed
+        self._table: list[list[float]] = []  # see `table`; empty if it must be computed anew
 
-    def observe(self, request_id: int, packed: int, num_drafted: int, num_accepted: int) -> None:
-        """Drafts of these levels were checked. Those behind the first rejected one were not reached."""
-        own = self._own.get(request_id)
-        if own is None:
-            own = self._own[request_id] = _Ratio(0.0, 0.0)
-        rates = self.rates
-        tried, hit = self._tried, self._hit
-        for place, level in enumerate(levels_of(packed, min(num_accepted + 1, num_drafted, self._k))):
-            is_accepted = place < num_accepted
-            at_place = self._places[place]
-            own.observe(rates[level] * at_place.factor, is_accepted, OWN_DECAY)
-            at_place.observe(rates[level], is_accepted, SHARED_DECAY)
-            tried[level] = tried[level] * SHARED_DECAY + 1
-            hit[level] = hit[level] * SHARED_DECAY + is_accepted
-            self._all.observe(1.0, is_accepted, SHARED_DECAY)
-        self._num_new += 1
-        if self._num_new >= RENEWED_AFTER or self._all.expected < RENEWED_AFTER:
-            self._rates, self._num_new = [], 0
+    def observe(self, drafts: Iterable[tuple[int, int, int, int]]) -> None:
+        """Drafts of a step were checked: requests, the levels of their drafts, how many were checked of each, and how
+        many accepted. Those behind the first rejected one were not reached."""
+        rates, factors, k = self.rates, [place.factor for place in self._places], self._k
+        num_tried, num_hit = [0] * NUM_LEVELS, [0] * NUM_LEVELS
+        num_reached, num_accepted_at, expected_at = [0] * k, [0] * k, [0.0] * k
+        for request_id, packed, num_drafted, num_accepted in drafts:  # all requests, in every step
+            own = self._own.get(request_id)
+            if own is None:
+                own = self._own[request_id] = _Ratio(0.0, 0.0)
+            accepted, expected = own.accepted, own.expected
+            for place in range(min(num_accepted + 1, num_drafted, k)):
+                level = packed >> LEVEL_BITS * place & TOP_LEVEL
+                rate = rates[level]
+                accepted *= OWN_DECAY
+                expected = expected * OWN_DECAY + rate * factors[place]
+                num_tried[level] += 1
+                num_reached[place] += 1
+                expected_at[place] += rate
+                if place < num_accepted:
+                    accepted += 1
+                    num_hit[level] += 1
+                    num_accepted_at[place] += 1
+            own.accepted, own.expected = accepted, expected
+        for at_place, num, hits, rate in zip(self._places, num_reached, num_accepted_at, expected_at, strict=True):
+            if num:
+                at_place.add(num, hits, rate)
+        for level, (num, hits) in enumerate(zip(num_tried, num_hit, strict=True)):
+            if num:
+                self._tried[level] = add_decayed(self._tried[level], SHARED_DECAY, num, num)
+                self._hit[level] = add_decayed(self._hit[level], SHARED_DECAY, num, hits)
+        num = sum(num_tried)
+        if num:
+            self._all.add(num, sum(num_hit), num)
+        self._table = []
 
     def forget(self, request_id: int) -> None:
         self._own.pop(request_id, None)
@@ -74,15 +94,16 @@ class DraftChances:
     @property
     def rates(self) -> list[float]:
         """The rate at which drafts of each level are accepted."""
-        if not self._rates:
-            mean = self._all.factor
-            self._rates = [(hit + MEAN_WEIGHT * mean) / (tried + MEAN_WEIGHT)
-                           for hit, tried in zip(self._hit, self._tried, strict=True)]
-        return self._rates
+        mean = self._all.factor
+        return [(hit + MEAN_WEIGHT * mean) / (tried + MEAN_WEIGHT)
+                for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def table(self) -> list[list[float]]:
         """[place][level] the chance of a draft that was reached, of a request without a factor of its own."""
-        return [[rate * place.factor for rate in self.rates] for place in self._places]
+        if not self._table:
+            rates = self.rates
+            self._table = [[rate * factor for rate in rates] for factor in [place.factor for place in self._places]]
+        return self._table
 
     def factor(self, request_id: int) -> float:
         """The factor of a request: the fewer of its drafts were checked, the nearer to 1."""
@@ -95,8 +116,19 @@ class DraftChances:
 
     def gains(self, request_id: int, packed: int, count: int) -> list[float]:
         """The chance that draft j of the request is reached and accepted, for its `count` drafts of these levels."""
-        gains, reached, factor, rates = [], 1.0, self.factor(request_id), self.rates
-        for place, level in zip(self._places, levels_of(packed, count), strict=False):
-            reached *= min(rates[level] * place.factor * factor, MOST_CHANCE)
+        gains, reached, factor = [], 1.0, self.factor(request_id)
+        for place, rates in enumerate(self.table()[:count]):
+            chance = rates[packed >> LEVEL_BITS * place & TOP_LEVEL] * factor
+            reached *= chance if chance < MOST_CHANCE else MOST_CHANCE
             gains.append(reached)
         return gains
+
+    def gains_of_chains(self, request_ids: Sequence[int], packed: NDArray[np.int64],
+                        counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[chain, place] the same for many chains of drafts; 0 for places behind the drafts of a chain."""
+        places = np.arange(self._k)
+        levels = packed[:, None] >> LEVEL_BITS * np.minimum(places, MOST_PLACES) & TOP_LEVEL
+        factors = {request_id: self.factor(request_id) for request_id in set(request_ids)}
+        chances = np.array(self.table())[places, levels] * np.array([[factors[own]] for own in request_ids])
+        chances = np.where(places < counts[:, None], np.minimum(chances, MOST_CHANCE), 0.0)
+        return np.multiply.accumulate(chances, axis=1)

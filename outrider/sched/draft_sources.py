@@ -36,12 +36,12 @@ class DraftSources:
             pairs = zip(settled, before.tokens, strict=False)
             num_right = next((i for i, (true, guessed) in enumerate(pairs) if true != guessed), len(settled))
             if settled:
-                self._host[before.match].observe(request_id, len(settled), num_right)
+                self._host[before.match].observe([(request_id, len(settled), num_right)])
         if before is None or len(token_ids) > before.known:
             self._guesses[request_id] = _Guess(len(token_ids), guess, bisect_right(MATCHES, match_length))
 
     def note_device(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        self._device.observe(request_id, num_drafted, num_accepted)
+        self._device.observe([(request_id, num_drafted, num_accepted)])
 
     def prefers_host(self, request_id: int, num_unknown: int, most: int) -> bool:
         """Whether more of `most` drafts will probably be accepted of the last guess than of the device's drafts.

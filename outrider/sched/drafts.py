@@ -6,7 +6,8 @@ Knows no drafter by name. `auto_drafts.py` has the counts that are chosen by cos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 from outrider.core import RequestResult, ScheduledBatch
 from outrider.sched.request import Request
@@ -29,6 +30,11 @@ class DraftPlan(NamedTuple):
     sharing: SharingPlan | None = None  # then num_drafts are the most, and the device shares token rows out
 
 
+# A request's part of a step that has ended, and the number of drafts that was scheduled for it. A plain tuple, because
+# hundreds are made every step.
+SettledDrafts: TypeAlias = tuple[Request, RequestResult, int]
+
+
 class DraftCounts(ABC):
     """Plans how many drafts each request should have in the next step."""
 
@@ -45,8 +51,8 @@ class DraftCounts(ABC):
         how many drafts the step must propose at least, so that the drafter sees their prompts."""
         return 0
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
-        """A step of the request has ended, for which so many drafts were scheduled; is_shared: by the device."""
+    def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
+        """A step has ended that yielded tokens for these requests; is_shared: the device has shared drafts out."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """A step has ended, so many seconds after the one before it, behind which it was queued."""

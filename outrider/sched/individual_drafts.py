@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from outrider.core.costs import StepCosts
 from outrider.sched.acceptance import PATIENT, QUICK, Acceptance
-from outrider.sched.drafts import DraftPlan, clamp_drafts
+from outrider.sched.drafts import DraftPlan, SettledDrafts, clamp_drafts
 from outrider.sched.learned_drafts import LearnedDrafts
 from outrider.sched.request import Request
 
@@ -44,6 +45,16 @@ class IndividualDrafts(LearnedDrafts):
             if requests[index].id in trying:
                 wanted[index] = max(wanted[index], clamp_drafts(requests[index], min(1, depth), is_exact))
         return DraftPlan(wanted, self._depth.proposed)
+
+    def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
+        """A draft that was scheduled but did not exist (a lookup found nothing) counts as rejected, because it has cost
+        as much."""
+        self._note_tries(settled)
+        self._learn_chances(settled)
+        self.acceptance.observe([(request.id, num_scheduled, result.num_accepted)
+                                 for request, result, num_scheduled in settled
+                                 if num_scheduled and not request.checked_levels])
+        self._expect_waiting(settled)
 
     def begin(self, requests: list[Request]) -> int:
         return self._k if self._always_propose else super().begin(requests)

@@ -8,13 +8,13 @@ and corrected by the times that steps take. A drafter with a network rests while
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
-from outrider.core import RequestResult
 from outrider.core.costs import StepCosts
 from outrider.sched.acceptance import Acceptance
 from outrider.sched.draft_chances import DraftChances
 from outrider.sched.draft_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
-from outrider.sched.drafts import DraftCounts, clamp_drafts
+from outrider.sched.drafts import DraftCounts, SettledDrafts, clamp_drafts
 from outrider.sched.observed_times import ObservedTimes
 from outrider.sched.request import Request
 
@@ -48,24 +48,20 @@ class LearnedDrafts(DraftCounts):
     def _best_depth(self, requests: list[Request]) -> int:
         """The most drafts of a request that pay, also counting requests that compute their prompts."""
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
-        """Learn how many of the scheduled drafts a step has accepted. A draft that was scheduled but did not exist (a
-        lookup found nothing) counts as rejected, because it has cost as much."""
-        self._note_tries(request, result)
-        if request.checked_levels and num_scheduled:
-            self._learn_chances(request, result)
-        elif num_scheduled:
-            self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
-        if request.levels and not result.finish and self._sees(request):
-            self.acceptance.expect(request.id, self._waiting_gains(request))
-
-    def _note_tries(self, request: Request, result: RequestResult) -> None:
-        if self._tries.any_left:
+    def _note_tries(self, settled: Sequence[SettledDrafts]) -> None:
+        for request, result, _ in settled if self._tries.any_left else ():
             self._tries.accept(request.id, result.num_accepted)
 
-    def _learn_chances(self, request: Request, result: RequestResult) -> None:
-        if not result.finish:  # the end may have cut off accepted drafts
-            self.chances.observe(request.id, request.checked_levels, result.num_drafted, result.num_accepted)
+    def _learn_chances(self, settled: Sequence[SettledDrafts]) -> None:
+        """Learn how many drafts of each level were accepted. The end of a request may have cut off accepted drafts."""
+        self.chances.observe([(request.id, request.checked_levels, result.num_drafted, result.num_accepted)
+                              for request, result, num_scheduled in settled
+                              if num_scheduled and request.checked_levels and not result.finish])
+
+    def _expect_waiting(self, settled: Sequence[SettledDrafts]) -> None:
+        """Learn acceptance from the drafts that wait on the device, by how sure their drafter is of them."""
+        self.acceptance.expect([(request.id, self._waiting_gains(request)) for request, result, _ in settled
+                                if request.levels and not result.finish and self._sees(request)])
 
     def forget(self, request: Request) -> None:
         self.acceptance.forget(request.id)

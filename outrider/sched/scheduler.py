@@ -25,7 +25,7 @@ from outrider.core import (
 from outrider.core.draft_confidence import DraftSharing
 from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
-from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
+from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
@@ -143,7 +143,8 @@ class Scheduler:
         if result.is_drafting_over and self._host_drafts is None:
             self._drafts = FixedDrafts(0)
         updates: list[Update] = []
-        requests = self._requests
+        settled: list[SettledDrafts] = []
+        requests, is_shared = self._requests, batch.sharing is not None
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
@@ -161,8 +162,15 @@ class Scheduler:
                 self._host_drafts.observe(request, part, row in from_host)
                 if row in from_host:  # they took the place of the device's drafts
                     request.levels = 0
-            self._settle(request, part, known, drafts, sampled, is_shared=batch.sharing is not None)
+            request.settle(part, known + drafts, sampled)
             updates.append(Update(request, part))
+            if part.run and self._drafts is not None:  # drafts that the request's end cut off were not tried
+                settled.append((request, part, part.num_drafted if part.finish or is_shared else drafts))
+        if self._drafts is not None:
+            self._drafts.observe(settled, is_shared=is_shared)
+        for request, part in updates:
+            if part.finish or request.settled.at_least >= request.next_event:
+                self._settle(request, part)
         return updates
 
     def recover(self, error: str) -> None:
@@ -407,13 +415,8 @@ class Scheduler:
 
     # Inside: after a result
 
-    def _settle(self, request: Request, part: RequestResult, known: int, drafts: int, sampled: bool, *,
-                is_shared: bool) -> None:
-        """known, drafts: tokens that the step was scheduled with, at most if the device shares them out."""
-        request.settle(part, known + drafts, sampled)
-        if part.run and self._drafts is not None:  # drafts that the request's end cut off were not tried
-            self._drafts.observe(request, part, part.num_drafted if part.finish or is_shared else drafts,
-                                 is_shared=is_shared)
+    def _settle(self, request: Request, part: RequestResult) -> None:
+        """Let go of pages and end the request, as its new settled length and the result say."""
         settled = request.settled
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)

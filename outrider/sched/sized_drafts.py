@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import accumulate, islice, zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from outrider.core import RequestResult, ScheduledBatch
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
 from outrider.sched.acceptance import PATIENT
-from outrider.sched.drafts import DraftPlan, SharingPlan, clamp_drafts
+from outrider.sched.drafts import DraftPlan, SettledDrafts, SharingPlan, clamp_drafts
 from outrider.sched.learned_drafts import LearnedDrafts
 from outrider.sched.observed_times import READING
 from outrider.sched.request import Request
@@ -31,6 +34,7 @@ MANY, LOOK_EVERY = 32, 4  # of more requests, the time of every so many steps is
 WEIGH_LEVELS_EVERY = 8  # steps, while it does not pay that the device shares rows out
 
 
+Floats: TypeAlias = NDArray[np.float64]
 RateOf: TypeAlias = Callable[[float, int, int], float]
 
 
@@ -39,14 +43,6 @@ class DraftChoice(NamedTuple):
 
     depth: int
     total: int
-
-
-class ProposedChain(NamedTuple):
-    """Drafts that were proposed for a request: how sure the drafter is of them, and how many they are."""
-
-    request_id: int
-    levels: int
-    num_drafts: int
 
 
 class HeldCounts(NamedTuple):
@@ -73,9 +69,11 @@ class Foresight:
         """The part of expected drafts that is accepted, 1 at most."""
         return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
 
-    def observe(self, expected: float, num_accepted: int) -> None:
-        self._expected = self._expected * FORESIGHT_DECAY + expected
-        self._accepted = self._accepted * FORESIGHT_DECAY + num_accepted
+    def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
+        """expected, num_accepted: drafts of so many requests together."""
+        kept = FORESIGHT_DECAY**num_requests
+        self._expected = self._expected * kept + expected
+        self._accepted = self._accepted * kept + num_accepted
 
     def fade(self) -> None:
         """Forget a part of what was observed, in a step with equal counts, so that unequal ones are tried again."""
@@ -101,7 +99,8 @@ class SizedDrafts(LearnedDrafts):
         self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
         self._foresight = Foresight()
         self._level_foresight = Foresight()  # the same, of drafts that the device chose
-        self._chains: deque[ProposedChain] = deque(maxlen=MAX_CHAINS)  # the last of all requests
+        # The last drafts that were proposed, of all requests: request, levels of its drafts, their number.
+        self._chains: deque[tuple[int, int, int]] = deque(maxlen=MAX_CHAINS)
         self._next_learning = self._next_weighing = 0  # numbers of steps
         self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
@@ -134,22 +133,25 @@ class SizedDrafts(LearnedDrafts):
         self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
         return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
-        if request.levels and self._sees(request):
-            self._chains.append(ProposedChain(request.id, request.levels, request.num_proposed))
+    def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
+        self._chains.extend([(request.id, request.levels, request.num_proposed) for request, _, _ in settled
+                             if request.levels and self._sees(request)])
+        self._note_tries(settled)
         if is_shared:
-            gains = self.chances.gains(request.id, request.checked_levels, result.num_drafted)
-            self._level_foresight.observe(sum(gains), result.num_accepted)
-            super().observe(request, result, num_scheduled)
+            expected = [sum(self.chances.gains(request.id, request.checked_levels, result.num_drafted))
+                        for request, result, _ in settled]
+            self._level_foresight.observe(sum(expected), sum([result.num_accepted for _, result, _ in settled]),
+                                          len(settled))
+            self._learn_chances(settled)
+            self._expect_waiting(settled)  # what was accepted of drafts that the device chose says too much of others
             return
-        self._note_tries(request, result)
-        if request.checked_levels and num_scheduled:
-            self._learn_chances(request, result)
-        count, expected = self._expected.get(request.id, (0, 0.0))
-        if count and count == num_scheduled:
-            self._foresight.observe(expected, result.num_accepted)
-        if num_scheduled:
-            self.acceptance.observe(request.id, num_scheduled, result.num_accepted)
+        self._learn_chances(settled)
+        for request, result, num_scheduled in settled if self._expected else ():
+            count, accepted = self._expected.get(request.id, (0, 0.0))
+            if count and count == num_scheduled:
+                self._foresight.observe(accepted, result.num_accepted)
+        self.acceptance.observe([(request.id, num_scheduled, result.num_accepted)
+                                 for request, result, num_scheduled in settled if num_scheduled])
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.num_wanted
@@ -204,8 +206,10 @@ class SizedDrafts(LearnedDrafts):
         ratios = [self._times.ratio(count, depth) for depth in range(self._k + 1)]
         self._sampling = sampling / count
 
+        drafting = [costs.draft(depth, count) for depth in range(1 + self._k)]
+
         def rate(tokens: float, depth: int, rows: int) -> float:
-            seconds = costs.step(rows, count) + reading + costs.draft(depth, count) + sampling * rows / count
+            seconds = costs.step(rows, count) + reading + drafting[depth] + sampling * rows / count
             return tokens / (seconds * ratios[depth])
 
         return rate
@@ -225,9 +229,10 @@ class SizedDrafts(LearnedDrafts):
                 best, best_rate = DraftChoice(depth, depth * count), own_rate
         if count <= FEW or self.acceptance.are_alike:
             return best, best_rate
-        return self._best_shared(rate, gains, self._foresight.share, most, count, best_rate) or (best, best_rate)
+        padded = np.array([own + [0.0] * (self._k - len(own)) for own in gains])
+        return self._best_shared(rate, padded, self._foresight.share, most, count, best_rate) or (best, best_rate)
 
-    def _best_shared(self, rate: RateOf, gains: list[list[float]], share: float, most: int, count: int,
+    def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
                      best_rate: float) -> tuple[DraftChoice, float] | None:
         """The best choice among sizes whose token rows are shared out, and its rate; None if it does not gain
         `SHARE_GAIN` over the best rate of other choices. gains: as for `shared_choices`; share: of the accepted drafts
@@ -255,8 +260,11 @@ class SizedDrafts(LearnedDrafts):
             return None
         if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None
-        sample = [extended(self.chances.gains(own.request_id, own.levels, own.num_drafts),
-                           self.acceptance.gains(own.request_id)) for own in list(self._chains)[-CHAINS_EACH * count :]]
+        request_ids, *columns = zip(*list(self._chains)[-CHAINS_EACH * count :], strict=True)
+        levels, num_drafts = np.array(columns, dtype=np.int64)
+        usual = {request_id: self.acceptance.gains(request_id) for request_id in set(request_ids)}
+        sample = extended(self.chances.gains_of_chains(request_ids, levels, num_drafts), num_drafts,
+                          np.array([usual[request_id] for request_id in request_ids]))
         shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
         if shared is None:
             self._next_weighing = self._step + WEIGH_LEVELS_EVERY
@@ -285,25 +293,24 @@ class SizedDrafts(LearnedDrafts):
         return counts
 
 
-def extended(waiting: list[float], usual: list[float]) -> list[float]:
+def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> Floats:
     """Gains of drafts that wait, and of the further ones that there would be if more were proposed: these are as likely
-    to be accepted, once reached, as they usually are."""
-    if not waiting:
-        return usual
-    waiting = waiting[: len(usual)]
-    reached = usual[len(waiting) - 1] if waiting else 0.0
-    return waiting + [waiting[-1] * gain / reached if reached else 0.0 for gain in usual[len(waiting) :]]
+    to be accepted, once reached, as they usually are. Arrays run over chains and places."""
+    width = usual.shape[1]
+    last = np.minimum(num_waiting, width) - 1
+    chains = np.arange(len(usual))
+    reached, as_usual = (np.where(last < 0, 1.0, gains[chains, last])[:, None] for gains in (waiting, usual))
+    further = reached * np.divide(usual, as_usual, out=np.zeros_like(usual), where=as_usual > 0)
+    return np.where(np.arange(width) <= last[:, None], waiting, further)
 
 
-def shared_choices(gains: list[list[float]], most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
+def shared_choices(gains: Floats, most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
     """Every size of a captured step of `count` requests that can be shared out, with the drafts that are then expected
     to be accepted. gains: of the drafts of each request, or of a sample of chains that stands for all requests."""
     scale = len(gains) / count
-    likeliest: list[float] = []
     for depth in range(1, most + 1):
-        likeliest += sorted((own[depth - 1] for own in gains if len(own) >= depth), reverse=True)
-        likeliest.sort(reverse=True)  # two sorted runs: they are merged
-        expected = list(accumulate(likeliest))
+        drafts = gains[:, :depth]
+        expected = np.cumsum(-np.sort(-drafts[drafts > 0])).tolist()
         for size in unequal_sizes(count, depth):
             at = max(1, round((size - count) * scale))
             if at > len(expected):

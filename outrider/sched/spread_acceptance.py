@@ -8,7 +8,7 @@ alike. What is left says how many observations the mean of all requests is worth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outrider.sched.acceptance import Acceptance, Memory, Rates
 
@@ -36,10 +36,11 @@ class SpreadAcceptance(Acceptance):
         self._mean = 0.0  # of the first draft's rate over requests that differ
         self._weight = memory.prior_weight  # observations that the mean is worth to a request
 
-    def observe(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        super().observe(request_id, num_drafted, num_accepted)
-        if num_accepted:  # a request that only tries one now and then is to try the next at once
-            self._rates[request_id].idle = PROBE_PLANS
+    def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
+        super().observe(drafts)
+        for request_id, _, num_accepted in drafts:
+            if num_accepted:  # a request that only tries one now and then is to try the next at once
+                self._rates[request_id].idle = PROBE_PLANS
 
     def learn_spread(self, request_ids: Iterable[int]) -> None:
         """Estimate anew how much these requests differ, from the rates of their first drafts."""

@@ -13,10 +13,10 @@ from random import Random
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PageKey, PagePool
-from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import DraftCounts, DraftPlan
+from outrider.sched.drafts import DraftCounts, DraftPlan, SettledDrafts
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
@@ -121,8 +121,9 @@ class RandomDrafts(DraftCounts):
         wanted = [self._rng.randint(0, self._most) for _ in requests]
         return DraftPlan(wanted, self._most if self._rng.random() < 0.8 else 0)
 
-    def observe(self, request: Request, result: RequestResult, num_scheduled: int, *, is_shared: bool = False) -> None:
-        assert 0 <= result.num_accepted <= result.num_drafted
+    def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
+        assert all(0 <= result.num_accepted <= result.num_drafted for _, result, _ in settled)
+        assert len({request.id for request, _, _ in settled}) == len(settled), "a request is in a step once"
 
     def forget(self, request: Request) -> None:
         assert request.state is State.FINISHED

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.core import RequestResult
@@ -37,7 +39,7 @@ def learned(rate: list[float], seed: int = 0, *, own: float = 1.0, request: int 
         accepted = 0
         while accepted < 3 and source.random() < own * rate[levels[accepted]]:
             accepted += 1
-        chances.observe(request, packed(*levels), 3, accepted)
+        chances.observe([(request, packed(*levels), 3, accepted)])
     return chances
 
 
@@ -62,8 +64,18 @@ def test_a_request_has_a_factor_of_its_own() -> None:
 
 
 def test_further_drafts_are_as_likely_as_usual() -> None:
-    assert extended([0.9], [0.5, 0.25]) == pytest.approx([0.9, 0.45]) and extended([], [0.5]) == [0.5]
-    assert extended([0.9, 0.8], [0.5, 0.25]) == [0.9, 0.8] and extended([0.9], [0.0, 0.0]) == [0.9, 0.0]
+    waiting = [[0.9, 0.0], [0.0, 0.0], [0.9, 0.8], [0.9, 0.0], [0.9, 0.8]]
+    usual = [[0.5, 0.25], [0.5, 0.25], [0.5, 0.25], [0.0, 0.0], [0.5, 0.25]]
+    gains = extended(np.array(waiting), np.array([1, 0, 2, 1, 3]), np.array(usual))
+    assert gains == pytest.approx(np.array([[0.9, 0.45], [0.5, 0.25], [0.9, 0.8], [0.9, 0.0], [0.9, 0.8]]))
+
+
+def test_chains_have_the_gains_of_their_requests_drafts() -> None:
+    chances = learned([level / NUM_LEVELS for level in range(NUM_LEVELS)], own=0.7)
+    levels, counts = [packed(3, 9, 15), packed(15, 15, 15), packed(8, 1, 2), -1], [3, 2, 0, 3]
+    gains = chances.gains_of_chains([1, 1, 2, 2], np.array(levels), np.array(counts))
+    for request, own, count, found in zip([1, 1, 2, 2], levels, counts, gains.tolist(), strict=True):
+        assert found == chances.gains(request, own, count) + [0.0] * (3 - count)
 
 
 def settled(chooser: IndividualDrafts | SizedDrafts, request: Request, accepted: int, drafted: int, levels: int,
@@ -71,7 +83,7 @@ def settled(chooser: IndividualDrafts | SizedDrafts, request: Request, accepted:
     """One step of the request, whose result says how sure the drafter is of its next drafts."""
     part = RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted, proposed, levels=levels)
     request.settle(part, 0, False)
-    chooser.observe(request, part, drafted, is_shared=is_shared)
+    chooser.observe([(request, part, drafted)], is_shared=is_shared)
 
 
 SURE, UNSURE = 15, 1
@@ -164,14 +176,14 @@ def test_the_device_shares_rows_out_where_the_drafter_knows_what_holds() -> None
 def test_levels_are_weighed_now_and_then_while_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than the step of a small model on a GPU."""
     chooser, weighed = SizedDrafts(K, COSTS), []  # requests whose chains are weighed
-    of_request = chooser.chances.gains
+    of_chains = chooser.chances.gains_of_chains
 
-    def gains(request_id: int, levels: int, count: int) -> list[float]:
-        weighed.append(request_id)
-        return of_request(request_id, levels, count)
+    def gains_of_chains(request_ids: list[int], packed: Any, counts: Any) -> Any:
+        weighed.extend(request_ids)
+        return of_chains(request_ids, packed, counts)
 
     monkeypatch.setattr(chooser, "_best_shared", lambda *args: None)
-    monkeypatch.setattr(chooser.chances, "gains", gains)
+    monkeypatch.setattr(chooser.chances, "gains_of_chains", gains_of_chains)
     SharingDevice(64, says=True).run(chooser, 80)
     each = CHAINS_EACH * 64
     assert 3 * each <= len(weighed) <= (80 / WEIGH_LEVELS_EVERY + 1) * each

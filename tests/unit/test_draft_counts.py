@@ -36,7 +36,7 @@ def running(request_id: int, proposed: int = 8, **params: object) -> Request:
 def observed(chooser: DraftCounts, request: Request, drafted: int, accepted: int, times: int = 20) -> None:
     for _ in range(times):
         result = RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted)
-        chooser.observe(request, result, drafted)
+        chooser.observe([(request, result, drafted)])
 
 
 def test_drafts_are_taken_where_tokens_are_free_and_left_where_they_are_not() -> None:
@@ -95,7 +95,7 @@ def test_drafts_that_are_never_there_are_no_longer_scheduled() -> None:
         chooser.choose([request], is_exact=False)
     assert chooser.choose([request], is_exact=False).num_drafts == [3]
     for _ in range(9):
-        chooser.observe(request, RequestResult(request.id, 0, [1], 1, 0, 0), 3)
+        chooser.observe([(request, RequestResult(request.id, 0, [1], 1, 0, 0), 3)])
         plan = chooser.choose([request], is_exact=False)
     assert plan.num_drafts == [0]
     # Nor are they looked for: a captured step without a lookup is the step of an engine without drafts.

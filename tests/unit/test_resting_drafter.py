@@ -100,7 +100,7 @@ class Serving:
         request.checked_levels = request.levels
         request.levels = sum(LEVEL << LEVEL_BITS * place for place in range(num_wanted)) if self._has_levels else 0
         result = RequestResult(request.id, 0, [1] * (1 + accepted), 1 + accepted, alive, accepted, num_wanted)
-        self._chooser.observe(request, result, num_drafts)
+        self._chooser.observe([(request, result, num_drafts)])
         return 1 + accepted
 
 
@@ -192,13 +192,13 @@ def test_a_request_unlike_the_others_is_believed_after_a_few_drafts() -> None:
     for usual, own in ((0, 1), (1, 0)):
         acceptance = Acceptance(1, PATIENT)
         for _ in range(1000):
-            acceptance.observe(0, 1, usual)
+            acceptance.observe([(0, 1, usual)])
         for _ in range(TRY_STEPS):
-            acceptance.observe(1, 1, own)
+            acceptance.observe([(1, 1, own)])
         assert abs(acceptance.gains(1)[0] - own) < 0.25
     alike = Acceptance(1, PATIENT)
     for step in range(1000):
-        alike.observe(0, 1, step % 2)
+        alike.observe([(0, 1, step % 2)])
     for step in range(TRY_STEPS):
-        alike.observe(1, 1, int(step < 2))
+        alike.observe([(1, 1, int(step < 2))])
     assert abs(alike.gains(1)[0] - 0.5) < 0.1

@@ -126,7 +126,7 @@ def test_the_device_shares_no_rows_out_in_a_step_with_prompts() -> None:
 def test_drafts_that_an_end_cuts_off_are_not_counted_as_wrong(finish: Finish, observed: int) -> None:
     """A draft that was scheduled and not there has cost as much as a wrong one, unless the request ended before it."""
     sched, seen = scheduler(drafts=3), []
-    sched._drafts.observe = lambda request, result, num, **_: seen.append(num)  # type: ignore[union-attr, method-assign]
+    sched._drafts.observe = lambda settled, **_: seen.extend(num for *_, num in settled)  # type: ignore[union-attr, method-assign]
     sched.add(request(0, 3, new=9))
     sched.update(result_of(scheduled(sched)))
     batch = scheduled(sched)

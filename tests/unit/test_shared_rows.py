@@ -49,8 +49,8 @@ def decode(chooser: SizedDrafts, count: int, rate_of: Callable[[int, int], float
         late.append((plan.num_drafts, accepted))
         proposed = plan.num_wanted
         if len(late) > 1:
-            for request, num, hits in zip(requests, *late.pop(0), strict=True):
-                chooser.observe(request, RequestResult(request.id, 0, [1] * (1 + hits), 1 + hits, num, hits), num)
+            chooser.observe([(request, RequestResult(request.id, 0, [1] * (1 + hits), 1 + hits, num, hits), num)
+                             for request, num, hits in zip(requests, *late.pop(0), strict=True)])
     return Decoding(chosen, tokens / seconds)
 
 
@@ -180,8 +180,7 @@ def observed(acceptance: SpreadAcceptance, rates: list[float], times: int, seed:
     """The estimates of each request's first draft."""
     chance = random.Random(seed)
     for _ in range(times):
-        for request_id, rate in enumerate(rates):
-            acceptance.observe(request_id, 1, int(chance.random() < rate))
+        acceptance.observe([(request_id, 1, int(chance.random() < rate)) for request_id, rate in enumerate(rates)])
     acceptance.learn_spread(range(len(rates)))
     return [acceptance.gains(request_id)[0] for request_id in range(len(rates))]
 
