@@ -56,6 +56,7 @@ class DrafterSight:
         self._step = 0
         self._awake_since: int | None = None  # number of the step; None while it rests
         self._began: dict[int, int] = {}  # number of the step in which each request began
+        self.sees_all = not misses_rests  # the drafter has seen enough of every request
 
     def next_step(self, num_wanted: int) -> None:
         """Begin a step. num_wanted: drafts that the step before proposes."""
@@ -64,6 +65,8 @@ class DrafterSight:
         elif self._awake_since is None:
             self._awake_since = self._step
         self._step += 1
+        awake = self._awake_since
+        self.sees_all = not self._misses_rests or awake is not None and self._step - awake > READ_STEPS
 
     def knows(self, request_id: int) -> bool:
         return request_id in self._began
@@ -74,11 +77,6 @@ class DrafterSight:
 
     def forget(self, request_id: int) -> None:
         self._began.pop(request_id, None)
-
-    @property
-    def sees_all(self) -> bool:
-        awake = self._awake_since
-        return not self._misses_rests or awake is not None and self._step - awake > READ_STEPS
 
     def sees(self, request_id: int) -> bool:
         """Whether the drafter has seen enough of the request, if it proposes in this step."""

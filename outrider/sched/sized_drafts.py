@@ -26,10 +26,10 @@ SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, who
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
-FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # factors on what was observed: per request with drafts, per equal plan
+FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # on what was observed: per request with drafts, per equal step
 MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at most ...
 CHAINS_EACH = 4  # ... and for each of its requests
-HELD_STEPS = 4  # steps that unequal numbers hold for: planning hundreds of requests takes a millisecond
+HELD_STEPS = 4  # steps that a plan with drafts for many requests holds for: planning hundreds takes a millisecond
 MANY, LOOK_EVERY = 32, 4  # of more requests, the time of every so many steps is looked at
 WEIGH_LEVELS_EVERY = 8  # steps, while it does not pay that the device shares rows out
 
@@ -75,10 +75,10 @@ class Foresight:
         self._expected = self._expected * kept + expected
         self._accepted = self._accepted * kept + num_accepted
 
-    def fade(self) -> None:
-        """Forget a part of what was observed, in a step with equal counts, so that unequal ones are tried again."""
-        self._expected *= FORESIGHT_FADE
-        self._accepted *= FORESIGHT_FADE
+    def fade(self, num_steps: int) -> None:
+        """Forget a part of what was observed, in steps with equal counts, so that unequal ones are tried again."""
+        self._expected *= FORESIGHT_FADE**num_steps
+        self._accepted *= FORESIGHT_FADE**num_steps
 
 
 class SizedDrafts(LearnedDrafts):
@@ -120,7 +120,8 @@ class SizedDrafts(LearnedDrafts):
             counts = [min(depth, int(own in trying)) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
             counts = [count + (count == most) for count in counts]
-        wanted = [clamp_drafts(request, count, is_exact) if request.yields_tokens and self._sees(request) else 0
+        wanted = [clamp_drafts(request, count, is_exact)
+                  if count and request.yields_tokens and self._sees(request) else 0
                   for request, count in zip(requests, counts, strict=True)]
         if sharing is not None:
             sharing = sharing._replace(fixed_drafts=list(map(min, wanted, sharing.fixed_drafts)))
@@ -175,11 +176,12 @@ class SizedDrafts(LearnedDrafts):
             fixed_drafts = [round(choice.total / len(requests))] * len(requests)
             return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HELD_STEPS - 1,
                               self._sharing(request_ids, shared.total, fixed_drafts))
-        self._level_foresight.fade()
+        num_steps = HELD_STEPS if choice.depth and len(requests) > FEW else 1  # a drafter rests and wakes at once
+        self._level_foresight.fade(num_steps)
         if choice.total == choice.depth * len(requests):
-            self._foresight.fade()
+            self._foresight.fade(num_steps)
             self._expected.clear()
-            return HeldCounts(request_ids, [choice.depth] * len(requests), choice.depth, self._step)
+            return HeldCounts(request_ids, [choice.depth] * len(requests), choice.depth, self._step + num_steps - 1)
         counts = self._share_out(requests, gains, choice)
         self._expected = {request_id: (count, sum(own[:count]))
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}

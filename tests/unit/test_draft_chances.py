@@ -167,7 +167,7 @@ class SharingDevice:
 
 def test_the_device_shares_rows_out_where_the_drafter_knows_what_holds() -> None:
     telling, silent = SharingDevice(64, says=True), SharingDevice(64, says=False)
-    told, untold = telling.run(SizedDrafts(K, COSTS), 150), silent.run(SizedDrafts(K, COSTS), 150)
+    told, untold = (own.run(SizedDrafts(K, COSTS), 400) for own in (telling, silent))
     assert told > 1.03 * untold and not silent.totals
     assert telling.totals and {64 + total for total in telling.totals} <= set(unequal_sizes(64, K))
     assert len(telling.totals) <= 6, "few graphs"

@@ -105,7 +105,7 @@ def test_foresight_is_what_came_of_what_was_expected() -> None:
         foresight.observe(2.0, 1)
     assert foresight.share == pytest.approx(0.5, abs=0.05)
     for _ in range(200):
-        foresight.fade()
+        foresight.fade(1)
     assert foresight.share > 0.99
     for _ in range(2000):
         foresight.observe(1.0, 2)
