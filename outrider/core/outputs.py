@@ -98,12 +98,12 @@ class RequestMetrics:
         count_first(self.accepted_per_position, num_accepted)
 
 
-def count_first(counts: list[int], number: int) -> None:
-    """Count one more at each of the first places."""
+def count_first(counts: list[int], number: int, times: int = 1) -> None:
+    """Count so many more at each of the first places."""
     if number > len(counts):
         counts += [0] * (number - len(counts))
     for position in range(number):
-        counts[position] += 1
+        counts[position] += times
 
 
 class SampleKey(NamedTuple):

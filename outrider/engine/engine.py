@@ -303,7 +303,9 @@ class Engine:
             self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:
             self.trace.finish(result)
-        return self.scheduler.update(result, self._seconds_since_last())
+        updates = self.scheduler.update(result, self._seconds_since_last())
+        self.stats.observe_runs([part for _, part in updates])
+        return updates
 
     def _seconds_since_last(self) -> float | None:
         """Called when a step has ended: the time since the one before it did, if this one was queued then."""
@@ -368,7 +370,6 @@ class Engine:
         request, result = update
         live, sample = self._samples[request.id]
         if result.run:
-            self.stats.observe(result)
             if result.num_accepted:
                 live.metrics.observe_drafts(result.num_accepted)
             if live.metrics.first_token_time is None:

@@ -174,12 +174,17 @@ class RequestLoop:
 
     def _next_of(self, caller: Caller) -> Output | None:
         """An output of the caller that has changed; if there is none, after a step. None if that changed none."""
-        if caller.left.isdisjoint(self._changed):
-            self._step()
-        request_id = next((i for i in self._changed if i in caller.left), None)
+        request_id = self._first_changed(caller)
         if request_id is None:
-            return None
-        return self._take(caller, request_id)
+            self._step()
+            request_id = self._first_changed(caller)
+        return None if request_id is None else self._take(caller, request_id)
+
+    def _first_changed(self, caller: Caller) -> str | None:
+        for request_id in self._changed:
+            if request_id in caller.left:
+                return request_id
+        return None
 
     def _take(self, caller: Caller, request_id: str) -> Output:
         """An output that has changed, which the caller gets now."""

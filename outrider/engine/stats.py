@@ -82,17 +82,19 @@ class EngineStats:
             if fault.switches_off:
                 self.drafters_off[fault.drafter, fault.message] = 1
 
-    def observe(self, result: RequestResult) -> None:
-        if not result.run:
-            return
-        self.num_runs += 1
-        self.num_generation_tokens += len(result.run)
-        if result.num_drafted:
-            self.num_drafts += 1
-            self.num_draft_tokens += result.num_drafted
-            self.num_accepted_tokens += result.num_accepted
-            count_first(self.drafted_per_position, result.num_drafted)
-            count_first(self.accepted_per_position, result.num_accepted)
+    def observe_runs(self, results: Iterable[RequestResult]) -> None:
+        """Count the runs of a step's requests."""
+        runs = [result for result in results if result.run]
+        self.num_runs += len(runs)
+        self.num_generation_tokens += sum([len(result.run) for result in runs])
+        drafts = Counter([(result.num_drafted, result.num_accepted) for result in runs])
+        for (num_drafted, num_accepted), times in drafts.items():
+            if num_drafted:
+                self.num_drafts += times
+                self.num_draft_tokens += times * num_drafted
+                self.num_accepted_tokens += times * num_accepted
+                count_first(self.drafted_per_position, num_drafted, times)
+                count_first(self.accepted_per_position, num_accepted, times)
 
     @property
     def mean_run_length(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -203,7 +203,7 @@ def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[in
     starts = [0, *accumulate(query_lens)]
     num_tokens = starts[-1]
     request_of, offset = _spread(query_lens)
-    logit_request, logit_draft = _spread(logit_counts)
+    logit_request, logit_draft = (request_of, offset) if logit_counts == query_lens else _spread(logit_counts)
     if num_tokens == len(logit_request):  # all tokens sample: known ones are one each
         logit_token = list(range(num_tokens))
     else:
@@ -219,12 +219,7 @@ def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
     """(owner, offset) of every item, where owner i has lens[i] of them."""
     if sum(lens) == len(lens) and all(lens):  # one each: decoding
         return list(range(len(lens))), [0] * len(lens)
-    owner: list[int] = []
-    offset: list[int] = []
-    for index, length in enumerate(lens):
-        owner += [index] * length
-        offset += range(length)
-    return owner, offset
+    return list(chain.from_iterable(map(repeat, range(len(lens)), lens))), list(chain.from_iterable(map(range, lens)))
 
 
 def build_inputs(shape: StepShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],

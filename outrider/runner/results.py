@@ -19,6 +19,7 @@ NAN_LOGITS = (
 
 
 FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
+ERROR = int(Finish.ERROR)
 
 
 def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
@@ -31,7 +32,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                 _prompt_logprobs(result) or nothing, strict=False)
     requests = [
         RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
-                      logprobs, prompt, NAN_LOGITS if finish == Finish.ERROR else None, None, levels)
+                      logprobs, prompt, NAN_LOGITS if finish == ERROR else None, None, levels)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, _, _, levels), run, logprobs,
         prompt in parts
     ]

@@ -8,14 +8,17 @@ is left: each request's own acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.draft_confidence import LEVEL_BITS, MOST_CHANCE, MOST_PLACES, NUM_LEVELS, TOP_LEVEL
 from outrider.sched.acceptance import FIRST_RATE, SHARED_DECAY, add_decayed, believed_weight
+
+Ints: TypeAlias = NDArray[np.int64]
 
 MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
 PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
@@ -123,12 +126,12 @@ class DraftChances:
             gains.append(reached)
         return gains
 
-    def gains_of_chains(self, request_ids: Sequence[int], packed: NDArray[np.int64],
-                        counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[chain, place] the same for many chains of drafts; 0 for places behind the drafts of a chain."""
+    def gains_of_chains(self, request_ids: list[int], owner: Ints, packed: Ints, counts: Ints) -> NDArray[np.float64]:
+        """[chain, place] the same for many chains of drafts; 0 for places behind the drafts of a chain. owner: which of
+        the requests each chain belongs to."""
         places = np.arange(self._k)
         levels = packed[:, None] >> LEVEL_BITS * np.minimum(places, MOST_PLACES) & TOP_LEVEL
-        factors = {request_id: self.factor(request_id) for request_id in set(request_ids)}
-        chances = np.array(self.table())[places, levels] * np.array([[factors[own]] for own in request_ids])
+        factors = np.array([self.factor(request_id) for request_id in request_ids])
+        chances = np.array(self.table())[places, levels] * factors[owner, None]
         chances = np.where(places < counts[:, None], np.minimum(chances, MOST_CHANCE), 0.0)
         return np.multiply.accumulate(chances, axis=1)

@@ -227,12 +227,12 @@ class Scheduler:
         budget = self.limits.max_batched_tokens
         prefills: list[Request] = []
         is_short = False
-        lookahead, host_drafts = self.cache.lookahead, self._host_drafts
+        lookahead, host_drafts, is_running = self.cache.lookahead, self._host_drafts, State.RUNNING
         others = len(running)  # still to be looked at
         # The hot loop: a thousand requests, every step.
         for request, num_drafts in zip(running, plan.num_drafts, strict=True):
             others -= 1
-            if request.state is not State.RUNNING:
+            if request.state is not is_running:
                 continue  # preempted by an earlier one in this loop
             bound = request.bound.at_most
             if request.admitted_len > bound:

@@ -262,11 +262,11 @@ class SizedDrafts(LearnedDrafts):
             return None
         if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None
-        request_ids, *columns = zip(*list(self._chains)[-CHAINS_EACH * count :], strict=True)
-        levels, num_drafts = np.array(columns, dtype=np.int64)
-        usual = {request_id: self.acceptance.gains(request_id) for request_id in set(request_ids)}
-        sample = extended(self.chances.gains_of_chains(request_ids, levels, num_drafts), num_drafts,
-                          np.array([usual[request_id] for request_id in request_ids]))
+        chains = np.array(list(self._chains)[-CHAINS_EACH * count :], dtype=np.int64)
+        request_ids, owner = np.unique(chains[:, 0], return_inverse=True)
+        ids, levels, num_drafts = request_ids.tolist(), chains[:, 1], chains[:, 2]
+        usual = np.array([self.acceptance.gains(request_id) for request_id in ids])
+        sample = extended(self.chances.gains_of_chains(ids, owner, levels, num_drafts), num_drafts, usual[owner])
         shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
         if shared is None:
             self._next_weighing = self._step + WEIGH_LEVELS_EVERY

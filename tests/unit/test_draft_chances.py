@@ -73,7 +73,7 @@ def test_further_drafts_are_as_likely_as_usual() -> None:
 def test_chains_have_the_gains_of_their_requests_drafts() -> None:
     chances = learned([level / NUM_LEVELS for level in range(NUM_LEVELS)], own=0.7)
     levels, counts = [packed(3, 9, 15), packed(15, 15, 15), packed(8, 1, 2), -1], [3, 2, 0, 3]
-    gains = chances.gains_of_chains([1, 1, 2, 2], np.array(levels), np.array(counts))
+    gains = chances.gains_of_chains([1, 2], np.array([0, 0, 1, 1]), np.array(levels), np.array(counts))
     for request, own, count, found in zip([1, 1, 2, 2], levels, counts, gains.tolist(), strict=True):
         assert found == chances.gains(request, own, count) + [0.0] * (3 - count)
 
@@ -178,9 +178,9 @@ def test_levels_are_weighed_now_and_then_while_that_does_not_pay(monkeypatch: py
     chooser, weighed = SizedDrafts(K, COSTS), []  # requests whose chains are weighed
     of_chains = chooser.chances.gains_of_chains
 
-    def gains_of_chains(request_ids: list[int], packed: Any, counts: Any) -> Any:
-        weighed.extend(request_ids)
-        return of_chains(request_ids, packed, counts)
+    def gains_of_chains(request_ids: list[int], owner: Any, packed: Any, counts: Any) -> Any:
+        weighed.extend(owner.tolist())
+        return of_chains(request_ids, owner, packed, counts)
 
     monkeypatch.setattr(chooser, "_best_shared", lambda *args: None)
     monkeypatch.setattr(chooser.chances, "gains_of_chains", gains_of_chains)

@@ -28,7 +28,7 @@ def filled() -> EngineStats:
     stats.add(10, samples=2)
     stats.observe_batch(batch([3, 0, 2, 0], [True, True, True, False], hits=[2, 0]))
     for part in (result(3, 3, 2), result(1, 3, 0), result(1), result(0), result(4, 3, 3), result(2, 1, 1)):
-        stats.observe(part)
+        stats.observe_runs([part])
     return stats
 
 
@@ -47,7 +47,7 @@ def test_a_copy_stays_and_the_rest_is_what_came_after() -> None:
     stats = filled()
     before = stats.copy()
     assert before == stats and before.chosen is not stats.chosen
-    stats.observe(result(5, 4, 4))
+    stats.observe_runs([result(5, 4, 4)])
     recent = stats.since(before)
     assert (recent.num_runs, recent.num_generation_tokens, recent.accepted_per_position) == (1, 5, [1, 1, 1, 1])
     assert before.num_runs == 5
@@ -81,7 +81,7 @@ def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="outrider"):
         for now in (1.0, 9.9, 10.0, 11.0, 19.0, 21.0, 40.0):
             if now < 30:
-                stats.observe(result(2, 1, 1))
+                stats.observe_runs([result(2, 1, 1)])
             log.tick()
         log.close()
     assert [message.split("Tokens")[0].split("Accepted/drafted: ")[1].split(",")[0] for message in caplog.messages] == [
