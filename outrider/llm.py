@@ -176,8 +176,10 @@ class LLM(Front):
         refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
-        caller, params = Caller(), SamplingParams() if sampling_params is None else sampling_params
+        params = SamplingParams() if sampling_params is None else sampling_params
         with self._checked(prompts, params, priority, lora_request) as checked:
+            caller = Caller(only_ends=all(request.sampling.output_kind is RequestOutputKind.FINAL_ONLY
+                                          for request in checked))
             ids = self._loop.add(caller, checked)
         for request_id, request in zip(ids, checked, strict=True):
             if request.sampling.output_kind is not RequestOutputKind.CUMULATIVE:
@@ -283,7 +285,8 @@ class LLM(Front):
 
     def _run_checked(self, requests: list[CheckedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
         """The outputs of requests, in their order."""
-        caller, bar = Caller(), RequestBar(use_tqdm, len(requests))  # a caller's own bar may fail: nothing runs yet
+        bar = RequestBar(use_tqdm, len(requests))  # a caller's own bar may fail: nothing runs yet
+        caller = Caller(only_ends=True)
         with bar as progress:
             ids = self._loop.add(caller, requests)
             done = self._finish(caller, progress)

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.lora_request import LoRARequest
+from outrider.core.params import RequestOutputKind
 from outrider.core.prompts import Prompt
 from outrider.engine.progress import bar
 from outrider.engine.text import Tokenizer
@@ -95,11 +96,14 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests. `adapter`: that
     of all requests."""
     done: list[RequestOutput] = []
+    params = [ask.params for ask in asks]
+    if on_output is None:
+        params = [replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in params]
     prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids, "cache_salt": ask.cache_salt}
                              for ask in asks]
     start = time.perf_counter()
     with interruptible() as interrupt, _bar(len(asks), label) as progress:
-        outputs = llm.follow(prompts, [ask.params for ask in asks], priority=priority, before_step=interrupt.check,
+        outputs = llm.follow(prompts, params, priority=priority, before_step=interrupt.check,
                              lora_request=adapter)
         with closing(outputs):
             for output in outputs:

@@ -33,7 +33,10 @@ Made = TypeVar("Made")
 class Caller:
     """One call that follows some requests, until all have finished or it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, only_ends: bool = False) -> None:
+        """only_ends: outputs that have grown without an end are not for the caller, which spares every step the way of
+        each output to it and back."""
+        self.only_ends = only_ends
         self.left: set[str] = set()  # requests that have not finished
         self.readers: dict[str, OutputReader] = {}  # of requests whose outputs are not read whole, as they grow
 
@@ -207,7 +210,9 @@ class RequestLoop:
             followed = self._followed.get(request_id)
             if followed is not None:
                 followed.output.grow(increment)
-                self._changed[request_id] = None
+                caller = followed.caller()
+                if caller is not None and not (caller.only_ends and increment.end is None):
+                    self._changed[request_id] = None
 
     # After interrupts, and after callers that have left
 

@@ -99,16 +99,16 @@ class Acceptance:
     def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
         """Count the drafts of a step: requests, how many were checked of each, and how many accepted."""
         decay, k = self._memory.decay, self._k
-        num_reached, num_hit = [0] * k, [0] * k
+        by_accepted, num_rejected = [0] * (k + 1), [0] * k  # requests with so many accepted; rejected at each place
         for request_id, num_drafted, num_accepted in drafts:
             rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
             rates.observe(num_drafted, num_accepted, decay)
             rates.gains = []
-            for place in range(min(num_accepted, k)):  # a host's guess may be longer
-                num_hit[place] += 1
+            by_accepted[num_accepted if num_accepted < k else k] += 1  # a host's guess may be longer
             if num_accepted < num_drafted and num_accepted < k:
-                num_reached[num_accepted] += 1
-        num_reached = [rejected + hits for rejected, hits in zip(num_reached, num_hit, strict=True)]
+                num_rejected[num_accepted] += 1
+        num_hit = [sum(by_accepted[place + 1 :]) for place in range(k)]
+        num_reached = [rejected + hits for rejected, hits in zip(num_rejected, num_hit, strict=True)]
         self._shared.add(num_reached, num_reached, num_hit)
 
     def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:

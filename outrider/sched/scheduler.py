@@ -144,7 +144,8 @@ class Scheduler:
             self._drafts = FixedDrafts(0)
         updates: list[Update] = []
         settled: list[SettledDrafts] = []
-        requests, is_shared = self._requests, batch.sharing is not None
+        requests, host_drafts = self._requests, self._host_drafts
+        is_shared, learns = batch.sharing is not None, self._drafts is not None
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
@@ -158,13 +159,13 @@ class Scheduler:
             if request is None or request.epoch != part.epoch:
                 self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
                 continue
-            if self._host_drafts is not None:
-                self._host_drafts.observe(request, part, row in from_host)
+            if host_drafts is not None:
+                host_drafts.observe(request, part, row in from_host)
                 if row in from_host:  # they took the place of the device's drafts
                     request.levels = 0
             request.settle(part, known + drafts, sampled)
             updates.append(Update(request, part))
-            if part.run and self._drafts is not None:  # drafts that the request's end cut off were not tried
+            if learns and part.run:  # drafts that the request's end cut off were not tried
                 settled.append((request, part, part.num_drafted if part.finish or is_shared else drafts))
         if self._drafts is not None:
             self._drafts.observe(settled, is_shared=is_shared)
@@ -243,7 +244,11 @@ class Scheduler:
             if left <= 0:
                 continue  # the steps in flight end it
             if num_drafts:  # one token for everyone goes before anyone's drafts
-                num_drafts = min(num_drafts, left - 1, budget - 1 - others - len(prefills))
+                most = budget - 1 - others - len(prefills)
+                if num_drafts >= left:
+                    num_drafts = left - 1
+                if num_drafts > most:
+                    num_drafts = most
             if num_drafts and host_drafts is not None:
                 num_drafts = host_drafts.propose(request, num_drafts)
             bound += 1 + num_drafts

@@ -262,9 +262,10 @@ class SizedDrafts(LearnedDrafts):
             return None
         if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None
-        chains = np.array(list(self._chains)[-CHAINS_EACH * count :], dtype=np.int64)
-        request_ids, owner = np.unique(chains[:, 0], return_inverse=True)
-        ids, levels, num_drafts = request_ids.tolist(), chains[:, 1], chains[:, 2]
+        columns = zip(*list(self._chains)[-CHAINS_EACH * count :], strict=True)
+        request_ids, levels, num_drafts = (np.array(column, dtype=np.int64) for column in columns)
+        request_ids, owner = np.unique(request_ids, return_inverse=True)
+        ids = request_ids.tolist()
         usual = np.array([self.acceptance.gains(request_id) for request_id in ids])
         sample = extended(self.chances.gains_of_chains(ids, owner, levels, num_drafts), num_drafts, usual[owner])
         shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
@@ -312,9 +313,9 @@ def shared_choices(gains: Floats, most: int, count: int) -> Iterator[tuple[Draft
     scale = len(gains) / count
     for depth in range(1, most + 1):
         drafts = gains[:, :depth]
-        expected = np.cumsum(-np.sort(-drafts[drafts > 0])).tolist()
+        expected = np.cumsum(-np.sort(-drafts[drafts > 0]))
         for size in unequal_sizes(count, depth):
             at = max(1, round((size - count) * scale))
             if at > len(expected):
                 break
-            yield DraftChoice(depth, size - count), expected[at - 1] / scale
+            yield DraftChoice(depth, size - count), float(expected[at - 1]) / scale

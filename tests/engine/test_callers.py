@@ -20,6 +20,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
+from outrider.core.params import RequestOutputKind
 from outrider.engine import engine_thread
 from outrider.engine.engine import EngineError
 from outrider.engine.output import SampleOutput
@@ -53,6 +54,19 @@ def test_threads_take_turns(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert found == [expected] * 9
+    assert_idle(llm)
+
+
+def test_outputs_that_grow_do_not_go_to_callers_that_want_ends_alone(llm: LLM) -> None:
+    def seen(kind: RequestOutputKind) -> list[bool]:
+        params = [replace(greedy(length), output_kind=kind) for length in (3, 12)]
+        outputs = llm.follow([{"prompt_token_ids": SOME_PROMPT}] * 2, params, before_step=lambda: steps.append(kind))
+        return [output.finished for output in outputs]
+
+    steps: list[RequestOutputKind] = []
+    assert seen(RequestOutputKind.CUMULATIVE).count(False) > 2
+    assert seen(RequestOutputKind.FINAL_ONLY) == [True, True]
+    assert steps.count(RequestOutputKind.FINAL_ONLY) == steps.count(RequestOutputKind.CUMULATIVE) > 2
     assert_idle(llm)
 
 
