@@ -31,7 +31,7 @@ MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at m
 CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that a plan with drafts for many requests holds for: planning hundreds takes a millisecond
 MANY, LOOK_EVERY = 32, 4  # of more requests, the time of every so many steps is looked at
-WEIGH_LEVELS_EVERY = 8  # steps, while it does not pay that the device shares rows out
+WEIGH_LEVELS_EVERY = 8  # steps: the levels of hundreds of drafts are weighed, which takes as long as a plan
 
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -174,7 +174,8 @@ class SizedDrafts(LearnedDrafts):
         if shared is not None:
             self._expected.clear()
             fixed_drafts = [round(choice.total / len(requests))] * len(requests)
-            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, self._step + HELD_STEPS - 1,
+            last_step = self._step + WEIGH_LEVELS_EVERY - 1
+            return HeldCounts(request_ids, [shared.depth] * len(requests), shared.depth, last_step,
                               self._sharing(request_ids, shared.total, fixed_drafts))
         num_steps = HELD_STEPS if choice.depth and len(requests) > FEW else 1  # a drafter rests and wakes at once
         self._level_foresight.fade(num_steps)
