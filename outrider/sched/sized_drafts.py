@@ -22,7 +22,8 @@ from outrider.sched.observed_times import READING
 from outrider.sched.request import Request
 from outrider.sched.spread_acceptance import STEADY, SpreadAcceptance
 
-SHARE_GAIN = 1.02  # what unequal numbers must gain over one number for all, whose graphs are there
+LEVEL_GAIN = 1.02  # what the device's choice of drafts must gain over that of the scheduler
+SHARE_GAIN, KEEP_SHARING = 1.008, 0.998  # what unequal numbers must gain over one for all; the same while they are used
 KEEP_SIZE = 0.99  # the size of the step before is kept if it is as good as this
 LEARN_SPREAD_EVERY = 8  # steps
 FORESIGHT_PRIOR = 64.0  # drafts that are taken as foreseen, beside those that were observed
@@ -233,12 +234,16 @@ class SizedDrafts(LearnedDrafts):
         if count <= FEW or self.acceptance.are_alike:
             return best, best_rate
         padded = np.array([own + [0.0] * (self._k - len(own)) for own in gains])
-        return self._best_shared(rate, padded, self._foresight.share, most, count, best_rate) or (best, best_rate)
+        # Gains are drawn towards the mean of all requests, so unequal numbers are better than they seem.
+        is_unequal = self._held.sharing is None and len(set(self._held.counts)) > 1
+        least_gain = KEEP_SHARING if is_unequal else SHARE_GAIN
+        shared = self._best_shared(rate, padded, self._foresight.share, most, count, best_rate, least_gain)
+        return shared or (best, best_rate)
 
     def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
-                     best_rate: float) -> tuple[DraftChoice, float] | None:
+                     best_rate: float, least_gain: float) -> tuple[DraftChoice, float] | None:
         """The best choice among sizes whose token rows are shared out, and its rate; None if it does not gain
-        `SHARE_GAIN` over the best rate of other choices. gains: as for `shared_choices`; share: of the accepted drafts
+        `least_gain` over the best rate of other choices. gains: as for `shared_choices`; share: of the accepted drafts
         that they promise, the part that is believed."""
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                  for choice, expected in shared_choices(gains, most, count)}
@@ -247,7 +252,7 @@ class SizedDrafts(LearnedDrafts):
         choice = max(rates, key=rates.__getitem__)
         if self._last in rates and rates[self._last] > rates[choice] * KEEP_SIZE:
             choice = self._last  # its graph is there
-        if rates[choice] <= best_rate * SHARE_GAIN:
+        if rates[choice] <= best_rate * least_gain:
             return None
         self._last = choice
         return choice, rates[choice]
@@ -269,7 +274,8 @@ class SizedDrafts(LearnedDrafts):
         ids = request_ids.tolist()
         usual = np.array([self.acceptance.gains(request_id) for request_id in ids])
         sample = extended(self.chances.gains_of_chains(ids, owner, levels, num_drafts), num_drafts, usual[owner])
-        shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate)
+        shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate,
+                                   LEVEL_GAIN)
         if shared is None:
             self._next_weighing = self._step + WEIGH_LEVELS_EVERY
             return None
