@@ -1,95 +1,183 @@
 """The gated delta rule over a request's long run of known tokens, in chunks that matrix products handle at once.
 
-`gated_delta.py` launches it, inside the programs that walk token by token. What needs no state has been computed before
-for all chunks (`gated_delta_prepare.py`); here a program takes its part of the state through the chunks, one after the
-other.
+`gated_delta.py` launches it, inside the programs that walk token by token. A chunk is a triangular system, because each
+of its tokens corrects what the state and the tokens before it predict. Where a head decays as a whole, the decays
+between tokens are one matrix; where each key channel decays by itself (KDA), they are part of the products of keys.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from outrider.kernels.triton.gated_delta_parts import EPS, next_save_of, save_checkpoints
-from outrider.kernels.triton.gated_delta_prepare import load_decays, record_of
+from outrider.kernels.triton.cache_write import zero_or_nan
+from outrider.kernels.triton.gated_delta_parts import EPS, save_checkpoints
+from outrider.kernels.triton.recurrent_step import next_boundary
+
+CHUNK = 16  # tokens that products handle at once; with 32 a thread's part of them does not fit into its registers
+_LEAST = tl.constexpr(-1000.0)  # of a channel's logarithm in a chunk: its decay is 0, and products with 0 are not NaN
 
 
 @triton.jit
-def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.constexpr, TILE: tl.constexpr,
-             KEYS: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr):
-    """Takes the state through one chunk, and stores its outputs. Returns (the new state, the corrections [tokens, tile]
-    that the chunk's tokens made)."""
-    token, key, column = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, TILE)
-    record = record_of(chunks, slot + chunk, part.head, sizes.heads, TOKENS, KEYS, TILES * TILE)
-    at_key = token[:, None] * KEYS + key[None, :]
-    first_value = part.first_row - part.head * sizes.value_dim
-    values = tl.load(record.solved_values + token[:, None] * (TILES * TILE) + (first_value + column)[None, :])
-    turned = tl.trans(state)
-    corrections = tl.dot(tl.load(record.solved_keys + at_key), turned, values, input_precision=PRECISION)
-    y = tl.dot(tl.load(record.queries + at_key), turned, input_precision=Y_PRECISION)
-    scores = tl.load(record.scores + token[:, None] * TOKENS + token[None, :])
-    y = tl.dot(scores, corrections, y, input_precision=Y_PRECISION)
-    begin = request.pending + chunk * TOKENS
-    at = part.y[None, :] + ((request.token_row + begin + token).to(tl.int64) * sizes.out_dim)[:, None]
-    is_there = begin + token < request.known_end
-    tl.store(at, y.to(part.y.dtype.element_ty), mask=is_there[:, None] & part.has_value[None, :])
-    kept = tl.load(record.kept + key)
-    state = tl.dot(tl.trans(corrections), tl.load(record.added + at_key), state * kept[None, :],
-                   input_precision=PRECISION)
-    return state, corrections
+def _unit_triangular_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + below, which is 0 on the diagonal and above it. SIZE is 2 to the power of LEVELS.
+
+    Squares on the diagonal are inverted in pairs, [[A, 0], [B, D]] to [[A', 0], [-D' B A', D']], from squares of one
+    up: nothing greater is ever formed than inverses of parts of the matrix, unlike in a series of its powers."""
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        square_row, square_column = row >> level, column >> level
+        is_pair = (square_row % 2 == 1) & (square_row == square_column + 1)
+        turned = tl.dot(inverse, tl.where(is_pair, below, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(turned, inverse, input_precision=PRECISION)
+    return inverse
 
 
 @triton.jit
-def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, sizes, KEY_DIM: tl.constexpr,
-                  DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-                  TILES: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after the first `seen` tokens of a chunk. state: before the chunk."""
-    token, key = tl.arange(0, TOKENS), tl.arange(0, KEYS)
-    index = (request.fresh + request.pending + chunk * TOKENS + token).to(tl.int64)
-    has_key = (token < seen)[:, None] & part.has_key[None, :]
-    k = tl.load(part.k[None, :] + (index * sizes.conv_dim)[:, None], mask=has_key, other=0.0)
-    k = k * tl.rsqrt(tl.sum(k * k, axis=1) + EPS)[:, None]
-    g_size = sizes.heads * DECAYS
-    decays = load_decays(part.first_g, index, token < seen, key, g_size, KEY_DIM, DECAYS)
-    next_decays = load_decays(part.first_g, index + 1, token + 1 < seen, key, g_size, KEY_DIM, DECAYS)
-    to_end = tl.cumprod(next_decays, axis=0, reverse=True)
-    kept = tl.sum(tl.where(token[:, None] == 0, decays * to_end, 0.0), axis=0)
-    record = record_of(chunks, slot + chunk, part.head, sizes.heads, TOKENS, KEYS, TILES * TILE)
-    kept = tl.where(seen > tl.load(record.num_finite), float("nan"), kept)
-    return tl.dot(tl.trans(corrections), k * to_end, state * kept[None, :], input_precision=PRECISION)
+def _key_products(part, inputs, is_there, sizes, scale, TOKENS: tl.constexpr, PIECE: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """k k' and q k' [tokens, tokens] of normed q and k, and the factors [tokens, 1] that norm q and k. In pieces of the
+    key: whole products would need more registers than a thread has."""
+    kk, qk = tl.zeros([TOKENS, TOKENS], dtype=tl.float32), tl.zeros([TOKENS, TOKENS], dtype=tl.float32)
+    k_square, q_square = tl.zeros([TOKENS], dtype=tl.float32), tl.zeros([TOKENS], dtype=tl.float32)
+    for first in range(0, sizes.key_dim, PIECE):
+        key = first + tl.arange(0, PIECE)[None, :]
+        valid = is_there[:, None] & (key < sizes.key_dim)
+        k = tl.load(part.first_k + inputs + key, mask=valid, other=0.0)
+        q = tl.load(part.first_q + inputs + key, mask=valid, other=0.0)
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
+        k_square += tl.sum(k * k, axis=1)
+        q_square += tl.sum(q * q, axis=1)
+    of_k, of_q = tl.rsqrt(k_square + EPS), tl.rsqrt(q_square + EPS) * scale
+    kk = kk * of_k[:, None] * of_k[None, :]
+    return kk, qk * of_q[:, None] * of_k[None, :], of_q[:, None], of_k[:, None]
 
 
 @triton.jit
-def scan_known(state, slot, request, part, chunks, saves, sizes, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
-               DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
-               PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """All known tokens. slot: of the first chunk. The chunks between those with a checkpoint's boundary go through a
-    loop of nothing but loads and products, so that the compiler can load a chunk while it computes the one before."""
-    num_chunks = tl.cdiv(request.known_end - request.pending, TOKENS)
-    if PAGE_WORDS == 0:
-        for chunk in tl.range(0, num_chunks, num_stages=STAGES):
-            state, _ = _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS, TILE, KEYS, TILES, PRECISION,
-                                Y_PRECISION)
+def _channel_logs(part, index, key, valid, sizes, DECAYS: tl.constexpr):
+    """The logarithms [tokens, keys] of the decays of key channels `key` [1, keys]. 0 where no token is."""
+    g = tl.load(part.first_g + (index * (sizes.heads * DECAYS))[:, None] + key, mask=valid, other=0.0)
+    return tl.maximum(g, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _channel_products(part, index, is_there, sizes, scale, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
+                      LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """`_key_products` where every channel decays by itself between two tokens: k k' of a token and those before it, q
+    k' with the token itself too, both decayed, else 0.
+
+    A decay between two tokens has no two factors that hold for all pairs: their exponentials would overflow. So pairs
+    are taken level by level, from neighbours up: the later one in the second half of a block of 2, 4, 8 .. tokens, the
+    earlier one in its first half. What the middle leaves of the earlier token, and the later token of the middle, are
+    both at most 1. Sums of the steps between are products with masks, see `_chunk`."""
+    token = tl.arange(0, TOKENS)
+    row, column = token[:, None], token[None, :]
+    inputs = (index * sizes.conv_dim)[:, None]
+    kk, qk = tl.zeros([TOKENS, TOKENS], dtype=tl.float32), tl.zeros([TOKENS, TOKENS], dtype=tl.float32)
+    k_square, q_square = tl.zeros([TOKENS], dtype=tl.float32), tl.zeros([TOKENS], dtype=tl.float32)
+    own = tl.zeros([TOKENS], dtype=tl.float32)  # q k of each token
+    for first in range(0, sizes.key_dim, PIECE):
+        key = first + tl.arange(0, PIECE)[None, :]
+        valid = is_there[:, None] & (key < sizes.key_dim)
+        k = tl.load(part.first_k + inputs + key, mask=valid, other=0.0)
+        q = tl.load(part.first_q + inputs + key, mask=valid, other=0.0)
+        g = _channel_logs(part, index, key, valid, sizes, DECAYS)
+        for level in tl.static_range(LEVELS):
+            half_row, half_column = row >> level, column >> level
+            is_late = half_row % 2 == 1
+            is_between = (half_row == half_column) & tl.where(is_late, column <= row, column > row)
+            left = tl.exp(tl.dot(tl.where(is_between, 1.0, 0.0), g, input_precision=PRECISION))
+            late_k, late_q = k * left, q * left
+            is_pair = is_late & (half_row == half_column + 1)
+            kk += tl.where(is_pair, tl.dot(late_k, tl.trans(late_k), input_precision=PRECISION), 0.0)
+            qk += tl.where(is_pair, tl.dot(late_q, tl.trans(late_k), input_precision=PRECISION), 0.0)
+        k_square += tl.sum(k * k, axis=1)
+        q_square += tl.sum(q * q, axis=1)
+        own += tl.sum(q * k, axis=1)
+    of_k, of_q = tl.rsqrt(k_square + EPS), tl.rsqrt(q_square + EPS) * scale
+    qk += tl.where(row == column, own[:, None], 0.0)
+    kk = kk * of_k[:, None] * of_k[None, :]
+    return kk, qk * of_q[:, None] * of_k[None, :], of_q[:, None], of_k[:, None]
+
+
+@triton.jit
+def _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
+           LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
+    """Known tokens at places begin to end - 1, at most TOKENS. Every token corrects what the state and the tokens
+    before it predict: a triangular system. Decays between tokens are sums of the steps between, not differences of sums
+    from the start, which lose the small steps beside large ones. Where no token is, all inputs are 0.
+
+    Returns (the new state, True), or (the old one, False) if a token is not finite: then the outputs before it are
+    spoilt too, and the caller computes them again. must_finish: the new state in any case."""
+    token = tl.arange(0, TOKENS)
+    is_there = begin + token < end
+    index = (request.fresh + begin + token).to(tl.int64)
+    inputs = (index * sizes.conv_dim)[:, None]
+    has_key = is_there[:, None] & part.has_key[None, :]
+    has_value = is_there[:, None] & part.has_value[None, :]
+    beta = tl.load(part.beta + index * sizes.heads, mask=is_there, other=0.0)[:, None]
+    row, column = token[:, None], token[None, :]
+    if DECAYS > 1:
+        kk, qk, of_q, of_k = _channel_products(part, index, is_there, sizes, scale, DECAYS, TOKENS, LEVELS, PIECE,
+                                               PRECISION)
+        g = _channel_logs(part, index, tl.arange(0, part.q.shape[0])[None, :], has_key, sizes, DECAYS)
+        since_start = tl.exp(tl.cumsum(g, axis=0))
     else:
-        chunk, begin = 0, request.begin + request.pending  # tokens before the first chunk
-        last = request.begin + request.known_end
-        next_save = next_save_of(begin, request, saves)
-        while chunk < num_chunks:
-            end = tl.where(next_save < 0, num_chunks, (next_save - 1 - begin) // TOKENS)
-            for plain in tl.range(chunk, end, num_stages=STAGES):
-                state, _ = _advance(state, plain, slot, request, part, chunks, sizes, TOKENS, TILE, KEYS, TILES,
-                                    PRECISION, Y_PRECISION)
-            if end < num_chunks:
-                before = state
-                state, corrections = _advance(before, end, slot, request, part, chunks, sizes, TOKENS, TILE, KEYS,
-                                              TILES, PRECISION, Y_PRECISION)
-                first, stop = begin + end * TOKENS, tl.minimum(begin + (end + 1) * TOKENS, last)
-                while (next_save >= 0) & (next_save < stop):
-                    within = _state_within(before, corrections, end, next_save - first, slot, request, part, chunks,
-                                           sizes, KEY_DIM, DECAYS, TOKENS, TILE, KEYS, TILES, PRECISION)
-                    save_checkpoints(within, next_save, request, part, saves, KEY_DIM, PAGE_WORDS)
-                    next_save = next_save_of(next_save, request, saves)
-                if next_save == stop:
-                    save_checkpoints(state, next_save, request, part, saves, KEY_DIM, PAGE_WORDS)
-                    next_save = next_save_of(next_save, request, saves)
-            chunk = end + 1
+        kk, qk, of_q, of_k = _key_products(part, inputs, is_there, sizes, scale, TOKENS, PIECE, PRECISION)
+        g = tl.load(part.g + index * sizes.heads, mask=is_there, other=0.0)
+        between = tl.exp(tl.cumsum(tl.where(row > column, g[:, None], 0.0), axis=0))
+        since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
+        kk, qk = kk * between, qk * between
+    below = tl.where(row > column, kk * beta, 0.0)
+    inverse = _unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
+    k = tl.load(part.k[None, :] + inputs, mask=has_key, other=0.0) * of_k
+    v = tl.load(part.v[None, :] + inputs, mask=has_value, other=0.0)
+    q = tl.load(part.q[None, :] + inputs, mask=has_key, other=0.0) * of_q
+    if DECAYS > 1:
+        errors = (v - tl.dot(k * since_start, tl.trans(state), input_precision=PRECISION)) * beta
+        y = tl.dot(q * since_start, tl.trans(state), input_precision=PRECISION)
+    else:
+        errors = (v - since_start * tl.dot(k, tl.trans(state), input_precision=PRECISION)) * beta
+        y = since_start * tl.dot(q, tl.trans(state), input_precision=PRECISION)
+    corrections = tl.dot(inverse, errors, input_precision=PRECISION)
+    y = tl.dot(tl.where(row >= column, qk, 0.0), corrections, y, input_precision=PRECISION)
+    at = part.y[None, :] + ((request.token_row + begin + token).to(tl.int64) * sizes.out_dim)[:, None]
+    tl.store(at, y.to(part.y.dtype.element_ty), mask=has_value)
+    is_finite = tl.sum(zero_or_nan(corrections)) == 0.0
+    if is_finite | must_finish:
+        if DECAYS > 1:
+            to_end = tl.exp(tl.dot(tl.where(column > row, 1.0, 0.0), g, input_precision=PRECISION))
+            state = state * tl.exp(tl.sum(g, axis=0))[None, :]
+        else:
+            to_end = tl.sum(tl.where(row == TOKENS - 1, between, 0.0), axis=0)[:, None]
+            state = state * tl.exp(tl.sum(g, axis=0))
+        state = tl.dot(tl.trans(corrections), k * to_end, state, input_precision=PRECISION)
+    return state, is_finite
+
+
+@triton.jit
+def scan_known(state, request, part, saves, sizes, scale, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
+               DECAYS: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
+               PRECISION: tl.constexpr):
+    """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
+    token by token; behind that token everything is lost, and chunks are whole again."""
+    begin, most, is_lost = request.pending, TOKENS, False
+    while begin < request.known_end:
+        end = tl.minimum(begin + most, request.known_end)
+        if PAGE_WORDS > 0:
+            seen = request.begin
+            end = next_boundary(seen + begin, seen + end, request.index, saves) - seen
+        must_finish = is_lost | (most == 1)
+        state, is_finite = _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS, TOKENS, LEVELS,
+                                  PIECE, PRECISION)
+        is_lost = is_lost | ((most == 1) & (not is_finite))
+        if is_finite | must_finish:
+            if PAGE_WORDS > 0:
+                save_checkpoints(state, request.begin + end, request, part, saves, KEY_DIM, PAGE_WORDS)
+            begin = end
+            most = tl.where(is_lost, TOKENS, most)
+        else:
+            most = 1
+            tl.debug_barrier()  # outputs are stored again, by other threads
     return state

@@ -149,6 +149,20 @@ def load_decays(g, index, valid, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.
 
 
 @triton.jit
+def decays_around(g, index, is_there, has_next, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr):
+    """The decays from before the first token to each, and from each to the last one: [tokens, keys], or [tokens, 1]
+    where a head decays as a whole. has_next: whether the token behind each is there."""
+    if DECAYS > 1:
+        decays = load_decays(g, index, is_there, key, g_size, KEY_DIM, DECAYS)
+        next_decays = load_decays(g, index + 1, has_next, key, g_size, KEY_DIM, DECAYS)
+        return tl.cumprod(decays, axis=0), tl.cumprod(next_decays, axis=0, reverse=True)
+    else:  # the compiler does not scan columns of one
+        decays = tl.exp(tl.load(g + index * g_size, mask=is_there, other=0.0))
+        next_decays = tl.exp(tl.load(g + (index + 1) * g_size, mask=has_next, other=0.0))
+        return tl.cumprod(decays, axis=0)[:, None], tl.cumprod(next_decays, axis=0, reverse=True)[:, None]
+
+
+@triton.jit
 def _products_of_blocks(q, k, tokens, key, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
     """Decayed k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block of _BLOCK, of some key channels: for
     each token of a block in turn, from the last one on, those behind it. Not selected: also of pairs in the wrong
@@ -290,9 +304,8 @@ def _prepare_chunk(record, tokens, num_finite, scale, KEY_DIM: tl.constexpr, VAL
     for first in range(0, KEYS, PIECE):
         key = first + tl.arange(0, PIECE)
         q, k = _load_keys(tokens, key, KEY_DIM)
-        decays = load_decays(tokens.g, tokens.index, tokens.is_there, key, tokens.g_size, KEY_DIM, DECAYS)
-        next_decays = load_decays(tokens.g, tokens.index + 1, has_next, key, tokens.g_size, KEY_DIM, DECAYS)
-        since_start, to_end = tl.cumprod(decays, axis=0), tl.cumprod(next_decays, axis=0, reverse=True)
+        since_start, to_end = decays_around(tokens.g, tokens.index, tokens.is_there, has_next, key, tokens.g_size,
+                                            KEY_DIM, DECAYS)
         k = k * of_k[:, None]
         at = row * KEYS + key[None, :]
         tl.store(record.solved_keys + at, -tl.dot(inverse, k * since_start * beta, input_precision=PRECISION))
