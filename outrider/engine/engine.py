@@ -91,7 +91,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, SampleOutput | PooledOutput]] = {}  # by the scheduler's request id
         self._in_flight: deque[Future[StepResult]] = deque()
-        self._last_end: float | None = None  # when the last step ended, if another was in flight
+        self._last_end: float | None = None  # when the last step ended, if requests were left
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
         self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
@@ -308,9 +308,9 @@ class Engine:
         return updates
 
     def _seconds_since_last(self) -> float | None:
-        """Called when a step has ended: the time since the one before it did, if this one was queued then."""
+        """Called when a step has ended: the time since the one before it did, if requests were there since then."""
         now, last = time.perf_counter(), self._last_end
-        self._last_end = now if self._in_flight else None
+        self._last_end = now if self._live else None
         return None if last is None else now - last
 
     def _recover(self, error: Exception) -> None:

@@ -55,7 +55,7 @@ class DraftCounts(ABC):
         """A step has ended that yielded tokens for these requests; is_shared: the device has shared drafts out."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """A step has ended, so many seconds after the one before it, behind which it was queued."""
+        """A step has ended, so many seconds after the one before it."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

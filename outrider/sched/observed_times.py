@@ -3,19 +3,53 @@
 Costs are those of the device, measured at start-up with null rows. A host that is slower than a small model's steps, or
 token rows that go to different experts where null rows all go to the same, make steps longer, and those with drafts not
 as much as those without. So the times of steps are compared with what was foreseen, as the median of the last ones: a
-step beside which a graph was captured, or whose result nobody fetched for a while, says nothing.
+step beside which a graph was captured, or whose result nobody fetched for a while, says nothing. A machine's speed may
+also change for all steps alike, while only one kind is seen.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 
 READING = -1  # in the place of the most drafts: a drafter proposes some, to read along, and none are checked
 LAST = 15  # steps of a kind that count
 ENOUGH = 5  # below, what was foreseen holds: what is not known yet is to be tried
 FORGET_AFTER = 4096  # steps without one of a kind, until it is tried again
+STALE_AFTER = 64  # steps without one of a kind, until its times are those of another time
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Times of one kind of steps, as multiples of what was foreseen."""
+
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    found: float | None = None  # their median; None if there are too few
+    slowness: float = 1.0  # of the machine, when that was found
+    last_seen: int = 0
+
+
+class _Slowness:
+    """How many times as long steps take as at the beginning, from steps of one size that follow each other."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self._size: object = None
+        self._ratios: deque[float] = deque(maxlen=LAST)
+        self._found: float | None = None
+
+    def observe(self, size: object, ratio: float) -> None:
+        if size != self._size:
+            self._size, self._found = size, None
+            self._ratios.clear()
+        self._ratios.append(ratio)
+        if len(self._ratios) >= ENOUGH:
+            found = median(self._ratios)
+            if self._found is not None:
+                self.now *= found / self._found
+            self._found = found
 
 
 class ObservedTimes:
@@ -23,34 +57,36 @@ class ObservedTimes:
     two."""
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[int, int], deque[float]] = {}
-        self._found: dict[tuple[int, int], float] = {}
-        self._last_seen: dict[tuple[int, int], int] = {}
+        self._kinds: dict[tuple[int, int], _Kind] = {}
+        self._slowness = _Slowness()
         self._num_observed = 0
 
     def ratio(self, num_requests: int, depth: int) -> float:
         """What to multiply the foreseen time of a step by. depth: the most drafts of a request. Where no such step was
         seen, half of what the nearest number of drafts has shown is believed: what is not tried is never known."""
-        requests = num_requests.bit_length()
-        self._forget_old(requests, depth)
-        found = self._found.get((requests, depth))
-        if found is not None or depth <= 0:
-            return 1.0 if found is None else found
-        known = [other for own, other in self._found if own == requests and other > 0]
-        if not known:
-            return 1.0
-        return math.sqrt(self._found[requests, min(known, key=lambda other: abs(other - depth))])
+        requests, slowness = num_requests.bit_length(), self._slowness.now
+        known = self._known(requests, depth)
+        if known is not None:
+            return known
+        near = [(abs(other - depth), found) for own, other in self._kinds if own == requests and other > 0
+                and depth > 0 and (found := self._known(own, other)) is not None]
+        return math.sqrt(min(near)[1] * slowness) if near else slowness
 
-    def _forget_old(self, requests: int, depth: int) -> None:
-        kind = (requests, depth)
-        if kind in self._found and self._num_observed - self._last_seen[kind] > FORGET_AFTER:
-            del self._found[kind], self._ratios[kind]
-
-    def observe(self, num_requests: int, depth: int, foreseen: float, seconds: float) -> None:
-        kind = (num_requests.bit_length(), depth)
-        ratios = self._ratios.setdefault(kind, deque(maxlen=LAST))
-        ratios.append(seconds / foreseen)
+    def observe(self, num_requests: int, depth: int, rows: int, foreseen: float, seconds: float) -> None:
+        """rows: token rows of the step."""
+        kind, ratio = self._kinds.setdefault((num_requests.bit_length(), depth), _Kind()), seconds / foreseen
+        self._slowness.observe((num_requests, depth, rows), ratio)
         self._num_observed += 1
-        self._last_seen[kind] = self._num_observed
-        if len(ratios) >= ENOUGH:
-            self._found[kind] = median(ratios)
+        if self._num_observed - kind.last_seen > STALE_AFTER:
+            kind.ratios.clear()
+        kind.ratios.append(ratio)
+        kind.last_seen = self._num_observed
+        if len(kind.ratios) >= ENOUGH:
+            kind.found, kind.slowness = median(kind.ratios), self._slowness.now
+
+    def _known(self, requests: int, depth: int) -> float | None:
+        """What steps of this kind would take now, if enough were seen and not too long ago."""
+        kind = self._kinds.get((requests, depth))
+        if kind is None or kind.found is None or self._num_observed - kind.last_seen > FORGET_AFTER:
+            return None
+        return kind.found * self._slowness.now / kind.slowness

@@ -136,7 +136,7 @@ class Scheduler:
 
     def update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
         """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
-        scheduled. seconds: from the end of the step before to the end of this one, if it was queued behind that."""
+        scheduled. seconds: from the end of the step before to the end of this one, if nobody waited between."""
         batch = self._in_flight.pop(result.step)
         if seconds is not None and self._drafts is not None:
             self._drafts.observe_step(batch, seconds)

@@ -164,7 +164,7 @@ class SizedDrafts(LearnedDrafts):
         rows = batch.num_tokens if batch.sharing is None else count + batch.sharing.total
         foreseen = (self._costs.step(rows, count) + self._costs.read(batch.bounds) + rows * self._sampling
                     + self._costs.draft(wanted, count))
-        self._times.observe(count, READING if wanted and not depth else depth, foreseen, seconds)
+        self._times.observe(count, READING if wanted and not depth else depth, rows, foreseen, seconds)
 
     def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
         choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,

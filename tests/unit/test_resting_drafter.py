@@ -43,11 +43,14 @@ class Serving:
     from its prompt on, or its last `READ_STEPS` tokens; else it is wrong."""
 
     def __init__(self, chooser: DraftCounts, costs: StepCosts, batch: int, rate_of: Callable[[int, int], float], *,
-                 length: int, has_levels: bool, host: Callable[[int], float] = lambda num_wanted: 0.0) -> None:
+                 length: int, has_levels: bool, host: Callable[[int], float] = lambda num_wanted: 0.0,
+                 slowness: Callable[[int], float] = lambda step: 1.0) -> None:
         """costs: those that are true. rate_of: chance of a draft, by the request's number and position. length: tokens
-        of every answer. host: seconds that the host needs for a step, by the drafts that are proposed."""
+        of every answer. host: seconds that the host needs for a step, by the drafts that are proposed. slowness: how
+        many times as long steps take than they are counted for, by their number."""
         self._chooser, self._costs, self._batch, self._rate_of = chooser, costs, batch, rate_of
         self._length, self._has_levels, self._host, self._num_steps = length, has_levels, host, 0
+        self._slowness = slowness
         self._chance, self.num_started = random.Random(7), 0
         self._live: dict[int, Request] = {}
         self._seen: dict[int, int] = {}  # tokens that the drafter has seen in a row, by request
@@ -70,7 +73,7 @@ class Serving:
         batch = ScheduledBatch(self._num_steps, ids, ones, ids, ones, plan.num_drafts, [True] * len(ids), ones,
                                num_wanted=num_wanted)
         if decoding and plan.sharing is None:
-            self._chooser.observe_step(batch, seconds)
+            self._chooser.observe_step(batch, seconds * self._slowness(self._num_steps))
         return Served(seconds, max(self._costs.step(count, count), self._host(0)), tokens, sum(plan.num_drafts))
 
     def _start(self) -> int:
