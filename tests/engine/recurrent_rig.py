@@ -352,11 +352,11 @@ class StateRig(Rig):
             for tensor in (own.state, own.tail, own.conv_in, *own.gates):
                 tensor[self._free_rows[batch.step]] = torch.nan
 
-    def _watched_update(self, result: StepResult) -> list[Update]:
+    def _watched_update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
         batch = next(b for b in self.batches if b.step == result.step)
         owners = dict(self._owner)
         self._owner |= dict(zip(batch.rows, batch.request_ids, strict=True))
-        updates = super()._watched_update(result)
+        updates = super()._watched_update(result, seconds)
         if self._compares:
             for write in [*batch.checkpoints, *batch.folds]:
                 if write.id in result.checkpoints:
