@@ -62,7 +62,7 @@ class ObservedTimes:
         self._num_observed = 0
 
     def ratio(self, num_requests: int, depth: int) -> float:
-        """What to multiply the foreseen time of a step by. depth: the most drafts of a request. Where no such step was
+        """The factor on the foreseen time of a step. depth: the most drafts of a request. Where no such step was
         seen, half of what the nearest number of drafts has shown is believed: what is not tried is never known."""
         requests, slowness = num_requests.bit_length(), self._slowness.now
         known = self._known(requests, depth)
@@ -85,7 +85,7 @@ class ObservedTimes:
             kind.found, kind.slowness = median(kind.ratios), self._slowness.now
 
     def _known(self, requests: int, depth: int) -> float | None:
-        """What steps of this kind would take now, if enough were seen and not too long ago."""
+        """The ratio that steps of this kind would have now; None if too few were seen, or too long ago."""
         kind = self._kinds.get((requests, depth))
         if kind is None or kind.found is None or self._num_observed - kind.last_seen > FORGET_AFTER:
             return None

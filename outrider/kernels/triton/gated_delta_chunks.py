@@ -11,26 +11,11 @@ import triton
 import triton.language as tl
 from outrider.kernels.triton.cache_write import zero_or_nan
 from outrider.kernels.triton.gated_delta_parts import EPS, save_checkpoints
+from outrider.kernels.triton.gated_delta_prepare import unit_triangular_inverse
 from outrider.kernels.triton.recurrent_step import next_boundary
 
 CHUNK = 16  # tokens that products handle at once; with 32 a thread's part of them does not fit into its registers
 _LEAST = tl.constexpr(-1000.0)  # of a channel's logarithm in a chunk: its decay is 0, and products with 0 are not NaN
-
-
-@triton.jit
-def _unit_triangular_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + below, which is 0 on the diagonal and above it. SIZE is 2 to the power of LEVELS.
-
-    Squares on the diagonal are inverted in pairs, [[A, 0], [B, D]] to [[A', 0], [-D' B A', D']], from squares of one
-    up: nothing greater is ever formed than inverses of parts of the matrix, unlike in a series of its powers."""
-    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        square_row, square_column = row >> level, column >> level
-        is_pair = (square_row % 2 == 1) & (square_row == square_column + 1)
-        turned = tl.dot(inverse, tl.where(is_pair, below, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(turned, inverse, input_precision=PRECISION)
-    return inverse
 
 
 @triton.jit
@@ -130,7 +115,7 @@ def _chunk(state, begin, end, must_finish, request, part, sizes, scale, DECAYS: 
         since_start = tl.exp(tl.cumsum(g, axis=0))[:, None]
         kk, qk = kk * between, qk * between
     below = tl.where(row > column, kk * beta, 0.0)
-    inverse = _unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
+    inverse = unit_triangular_inverse(below, TOKENS, LEVELS, PRECISION)
     k = tl.load(part.k[None, :] + inputs, mask=has_key, other=0.0) * of_k
     v = tl.load(part.v[None, :] + inputs, mask=has_value, other=0.0)
     q = tl.load(part.q[None, :] + inputs, mask=has_key, other=0.0) * of_q

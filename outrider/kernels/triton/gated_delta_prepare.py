@@ -76,8 +76,8 @@ def record_of(chunks, slot, head, heads, TOKENS: tl.constexpr, KEYS: tl.constexp
 @triton.jit
 def first_slot(start, request, TOKENS: tl.constexpr):
     """The slot of the first chunk of a request whose first token row is `start`; the others follow, counted from the
-    first known token. A request of n token rows has at most
-    cdiv(n, TOKENS) chunks, which end before the next one's first slot; all end before tokens // TOKENS + requests."""
+    first known token. A request of n token rows has at most cdiv(n, TOKENS) chunks, which end before the next one's
+    first slot; all end before tokens // TOKENS + requests."""
     return start // TOKENS + request
 
 
