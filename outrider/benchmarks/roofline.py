@@ -160,7 +160,8 @@ def _shared_bytes(head: LayeredModule, target: Model) -> int:
     are read."""
     if not isinstance(head, DraftHead) or hasattr(head, "lm_head"):  # a model, or a head whose output is its own
         return 0
-    total = target.lm_head.format.weight_bytes if head.own_output is None else 0
+    is_shared = head.own_output is None and head.rounded_output is None
+    total = target.lm_head.format.weight_bytes if is_shared else 0
     return total if head.embedding is target.embed_tokens else total - head.embedding.format.weight_bytes
 
 

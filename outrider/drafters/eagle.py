@@ -25,7 +25,8 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
                     method, source.name, head.sizes.max_positions, build.max_len)
     # A GPU reads the few megabytes of a head as fast in 16 bits; products of a CPU take half as long in 8.
     keep_quantized = build.keep_quantized and build.device.type == "cpu"
-    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed, keep_quantized=keep_quantized)
+    load_head(head, lambda: source, load_format=build.load_format, seed=build.seed, keep_quantized=keep_quantized,
+              rounds_output=build.keep_quantized)
     if keep_quantized:  # drafts need not be accurate: rounding can cost a draft, and never changes the text
         for linear in find_modules([head], Linear):
             linear.format.round_activations()

@@ -261,7 +261,10 @@ class Decoder(Model):
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        logits = self.lm_head.wide(hidden, context)
+        return self.limited(self.lm_head.wide(hidden, context))
+
+    def limited(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and bound what the output layer made of hidden states, in place perhaps."""
         if self.logit_scale is not None:
             logits = logits.mul_(self.logit_scale)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

@@ -121,6 +121,7 @@ class FileHead(DraftHead):
         return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
 
     def follow_target(self) -> None:
+        super().follow_target()
         if self._target_rows is not None:
             self._target_rows.take()
 

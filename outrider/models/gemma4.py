@@ -324,8 +324,8 @@ class Gemma4(Decoder):
             return super().layer_inputs(tokens, embedded, context)
         return [(own,) for own in self.per_layer(tokens, embedded, context).unbind(1)]
 
-    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        return self.without_suppressed(super().logits(hidden, context))
+    def limited(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.without_suppressed(super().limited(logits))
 
     def without_suppressed(self, logits: torch.Tensor) -> torch.Tensor:
         """Tokens that the model must not say (those that stand for images, say) can never be chosen."""

@@ -19,6 +19,7 @@ from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import Stored, declare_formats, load_dummy, load_weights
 from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.target_rows import RoundedOutput
 
 
 class DraftHead(LayeredModule):
@@ -38,6 +39,7 @@ class DraftHead(LayeredModule):
         self.embedding = target.embed_tokens
         self.own_output: Linear | None = None
         self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
+        self.rounded_output: RoundedOutput | None = None  # a copy of the target's, for few token rows
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
@@ -49,14 +51,18 @@ class DraftHead(LayeredModule):
 
     def follow_target(self) -> None:
         """Take again what the head copied from the target's weights, which may be other ones now."""
+        if self.rounded_output is not None:
+            self.rounded_output.take()
 
     def check_loaded(self) -> None:
         """Refuse a checkpoint that leaves the head unusable with this target."""
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        if self.own_output is None:
-            return self.target.logits(hidden, context)
-        return self.own_output.wide(hidden, context)
+        if self.own_output is not None:
+            return self.own_output.wide(hidden, context)
+        if self.rounded_output is not None and self.rounded_output.serves(hidden):
+            return self.rounded_output.logits(hidden, context)
+        return self.target.logits(hidden, context)
 
     def _table(self, tokens: torch.Tensor, scale: float | None,
                context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
@@ -76,6 +82,7 @@ class DraftHead(LayeredModule):
 
     def weight_bytes(self) -> int:
         held = [slot.target for slot in self.weights().values()] + self.own_tensors
+        held += [] if self.rounded_output is None else self.rounded_output.tensors()
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int],
@@ -118,19 +125,26 @@ class SlotRotary(Rotary):
 
 
 def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int,
-              keep_quantized: bool = False) -> None:
+              keep_quantized: bool = False, rounds_output: bool = False) -> None:
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`.
-    `keep_quantized`: weights stay in the format of their files where they can. An outline on the meta device has
-    nothing to fill. A head is cut like its target."""
+    `keep_quantized`: weights stay in the format of their files where they can. `rounds_output`: where the head uses the
+    target's output, it may use a rounded copy. An outline on the meta device has nothing to fill. A head is cut like
+    its target."""
     if head.target.group is not None:
         head.cut(head.target.group)
     if head.device.type == "meta":
         return
     if load_format == "dummy":
-        return load_dummy_head(head, seed)
+        load_dummy_head(head, seed)
+    else:
+        _read_head(head, find_source(), keep_quantized)
+    if rounds_output and head.own_output is None and not hasattr(head, "lm_head"):
+        head.rounded_output = RoundedOutput.try_build(head.target)
+
+
+def _read_head(head: DraftHead, source: ModelSource, keep_quantized: bool) -> None:
     head.keeps_bits = keep_quantized
     loadable: Any = head  # the loader only uses methods of a model that a head has too
-    source = find_source()
     if keep_quantized:
         declare_formats(loadable, head.stored_format(source))
     tensors: Any = source.read() if keep_quantized else source.tensors()

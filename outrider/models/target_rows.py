@@ -1,4 +1,8 @@
-"""TargetRows: the output of a head with a reduced vocabulary, made of the target's rows of its tokens."""
+"""Outputs of heads that are made of the target's: TargetRows, for heads with a reduced vocabulary, and RoundedOutput,
+the whole output in fp8.
+
+A draft that is not quite the likeliest token can be rejected and never changes the text, so both may be rounded.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ import torch
 from outrider.formats import DenseLinear, EmbeddingFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.scaled import ScaledFormat, ScaledLinear
-from outrider.kernels.scaled import INT8
-from outrider.layers import Linear
+from outrider.kernels.scaled import FP8, INT8
+from outrider.layers import Linear, StepContext
+from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import WeightError
 
 GROUP = 32  # inputs that share a scale, as in Q8_0 of GGUF files
+FEWEST_NUMBERS = 1 << 26  # of an output that is rounded: reading a smaller one takes a GPU no longer than 30 us
+MOST_TOKEN_ROWS = 64  # that are multiplied with codes; a product of more reads numbers as fast
+_FP8_ROWS = ScaledFormat(FP8, rounds=True)
 
 
 class TargetRows:
@@ -57,3 +65,50 @@ class TargetRows:
         for name, slot in self.linear.format.slots("").items():
             slot.store(parts[name].to(slot.target.dtype))
         self.linear.format.finalize()
+
+
+class RoundedOutput:
+    """A copy of the target's whole output in fp8, for the drafts of few requests on a GPU. A draft reads the output
+    once, and in a model with few active parameters and a large vocabulary that is most of what a draft costs."""
+
+    def __init__(self, target: Decoder) -> None:
+        """`take` fills the copy, when the target has its weights."""
+        self._target = target
+        declared = target.lm_head.declared
+        self.linear = Linear(declared.in_features, declared.num_outputs, bias=False, dtype=declared.dtype,
+                             device=declared.device)
+        self.linear.format = ScaledLinear(self.linear.declared, [_FP8_ROWS])
+
+    @classmethod
+    def try_build(cls, target: Model) -> RoundedOutput | None:
+        """None where a copy saves nothing: the output is small, is coded already, or has no kernel for codes of fp8 on
+        its device."""
+        if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
+            return None
+        declared = target.lm_head.declared
+        is_plain = isinstance(target.lm_head.format, DenseLinear) and not declared.has_bias and declared.cut is None
+        if not is_plain or declared.num_numbers < FEWEST_NUMBERS:
+            return None
+        return cls(target) if ScaledLinear.serves(declared, [_FP8_ROWS], declared.device) else None
+
+    def serves(self, hidden: torch.Tensor) -> bool:
+        """Whether the copy makes the logits of these token rows faster than the output itself."""
+        return len(hidden) <= MOST_TOKEN_ROWS
+
+    def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """hidden and result as in `Model.logits`."""
+        return self._target.limited(self.linear.wide(hidden, context))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [slot.target for slot in self.linear.format.slots("").values()]
+
+    def take(self) -> None:
+        """Round the output as it is now, in place."""
+        numbers = self._target.lm_head.format.dense()
+        assert numbers is not None, "only plain outputs are rounded"
+        self.linear.format.restore_order()
+        parts = _FP8_ROWS.make(numbers).parts()
+        for name, slot in self.linear.format.slots("").items():
+            slot.store(parts[name].to(slot.target.dtype))
+        self.linear.format.finalize()
+        self.linear.format.prepare(allow_copy=False)

@@ -1,4 +1,5 @@
-"""A head whose output is made of the target's rows, and one in 4-bit rows: both are forms of the shipped drafter."""
+"""A head whose output is made of the target's rows, and one in 4-bit rows: both are forms of the shipped drafter. A copy
+of the target's whole output in fp8, which heads on a GPU draft from."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from safetensors.torch import load_file, save_file
 from bench.pack_drafter import QUANTIZATION, packed
 from outrider.config import EngineConfig
 from outrider.formats.scaled import ScaledLinear
-from outrider.models.base import Model
+from outrider.kernels.scaled import to_fp8_rows
+from outrider.layers import NothingAttends, StepContext
+from outrider.models.base import Decoder, Model
+from outrider.models.target_rows import MOST_TOKEN_ROWS, RoundedOutput
 from outrider.runner.preparation import prepare_all
 from tests.drafters.checkpoints import Drafter, make_drafter
 from tests.drafters.rig import DraftRig
 from tests.drafters.test_loading import changed, head_of, load, with_tensors
 from tests.drafters.trained_heads import drafts_of
 from tests.engine.harness import Ask as Request
-from tests.engine.harness import greedy, prompt_of, tiny_model
+from tests.engine.harness import CONFIGS, greedy, prompt_of, random_model, tiny_model
 
 
 def with_target_rows(folder: Path, target: Model) -> tuple[Drafter, Drafter]:
@@ -85,3 +89,45 @@ def test_a_head_in_4_bit_rows_keeps_them_on_a_cpu(is_original: bool, tmp_path: P
 
 def _linears(head: Any) -> list[Any]:
     return [head.fc, head.first.attention.qkv, head.first.attention.out, head.first.mlp.gate_up, head.first.mlp.down]
+
+
+def test_a_rounded_output_makes_the_logits_of_few_token_rows_alone() -> None:
+    target = random_model(CONFIGS["llama"], torch.float64, seed=5)
+    assert isinstance(target, Decoder)
+    target.logit_scale, target.softcap = 0.5, 3.0
+    rounded = RoundedOutput(target)
+    rounded.take()
+    table = target.lm_head.format.dense()
+    hidden = torch.randn(3, target.hidden_size, dtype=table.dtype)
+    raw = 0.5 * hidden @ to_fp8_rows(table).numbers().to(table.dtype).t()
+    expected = 3.0 * torch.tanh(raw / 3.0)
+    made = rounded.logits(hidden, StepContext(NothingAttends(), torch.zeros(3, dtype=torch.int64)))
+    torch.testing.assert_close(made, expected.to(made.dtype), rtol=1e-5, atol=1e-6)
+    assert rounded.serves(hidden) and not rounded.serves(hidden[:1].expand(MOST_TOKEN_ROWS + 1, -1))
+
+
+def test_a_head_drafts_from_a_rounded_output_and_follows_the_target(tmp_path: Path) -> None:
+    """As a GPU makes it for large outputs: drafts of a head whose output is the target's come from the copy, which is
+    taken again when the target has other weights."""
+    target = tiny_model("llama")
+    drafter = load(make_drafter("eagle", "llama", tmp_path), target=target)
+    head, table = head_of(drafter), target.lm_head.format.dense()
+    assert head.own_output is None and head.rounded_output is None  # a CPU reads the target's own
+    before, bytes_before = table.clone(), drafter.weight_bytes()
+    head.rounded_output = RoundedOutput(target)
+    assert drafter.weight_bytes() == bytes_before + table.numel() + 4 * len(table)
+    hidden = torch.randn(2, head.hidden_size, dtype=table.dtype)
+    context = StepContext(NothingAttends(), torch.zeros(2, dtype=torch.int64))
+    try:
+        for factor in (1.0, -2.0):
+            table.copy_(factor * before)
+            prepare_all(target, drafter, EngineConfig("tiny"))
+            logits, exact = head.logits(hidden, context), target.logits(hidden, context)
+            assert not torch.equal(logits, exact)
+            torch.testing.assert_close(logits, exact, rtol=0.0, atol=0.1 * float(exact.abs().max()))
+    finally:
+        table.copy_(before)
+
+
+def test_small_outputs_and_those_of_a_cpu_are_not_rounded() -> None:
+    assert RoundedOutput.try_build(tiny_model("llama")) is None
