@@ -23,7 +23,7 @@ from outrider.kernels import native, ops
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.native.products import PACKED_FOR_ROWS, make_product
-from outrider.kernels.quantized import empty_rows
+from outrider.kernels.quantized import ACTIVATION_BITS, empty_rows
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152
 SHAPES = {
@@ -80,7 +80,7 @@ def kept_bits(kind: str) -> dict[str, list[native.Matrix]]:
     def matrix(outputs: int, inputs: int) -> native.Matrix:
         rows = empty_rows(kind, outputs, -(-inputs // KINDS[kind].block) * KINDS[kind].block, torch.device("cpu"))
         rows.data.random_(56, 60)
-        return PackedMatrix([rows], None)
+        return PackedMatrix([rows], None, ACTIVATION_BITS)
 
     return {name: [matrix(outputs, inputs) for _ in range(count)] for name, (outputs, inputs, count) in SHAPES.items()}
 
