@@ -171,9 +171,6 @@ def time_prompts(bench: Bench, shape: Shape, params: Params, requests: int, know
     bench.report(f"{shape.kind} inputs", case, graph_us(lambda _: layer.inputs(params).convolved, 1), num_bytes)
     run: Callable[..., torch.Tensor] = partial(layer.states, params, chunked=True)
     bench.report(f"{shape.kind} chunks", case, graph_us(lambda _: run(), 1), num_bytes)
-    if shape.kind != "mamba2":
-        us = graph_us(lambda _: run(chunks=ChunkConfig()), 1)
-        bench.report(f"{shape.kind} chunks", case, us, num_bytes, launches=2)
     if not sweep or not bench.has_time:
         return
     for rows, channels, warps in ((8, 128, 2), (4, 256, 2), (8, 256, 4), (16, 128, 4), (16, 256, 8), (4, 512, 4)):

@@ -1,5 +1,5 @@
-"""A head whose output is made of the target's rows, and one in 4-bit rows: both are forms of the shipped drafter. A copy
-of the target's whole output in fp8, which heads on a GPU draft from."""
+"""Outputs of heads that are made of the target's: reduced ones, 4-bit rows as in the shipped drafter, and a copy of the
+whole output in fp8, which heads on a GPU draft from."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.drafters.checkpoints import Drafter, make_drafter
 from tests.drafters.rig import DraftRig
 from tests.drafters.test_loading import changed, head_of, load, with_tensors
 from tests.drafters.trained_heads import drafts_of
-from tests.engine.harness import Ask as Request
 from tests.engine.harness import CONFIGS, greedy, prompt_of, random_model, tiny_model
+from tests.engine.harness import Ask as Request
 
 
 def with_target_rows(folder: Path, target: Model) -> tuple[Drafter, Drafter]:

@@ -82,7 +82,7 @@ def compile_decode_kernel() -> dict[str, int]:
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.triton import gated_norm
-    from outrider.kernels.triton.gated_delta import ChunkConfig, delta_steps
+    from outrider.kernels.triton.gated_delta import delta_steps
     from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
     from outrider.kernels.triton.short_conv import conv_steps
 
@@ -93,12 +93,12 @@ def compile_kernels() -> list[str]:
         for bound, tile in ((None, (1, 256, 2)), (-5.0, (8, 128, 2))):
             gate = GateParams("kda", torch.zeros(size), torch.zeros(HEADS), lower_bound=bound)
             inputs = recurrent_inputs(step, conv_in, gates, layer, conv, gate, tile=tile)
-        for chunked, chunks in ((True, None), (True, ChunkConfig()), (False, None)):
+        for chunked in (True, False):
             delta_steps(step, inputs, layer, num_key_heads=HEADS, targets=made["targets"], chunked=chunked,
-                        chunks=chunks, per_channel=True)
+                        per_channel=True)
         whole = inputs._replace(gates=(gates[1], gates[1]), wide_gates=(inputs.wide_gates[1],) * 2)
         own = layer._replace(gates=(layer.gates[1],) * 2)
-        delta_steps(step, whole, own, num_key_heads=HEADS, targets=made["targets"], chunked=True, chunks=ChunkConfig())
+        delta_steps(step, whole, own, num_key_heads=HEADS, targets=made["targets"], chunked=True)
         conv_steps(step, conv_in, layer, conv)
         gated_norm(y, y, torch.zeros(DIM, dtype=torch.bfloat16), DIM, 1e-5, False, "sigmoid", pdl=False)
     return found

@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
-from outrider.kernels.triton import gated_delta_chunks
 from outrider.kernels.triton.gated_delta import ChunkConfig, delta_steps
 from outrider.kernels.triton.gated_delta_prepare import PrepareConfig
 from outrider.kernels.triton.recurrent_step import (
@@ -267,8 +266,7 @@ def test_random_steps_with_long_runs(device: torch.device, seed: int) -> None:
         asked.append(Asked(known, drafts, draw.randint(0, 3), draw.randint(0, drafts), draw.random() < 0.2))
     shape = (SHAPE, SMALL, SMALL, KDA, SMALL_KDA)[seed]
     case = make_case(asked, shape, num_padded=seed, padded_tokens=2 * seed, seed=seed)
-    for chunks in (None, ChunkConfig((16, 32, 64, 16, 32)[seed])):
-        check(case, device, chunked=True, chunks=chunks)
+    check(case, device, chunked=True, chunks=ChunkConfig((16, 32, 64, 16, 32)[seed]))
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -290,17 +288,16 @@ def test_heads_of_several_pieces_and_tiles(device: torch.device, shape: Shape) -
     check(case, device, chunked=True, chunks=chunks, config=StepConfig(16, 1))
 
 
-@pytest.mark.parametrize("chunk", [None, 16, 32, 64])
-def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device,
-                                                                        chunk: int | None) -> None:
-    """Decays between two tokens have no two factors that hold for every pair, see `_channel_products`. Logarithms of
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+def test_channels_that_forget_at_once_beside_channels_that_keep_all(device: torch.device, chunk: int) -> None:
+    """Decays between two tokens have no two factors that hold for every pair. Logarithms of
     about -1000, -1 and -0.001 side by side, and a decay to nothing."""
     case = make_case([Asked(75, 2, 1)], SMALL_KDA)
     tokens = torch.arange(case.conv_in.shape[0])[:, None]
     case.gates[0][:, ::3] = torch.where(tokens % 5 == 0, 3000.0, -20.0)
     case.gates[0][:, 2::3] = torch.where(tokens % 19 == 7, 1000.0, -7.0)
     case.gates[0][3, 1::3] = torch.inf
-    check(case, device, chunked=True, chunks=None if chunk is None else ChunkConfig(chunk))
+    check(case, device, chunked=True, chunks=ChunkConfig(chunk))
 
 
 def test_a_channel_that_is_not_finite_fails_no_token_before_it(device: torch.device) -> None:
@@ -334,7 +331,7 @@ def test_a_query_that_is_not_finite_fails_its_token_alone(device: torch.device) 
     case = make_case([Asked(40)], SMALL_KDA)
     inputs = make_inputs(case)
     inputs.convolved[WINDOW + 18, 0] = NAN
-    y = run_kernel(case, device, inputs=inputs, chunked=True, chunks=ChunkConfig())
+    y = run_kernel(case, device, inputs=inputs, chunked=True)
     assert y.isnan().any(dim=1).nonzero().flatten().tolist() == [18]
 
 
@@ -350,25 +347,7 @@ def test_checkpoints_at_every_offset(device: torch.device) -> None:
 @pytest.mark.parametrize("offset", range(0, 24, 3))
 def test_checkpoints_in_long_runs(device: torch.device, offset: int) -> None:
     case = make_case([Asked(18, 2, 1, boundaries=(offset + 1, offset))], seed=offset)
-    for chunks in (None, ChunkConfig()):
-        check(case, device, chunked=True, chunks=chunks)
-
-
-def test_chunks_are_cut_at_boundaries_and_only_there(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type == "cuda":
-        pytest.skip("calls are counted under the interpreter")
-    spans: list[tuple[int, int]] = []
-    whole = gated_delta_chunks._chunk
-
-    def counting(state: object, begin: object, end: object, *rest: object) -> object:
-        spans.append((int(begin), int(end)))
-        return whole(state, begin, end, *rest)
-
-    monkeypatch.setattr(gated_delta_chunks, "_chunk", counting)
-    case = make_case([Asked(40, boundaries=(21, 39, 60))])
-    check(case, device, chunked=True, config=StepConfig(16, 1))
-    heads = SMALL.num_value_heads
-    assert spans == [(0, 16), (16, 21), (21, 37), (37, 39), (39, 40)] * heads
+    check(case, device, chunked=True)
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -448,9 +427,9 @@ def test_strong_decays_and_repeated_keys_stay_accurate(device: torch.device) -> 
     wide = case.wide()
     wide.mixer.conv_weight.copy_(case.mixer.conv_weight)
     wanted = run_torch(wide)
-    for chunks in (None, ChunkConfig(32)):
+    for chunk in (16, 32):
         found = case.copy()
-        assert_close(run_kernel(found, device, chunked=True, chunks=chunks), wanted, "y")
+        assert_close(run_kernel(found, device, chunked=True, chunks=ChunkConfig(chunk)), wanted, "y")
         assert_close(found.rows.state, wide.rows.state, "state")
 
 

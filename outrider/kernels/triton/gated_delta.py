@@ -5,9 +5,9 @@ as a whole, or each of its key channels by itself (KDA).
 of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. Decoding takes the
 time of reading and writing the states, as long as enough of them are on their way: programs are small, and load states
 before the kernel that makes the inputs of the recurrence (convolved inputs, gates) has ended. The row's tail and window
-are moved on here, since no other program reads them any more. Long runs of known tokens go in chunks, see
-`gated_delta_chunks.py`, or, where that is asked for, with a launch before this one that computes what they need beside
-the state, see `gated_delta_scan.py`.
+are moved on here, since no other program reads them any more. Long runs of known tokens go in chunks: a launch
+before this one (`gated_delta_prepare.py`) computes what they need beside the state, once for all tiles of it, and here
+the state goes through them (`gated_delta_scan.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from outrider.kernels.triton.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.triton.gated_delta_chunks import CHUNK, scan_known
 from outrider.kernels.triton.gated_delta_parts import (
     EPS,
     DeltaSizes,
@@ -113,9 +112,9 @@ def _delta_kernel(
     counts, requests, tokens, convolved, g, beta, conv_in, conv_stride, gates, gate_strides, states, tail, window,
     gate_windows, out, chunks, saves, layer_word, num_pages, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, TILE: tl.constexpr,
-    KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
-    CHUNKED: tl.constexpr, PREPARED: tl.constexpr, DECAYS: tl.constexpr, PRECISION: tl.constexpr,
-    Y_PRECISION: tl.constexpr, STAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, FOLD_ONLY: tl.constexpr,
+    KEYS: tl.constexpr, TILES: tl.constexpr, TOKENS: tl.constexpr, CHUNKED: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr, PAGE_WORDS: tl.constexpr,
+    FOLD_ONLY: tl.constexpr,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -152,13 +151,9 @@ def _delta_kernel(
                       not FOLD_ONLY, DECAYS)
         if CHUNKED:
             if is_long:
-                if PREPARED:
-                    state = scan_prepared(state, first_slot(start, index, TOKENS), request, part, chunks, saves, sizes,
-                                          KEY_DIM, PAGE_WORDS, DECAYS, TOKENS, TILE, KEYS, TILES, PRECISION,
-                                          Y_PRECISION, STAGES)
-                else:
-                    state = scan_known(state, request, part, saves, sizes, scale, KEY_DIM, PAGE_WORDS, DECAYS, TOKENS,
-                                       LEVELS, PIECE, PRECISION)
+                state = scan_prepared(state, first_slot(start, index, TOKENS), request, part, chunks, saves, sizes,
+                                      KEY_DIM, PAGE_WORDS, DECAYS, TOKENS, TILE, KEYS, TILES, PRECISION, Y_PRECISION,
+                                      STAGES)
                 tl.store(cells, state, mask=part.has)
                 _walk(state, request.known_end, pending + live, -1, cells, request, part, saves, sizes, scale,
                       KEY_DIM, 0, False, DECAYS)
@@ -171,11 +166,14 @@ def _delta_kernel(
 
 
 class ChunkConfig(NamedTuple):
-    """How long runs are computed in two launches, the same for all batches: bits depend on it."""
+    """How long runs are computed, the same for all batches: bits depend on it."""
 
     chunk: int = 16  # tokens, a power of two from 16 on; more tokens need more registers and fewer steps
     stages: int = 3  # of the loop over chunks: two chunks are on their way to shared memory while one is computed
     prepare: PrepareConfig = PrepareConfig(piece=32, num_warps=2)
+
+
+CHUNKS = ChunkConfig()
 
 
 def delta_config(value_dim: int, chunked: bool) -> StepConfig:
@@ -189,14 +187,14 @@ def delta_config(value_dim: int, chunked: bool) -> StepConfig:
 def delta_steps(
     step: StepTensors, inputs: StepInputs, layer: LayerTensors, *, num_key_heads: int,
     targets: CheckpointTargets | None = None, chunked: bool = False, fold_only: bool = False,
-    config: StepConfig | None = None, chunks: ChunkConfig | None = None, precision: str = "tf32x3",
+    config: StepConfig | None = None, chunks: ChunkConfig = CHUNKS, precision: str = "tf32x3",
     y_precision: str = "tf32x3", per_channel: bool = False, follows_inputs: bool = False,
 ) -> torch.Tensor:
     """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
     share a key head. per_channel: g has a number for each key channel of a head, not one for the head. chunked:
-    requests with more than SHORT_RUN known tokens go in chunks; with `chunks` in two launches. y_precision: there, of
-    products that reach nothing but y. fold_only: rows that ended; writes nothing but checkpoints. follows_inputs: the
+    requests with more than SHORT_RUN known tokens go in chunks, in two launches. y_precision: there, of products that
+    reach nothing but y. fold_only: rows that ended; writes nothing but checkpoints. follows_inputs: the
     launches before this one are `recurrent_inputs` and perhaps `save_tails`, so that states can be loaded while these
     run."""
     name = "delta_steps"
@@ -208,8 +206,7 @@ def delta_steps(
     require(ok, name, "num_key_heads", f"is {num_key_heads} for {heads} value heads")
     ok = sizes.conv_dim == 2 * num_key_heads * key_dim + heads * value_dim
     require(ok, name, "inputs.conv_in", f"has {sizes.conv_dim} channels, not those of q, k and v")
-    is_prepared = chunked and chunks is not None
-    chunk, stages, prepare = chunks or ChunkConfig(CHUNK)
+    chunk, stages, prepare = chunks
     ok = chunk >= 16 and chunk & (chunk - 1) == 0
     require(ok, name, "chunks", f"have {chunk} tokens, not a power of two from 16 on")
     require(not (chunked and fold_only), name, "chunked", "is set for rows that ended, which have no known tokens")
@@ -225,7 +222,7 @@ def delta_steps(
     pdl, is_limited = uses_pdl(device), num_warps == 1 and tile <= 8 and not knobs.runtime.interpret
     limit = {"maxnreg": MAX_REGISTERS} if is_limited else {}
     prepared = layer.state  # stands in: without chunks it is not read
-    if is_prepared:
+    if chunked:
         prepared = prepare_chunks(step.counts, inputs, sizes, num_key_heads=num_key_heads, decays=decays, chunk=chunk,
                                   keys=keys, values=num_tiles * tile, config=prepare, precision=precision, pdl=pdl)
     _delta_kernel[(num_tiles, heads, sizes.requests)](
@@ -233,9 +230,8 @@ def delta_steps(
         inputs.conv_in.stride(0), inputs.gates, tuple(gate.stride(0) for gate in inputs.gates), layer.state, layer.tail,
         layer.conv_in, layer.gates, out, prepared, saves, layer_word, num_pages, key_dim**-0.5,
         HEADS=heads, KEY_HEADS=num_key_heads, VALUE_DIM=value_dim, KEY_DIM=key_dim, TILE=tile, KEYS=keys,
-        TILES=num_tiles, TOKENS=chunk, LEVELS=chunk.bit_length() - 1, PIECE=min(32, keys), CHUNKED=chunked,
-        PREPARED=is_prepared, DECAYS=decays, PRECISION=precision, Y_PRECISION=y_precision, STAGES=stages,
-        PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
+        TILES=num_tiles, TOKENS=chunk, CHUNKED=chunked, DECAYS=decays, PRECISION=precision, Y_PRECISION=y_precision,
+        STAGES=stages, PAGE_WORDS=page_words, FOLD_ONLY=fold_only,
         **keep_sizes(sizes, heads * num_tiles), EARLY=follows_inputs, PDL=pdl, num_warps=num_warps, **limit,
         **pdl_options(pdl),
     )

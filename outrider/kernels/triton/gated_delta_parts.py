@@ -48,8 +48,6 @@ class ProgramPart(NamedTuple):
     has_key: tl.tensor  # [k dim]
     element: tl.tensor  # [tile, k dim] of the state from the first row on
     has: tl.tensor  # [tile, k dim]
-    first_q: tl.tensor
-    first_k: tl.tensor
     q: tl.tensor  # [k dim]
     k: tl.tensor  # [k dim]
     v: tl.tensor  # [tile]
@@ -77,8 +75,8 @@ def part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr,
     else:
         of_g = first_g
     first_row, num_rows = head * sizes.value_dim + tile * TILE, tl.minimum(TILE, sizes.value_dim - tile * TILE)
-    return ProgramPart(head, first_row, num_rows, has_value, has_key, element, has, first_q, first_k, first_q + key,
-                 first_k + key, v, first_g, of_g, beta + head, out + y)
+    return ProgramPart(head, first_row, num_rows, has_value, has_key, element, has, first_q + key, first_k + key, v,
+                       first_g, of_g, beta + head, out + y)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """The part of the gated delta rule's chunks that needs no state, for all chunks of a batch at once: one launch before
-the one that takes the states through the chunks (`gated_delta_chunks.py`).
+the one that takes the states through the chunks (`gated_delta_scan.py`).
 
 A chunk is a triangular system, because each of its tokens corrects what the state and the tokens before it predict. It
 is solved here for both of its right sides, values and keys. Where a head decays as a whole, the decays between tokens

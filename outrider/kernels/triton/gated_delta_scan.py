@@ -1,8 +1,7 @@
 """The gated delta rule over a request's long run of known tokens, in chunks, as the second of two launches.
 
 The first one (`gated_delta_prepare.py`) has computed what needs no state, once for each chunk; here a program takes its
-part of the state through the chunks, one after the other. `gated_delta_chunks.py` does both in one launch, and computes
-the first part again in every tile.
+part of the state through the chunks, one after the other.
 """
 
 from __future__ import annotations
