@@ -1,17 +1,19 @@
 """Outputs of heads that are made of the target's: TargetRows, for heads with a reduced vocabulary, and RoundedOutput,
-the whole output in fp8.
+the whole output in 8 bits.
 
 A draft that is not quite the likeliest token can be rejected and never changes the text, so both may be rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from outrider.formats import DenseLinear, EmbeddingFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.scaled import ScaledFormat, ScaledLinear
-from outrider.kernels.scaled import FP8, INT8
+from outrider.kernels.scaled import INT8, TILE_INPUTS, TILE_OUTPUTS
 from outrider.layers import Linear, StepContext
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.base import WeightError
@@ -19,7 +21,7 @@ from outrider.models.sources.base import WeightError
 GROUP = 32  # inputs that share a scale, as in Q8_0 of GGUF files
 FEWEST_NUMBERS = 1 << 26  # of an output that is rounded: reading a smaller one takes a GPU no longer than 30 us
 MOST_TOKEN_ROWS = 64  # that are multiplied with codes; a product of more reads numbers as fast
-_FP8_ROWS = ScaledFormat(FP8, rounds=True)
+_EIGHT_BITS = ScaledFormat(INT8, GROUP, torch.bfloat16)  # in fp8 one likeliest token of ten would be another
 
 
 class TargetRows:
@@ -44,7 +46,7 @@ class TargetRows:
             self._coded, self.linear.format = stored, ScaledLinear(self.linear.declared, [stored])
 
     def tensors(self) -> list[torch.Tensor]:
-        return [slot.target for slot in self.linear.format.slots("").values()]
+        return _tensors(self.linear)
 
     def take(self) -> None:
         """Copy the rows as they are now, in place. Products are prepared by the caller."""
@@ -60,15 +62,11 @@ class TargetRows:
         else:
             raise WeightError(f"the target's output in the format {type(held).__name__} gives no rows to a head: use a "
                               "head with an output of its own")
-        parts = {"weight": rows} if self._coded is None else self._coded.make(rows.float()).parts()
-        self.linear.format.restore_order()
-        for name, slot in self.linear.format.slots("").items():
-            slot.store(parts[name].to(slot.target.dtype))
-        self.linear.format.finalize()
+        _fill(self.linear, {"weight": rows} if self._coded is None else self._coded.make(rows.float()).parts())
 
 
 class RoundedOutput:
-    """A copy of the target's whole output in fp8, for the drafts of few requests on a GPU. A draft reads the output
+    """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU. A draft reads the output
     once, and in a model with few active parameters and a large vocabulary that is most of what a draft costs."""
 
     def __init__(self, target: Decoder) -> None:
@@ -77,11 +75,11 @@ class RoundedOutput:
         declared = target.lm_head.declared
         self.linear = Linear(declared.in_features, declared.num_outputs, bias=False, dtype=declared.dtype,
                              device=declared.device)
-        self.linear.format = ScaledLinear(self.linear.declared, [_FP8_ROWS])
+        self.linear.format = ScaledLinear(self.linear.declared, [_EIGHT_BITS])
 
     @classmethod
     def try_build(cls, target: Model) -> RoundedOutput | None:
-        """None where a copy saves nothing: the output is small, is coded already, or has no kernel for codes of fp8 on
+        """None where a copy saves nothing: the output is small, is coded already, or has no fast product with codes on
         its device."""
         if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
             return None
@@ -89,7 +87,9 @@ class RoundedOutput:
         is_plain = isinstance(target.lm_head.format, DenseLinear) and not declared.has_bias and declared.cut is None
         if not is_plain or declared.num_numbers < FEWEST_NUMBERS:
             return None
-        return cls(target) if ScaledLinear.serves(declared, [_FP8_ROWS], declared.device) else None
+        if declared.num_outputs % TILE_OUTPUTS or declared.num_inputs % TILE_INPUTS:
+            return None
+        return cls(target) if ScaledLinear.serves(declared, [_EIGHT_BITS], declared.device) else None
 
     def serves(self, hidden: torch.Tensor) -> bool:
         """Whether the copy makes the logits of these token rows faster than the output itself."""
@@ -100,15 +100,23 @@ class RoundedOutput:
         return self._target.limited(self.linear.wide(hidden, context))
 
     def tensors(self) -> list[torch.Tensor]:
-        return [slot.target for slot in self.linear.format.slots("").values()]
+        return _tensors(self.linear)
 
     def take(self) -> None:
         """Round the output as it is now, in place."""
         numbers = self._target.lm_head.format.dense()
         assert numbers is not None, "only plain outputs are rounded"
-        self.linear.format.restore_order()
-        parts = _FP8_ROWS.make(numbers).parts()
-        for name, slot in self.linear.format.slots("").items():
-            slot.store(parts[name].to(slot.target.dtype))
-        self.linear.format.finalize()
+        _fill(self.linear, _EIGHT_BITS.make(numbers).parts())
         self.linear.format.prepare(allow_copy=False)
+
+
+def _tensors(linear: Linear) -> list[torch.Tensor]:
+    return [slot.target for slot in linear.format.slots("").values()]
+
+
+def _fill(linear: Linear, parts: Mapping[str, torch.Tensor]) -> None:
+    """Store the parts of a weight, by their names, where they may have been stored and arranged before."""
+    linear.format.restore_order()
+    for name, slot in linear.format.slots("").items():
+        slot.store(parts[name].to(slot.target.dtype))
+    linear.format.finalize()

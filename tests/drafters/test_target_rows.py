@@ -1,5 +1,5 @@
 """Outputs of heads that are made of the target's: reduced ones, 4-bit rows as in the shipped drafter, and a copy of the
-whole output in fp8, which heads on a GPU draft from."""
+whole output in 8 bits, which heads on a GPU draft from."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from bench.pack_drafter import QUANTIZATION, packed
 from outrider.config import EngineConfig
 from outrider.formats.scaled import ScaledLinear
-from outrider.kernels.scaled import to_fp8_rows
+from outrider.kernels.scaled import to_int8_groups
 from outrider.layers import NothingAttends, StepContext
 from outrider.models.base import Decoder, Model
-from outrider.models.target_rows import MOST_TOKEN_ROWS, RoundedOutput
+from outrider.models.target_rows import GROUP, MOST_TOKEN_ROWS, RoundedOutput
 from outrider.runner.preparation import prepare_all
 from tests.drafters.checkpoints import Drafter, make_drafter
 from tests.drafters.rig import DraftRig
@@ -99,7 +99,7 @@ def test_a_rounded_output_makes_the_logits_of_few_token_rows_alone() -> None:
     rounded.take()
     table = target.lm_head.format.dense()
     hidden = torch.randn(3, target.hidden_size, dtype=table.dtype)
-    raw = 0.5 * hidden @ to_fp8_rows(table).numbers().to(table.dtype).t()
+    raw = 0.5 * hidden @ to_int8_groups(table, GROUP).numbers().to(table.dtype).t()
     expected = 3.0 * torch.tanh(raw / 3.0)
     made = rounded.logits(hidden, StepContext(NothingAttends(), torch.zeros(3, dtype=torch.int64)))
     torch.testing.assert_close(made, expected.to(made.dtype), rtol=1e-5, atol=1e-6)
@@ -115,7 +115,7 @@ def test_a_head_drafts_from_a_rounded_output_and_follows_the_target(tmp_path: Pa
     assert head.own_output is None and head.rounded_output is None  # a CPU reads the target's own
     before, bytes_before = table.clone(), drafter.weight_bytes()
     head.rounded_output = RoundedOutput(target)
-    assert drafter.weight_bytes() == bytes_before + table.numel() + 4 * len(table)
+    assert drafter.weight_bytes() == bytes_before + table.numel() * (GROUP + 2) // GROUP
     hidden = torch.randn(2, head.hidden_size, dtype=table.dtype)
     context = StepContext(NothingAttends(), torch.zeros(2, dtype=torch.int64))
     try:
@@ -124,7 +124,7 @@ def test_a_head_drafts_from_a_rounded_output_and_follows_the_target(tmp_path: Pa
             prepare_all(target, drafter, EngineConfig("tiny"))
             logits, exact = head.logits(hidden, context), target.logits(hidden, context)
             assert not torch.equal(logits, exact)
-            torch.testing.assert_close(logits, exact, rtol=0.0, atol=0.1 * float(exact.abs().max()))
+            torch.testing.assert_close(logits, exact, rtol=0.0, atol=0.02 * float(exact.abs().max()))
     finally:
         table.copy_(before)
 

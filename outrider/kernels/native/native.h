@@ -202,6 +202,7 @@ typedef struct {
 /* The threads of a parallel region, what each has to do, and where they wait for each other. */
 typedef struct {
     int threads;                               /* asked for: there may be fewer */
+    uint8_t *inputs;                           /* rounded token rows that all threads read; see packed.c */
     Share shares[MOST_THREADS];
     int arrived __attribute__((aligned(64)));  /* threads that wait */
     int turn __attribute__((aligned(64)));     /* how often all have met */

@@ -507,16 +507,35 @@ int packed_is_aligned(const Matrix *w) {
     return 1;
 }
 
-/* Each thread rounds the token rows for itself, so that none waits for them. */
-void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
-                          const Gates *gates, Team *team) {
-    const int digits = (int)((const PackedParts *)w->data)->digits;
-    const int64_t groups = w->inputs / INPUTS, step = inputs_bytes(digits);
-    uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * tokens * step);
-    if (!inputs) abort(); /* nothing would run on without so little */
-    for (int64_t t = 0; t < tokens; t++)
+#define ROWS_TO_SHARE 16 /* so many token rows are rounded by all threads together */
+
+/* Returns token rows as [groups][tokens] of Inputs with their digits. Each thread rounds a few rows for itself, so that
+ * none waits for them. */
+static uint8_t *round_rows(const float *x, int64_t x_stride, int64_t tokens, int64_t groups, int digits, Team *team) {
+    const int64_t step = inputs_bytes(digits), is_shared = tokens >= ROWS_TO_SHARE;
+    Loop loop = {0};
+    if (is_shared) loop = start_loop(team, tokens);
+    uint8_t *inputs = NULL;
+    if (loop.self == 0) {
+        inputs = kept(&kept_inputs, &inputs_size, groups * tokens * step);
+        if (!inputs) abort(); /* nothing would run on without so little */
+    }
+    if (is_shared) {
+        if (loop.self == 0) team->inputs = inputs;
+        meet(team);
+        inputs = team->inputs;
+    }
+    for (int64_t i = 0, t; (t = is_shared ? next_piece(&loop) : i < tokens ? i : -1) >= 0; i++)
         for (int64_t g = 0; g < groups; g++)
             round_inputs(x + t * x_stride + g * INPUTS, inputs + (g * tokens + t) * step, digits);
+    if (is_shared) meet(team);
+    return inputs;
+}
+
+void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
+                          const Gates *gates, Team *team) {
+    const int64_t groups = w->inputs / INPUTS;
+    const uint8_t *inputs = round_rows(x, x_stride, tokens, groups, (int)((const PackedParts *)w->data)->digits, team);
     Product p = {NULL, inputs, w->bias, y, groups, tokens, w->outputs, 0, 0};
     const int64_t outputs = gates ? gates->width : w->outputs;
     Loop loop = start_loop(team, (outputs + PIECE - 1) / PIECE);
