@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from outrider.commands.parser import UsageError
 
@@ -19,9 +20,16 @@ def check_result_file(name: str | None, flag: str = "--save-result") -> None:
 
 
 def check_plot(name: str | None) -> None:
-    """Refuse --plot without matplotlib."""
+    """Refuse --plot without matplotlib, and a name that cannot be written."""
     if name is None:
         return
+    folder = Path(name).resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--plot: no file can be written in {folder} ({error.strerror})") from error
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

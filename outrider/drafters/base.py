@@ -33,6 +33,7 @@ class DraftBuild:
     seed: int = 0
     target_source: str | None = None  # the target's own files, for a drafter that is a module of its checkpoint
     keep_quantized: bool = False  # weights may stay in the format of their files
+    rounds_output: bool = False  # a head may draft from a rounded copy of the target's output
     num_drafter_layers: int = 0  # attention layers of the drafters made before this one
 
     @property

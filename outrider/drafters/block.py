@@ -247,6 +247,6 @@ def block_drafter(config: SpeculativeConfig, build: DraftBuild) -> BlockDrafter:
         log.warning("the block drafter %s was made for %d positions and max_model_len is %d: it may guess badly beyond "
                     "them", source.name, head.sizes.max_positions, build.max_len)
     load_head(head, lambda: source, load_format=build.load_format, seed=build.seed,
-              rounds_output=build.keep_quantized)
+              rounds_output=build.rounds_output)
     warn_beyond("block", head, num_drafts)
     return BlockDrafter(head, num_drafts, config.min_draft_confidence)

@@ -26,7 +26,7 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
     # A GPU reads the few megabytes of a head as fast in 16 bits; products of a CPU take half as long in 8.
     keep_quantized = build.keep_quantized and build.device.type == "cpu"
     load_head(head, lambda: source, load_format=build.load_format, seed=build.seed, keep_quantized=keep_quantized,
-              rounds_output=build.keep_quantized)
+              rounds_output=build.rounds_output)
     if keep_quantized:  # drafts need not be accurate: rounding can cost a draft, and never changes the text
         for linear in find_modules([head], Linear):
             linear.format.round_activations()

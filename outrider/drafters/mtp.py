@@ -19,7 +19,9 @@ def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveD
         _check_names(modules[0], config, build)
     for module in modules:
         load_head(module, lambda: _module_files(config, build), load_format=build.load_format, seed=build.seed,
-                  keep_quantized=build.keep_quantized, rounds_output=build.keep_quantized)
+                  keep_quantized=build.keep_quantized, rounds_output=build.rounds_output and module is modules[0])
+    for module in modules[1:]:
+        module.borrow_output(modules[0])
     return modules_drafter(modules, config.num_speculative_tokens)
 
 

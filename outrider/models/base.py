@@ -6,6 +6,7 @@ through `context.attend`, and token rows of different requests never meet anywhe
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,9 @@ from outrider.layers import (
 )
 from outrider.mixers import AttentionLayer, RecurrentMixer, WantedRows
 from outrider.models.config import ConfigReader, Sizes
+
+log = logging.getLogger("outrider")
+COMPARED_ROWS = 64  # of an output in the files that is not used, with the embedding
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class Decoder(Model):
     activation = "silu"  # activation of MLPs and experts
     norm_offset = False  # norms scale by 1 + weight
     has_output = True  # the checkpoint has a head over the vocabulary, its own or the embedding
+    _unused_output: torch.Tensor | None = None  # some rows of an output in the files that a tied head does not use
     rotaries: list[Rotary]
     softcap: float | None = None  # soft limit of the logits
     logit_scale: float | None = None  # the logits are multiplied by it
@@ -193,6 +198,22 @@ class Decoder(Model):
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or (self.sizes.is_tied and name == f"{self.names.output}.weight")
+
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
+        if self.has_output and name == f"{self.names.output}.weight" and isinstance(tensor, torch.Tensor):
+            self._unused_output = tensor[:: max(1, len(tensor) // COMPARED_ROWS)].clone()
+
+    def finalize(self) -> None:
+        super().finalize()
+        unused, self._unused_output = self._unused_output, None
+        if unused is None or self.group is not None or self.device.type == "meta":
+            return
+        step = max(1, self.vocab_size // COMPARED_ROWS)
+        rows = self.embed_tokens.format.look_up(torch.arange(0, self.vocab_size, step, device=self.device))
+        if rows.shape != unused.shape or not torch.equal(rows, unused.to(rows)):
+            log.warning("%s: the files hold another %s.weight than the embedding, and tie_word_embeddings is true: the "
+                        "embedding makes the logits. To use that tensor, set "
+                        "hf_overrides={'tie_word_embeddings': False}", self.config.source, self.names.output)
 
     def forward(
         self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None

@@ -110,6 +110,9 @@ class FileHead(DraftHead):
             )
         if self._uses_target_rows:
             self._make_target_rows()
+        if self.own_output is None and self.target_ids is not None and self.num_outputs == target.vocab_size:
+            raise WeightError(f"{source}: {OFFSETS} puts the whole vocabulary into another order, and the head has no "
+                              f"{OUTPUT} in that order; fetch the whole checkpoint")
         if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
             raise WeightError(
                 f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "

@@ -40,6 +40,7 @@ class DraftHead(LayeredModule):
         self.own_output: Linear | None = None
         self.own_tensors: list[torch.Tensor] = []  # tensors that `weights` does not name
         self.rounded_output: RoundedOutput | None = None  # a copy of the target's, for few token rows
+        self._borrows_output = False  # the copy is another head's
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
         """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
@@ -51,8 +52,12 @@ class DraftHead(LayeredModule):
 
     def follow_target(self) -> None:
         """Take again what the head copied from the target's weights, which may be other ones now."""
-        if self.rounded_output is not None:
+        if self.rounded_output is not None and not self._borrows_output:
             self.rounded_output.take()
+
+    def borrow_output(self, other: DraftHead) -> None:
+        """Draft from the copy of the target's output that another head has."""
+        self.rounded_output, self._borrows_output = other.rounded_output, True
 
     def check_loaded(self) -> None:
         """Refuse a checkpoint that leaves the head unusable with this target."""
@@ -82,7 +87,7 @@ class DraftHead(LayeredModule):
 
     def weight_bytes(self) -> int:
         held = [slot.target for slot in self.weights().values()] + self.own_tensors
-        held += [] if self.rounded_output is None else self.rounded_output.tensors()
+        held += [] if self.rounded_output is None or self._borrows_output else self.rounded_output.tensors()
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int],

@@ -69,7 +69,10 @@ class HunyuanMoe(Hunyuan):
 
     def make_feed_forward(self, index: int) -> FeedForward:
         config, hidden_size = self.config, self.hidden_size
-        rule = RouteRule(read_number(config, "num_experts", index), read_number(config, "moe_topk", index))
+        num_experts, top_k = (read_number(config, key, index) for key in ("num_experts", "moe_topk"))
+        if not 1 <= top_k <= num_experts:
+            raise config.refusal("moe_topk", f"it must be from 1 to num_experts ({num_experts})")
+        rule = RouteRule(num_experts, top_k)
         width = self.sizes.intermediate_size
         if config.has("moe_intermediate_size"):
             width = read_number(config, "moe_intermediate_size", index)

@@ -86,8 +86,11 @@ class KimiLinear(HybridDecoder):
         return with_common_names(config).with_values({"head_dim": None, **missing})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
-        """The rope of the latent layers' shared dimensions."""
-        return Unrotated(self.config.required("qk_rope_head_dim", int), dtype=self.dtype, device=self.device)
+        """The rope of the latent layers' shared dimensions, which come in pairs although nothing turns them."""
+        dim = self.config.required("qk_rope_head_dim", int)
+        if dim % 2:
+            raise self.config.refusal("qk_rope_head_dim", "it must be even")
+        return Unrotated(dim, dtype=self.dtype, device=self.device)
 
     def read_kda_shape(self) -> KDAShape:
         config = self.config
@@ -102,10 +105,10 @@ class KimiLinear(HybridDecoder):
         """The kind of each layer: `layer_types`, or lists of layer numbers, which count from 1."""
         config, num_layers = self.config, self.num_layers
         if config.has("layer_types") or not config.has(LINEAR_SECTION):
-            kinds = config.required("layer_types", list)
+            kinds = config.required("layer_types", list[str])
         else:
             own = config.section(LINEAR_SECTION)
-            numbers = {LINEAR: own.required("kda_layers", list), FULL: own.required("full_attn_layers", list)}
+            numbers = {LINEAR: own.required("kda_layers", list[int]), FULL: own.required("full_attn_layers", list[int])}
             kind_of = {number: kind for kind, listed in numbers.items() for number in listed}
             kinds = [kind_of.get(number) for number in range(1, num_layers + 1)]
             if len(kind_of) != sum(map(len, numbers.values())) or set(kind_of) != set(range(1, num_layers + 1)):

@@ -70,8 +70,9 @@ def _make_learner(config: EngineConfig, drafter: Drafter | None,
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:
+    may_round = config.keep_quantized and not config.adapt_drafter  # numbers can learn, codes cannot
     return DraftBuild(model, model.dtype, model.device, limits.max_len, config.load_format, config.seed, config.model,
-                      config.keep_quantized and not config.adapt_drafter)  # numbers can learn, codes cannot
+                      keep_quantized=may_round, rounds_output=may_round)
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:

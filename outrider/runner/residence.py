@@ -184,8 +184,10 @@ class Residence:
         """Two groups: what can be read or made again, and the rest, whose content is always kept."""
         modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
         slots = [slot.target for module in modules for slot in module.weights().values()]
+        heads = [module for module in self._modules() if isinstance(module, DraftHead)]
         formats = [linear.format for linear in find_modules(modules, Linear)]
-        own = find_storages(module.own_tensors for module in self._modules() if isinstance(module, DraftHead))
+        formats += [head.rounded_output.linear.format for head in heads if head.rounded_output is not None]
+        own = find_storages(head.own_tensors for head in heads)
         every = find_storages([self._parts.model, *self._modules()])
         shared = find_storages([self._parts.model.group])  # other ranks know the addresses
         again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own | shared}
@@ -234,7 +236,8 @@ class Residence:
         speculative, parts = self._config.speculative, self._parts
         if parts.drafter is None or speculative is None or not self._makes_drafter:
             return
-        fresh = make_drafter(speculative, draft_build(self._config, parts.model, parts.limits))
+        build = replace(draft_build(self._config, parts.model, parts.limits), rounds_output=False)
+        fresh = make_drafter(speculative, build)
         assert fresh is not None
         for module, read in zip(self._modules(), fresh.modules(), strict=True):
             slots, values = module.weights(), read.weights()

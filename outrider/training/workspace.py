@@ -59,8 +59,8 @@ class Workspace:
         existing = self._nearest_existing()
         free = shutil.disk_usage(existing).free
         if free < needed:
-            raise ValueError(f"--out: {what} needs {needed / GIB:.2f} GiB, and {existing} has {free / GIB:.2f} GiB "
-                             "free: free some, or name a folder on another disk")
+            raise ValueError(f"--out: {needed / GIB:.2f} GiB are needed for {what}, and {existing} has "
+                             f"{free / GIB:.2f} GiB free: free some, or name a folder on another disk")
 
     def _nearest_existing(self) -> Path:
         """The folder itself, or the first of its parents that exists."""

@@ -16,9 +16,10 @@ from outrider.formats.scaled import ScaledLinear
 from outrider.kernels.scaled import to_int8_groups
 from outrider.layers import NothingAttends, StepContext
 from outrider.models.base import Decoder, Model
+from outrider.models.mtp import build_mtp_modules
 from outrider.models.target_rows import GROUP, MOST_TOKEN_ROWS, RoundedOutput
 from outrider.runner.preparation import prepare_all
-from tests.drafters.checkpoints import Drafter, make_drafter
+from tests.drafters.checkpoints import VOCAB, Drafter, make_drafter
 from tests.drafters.rig import DraftRig
 from tests.drafters.test_loading import changed, head_of, load, with_tensors
 from tests.drafters.trained_heads import drafts_of
@@ -131,3 +132,28 @@ def test_a_head_drafts_from_a_rounded_output_and_follows_the_target(tmp_path: Pa
 
 def test_small_outputs_and_those_of_a_cpu_are_not_rounded() -> None:
     assert RoundedOutput.try_build(tiny_model("llama")) is None
+
+
+def test_modules_of_one_target_share_a_copy() -> None:
+    """One head holds and renews the copy; the others draft from it."""
+    target = random_model(CONFIGS["llama"], torch.float64, seed=5)
+    first, second = (build_mtp_modules(target, first_layer=2, dtype=torch.float64, device=torch.device("cpu"))[0]
+                     for _ in range(2))
+    bare = second.weight_bytes()
+    first.rounded_output = RoundedOutput(target)
+    second.borrow_output(first)
+    assert second.rounded_output is first.rounded_output and second.weight_bytes() == bare < first.weight_bytes()
+    second.follow_target()
+    hidden, context = torch.randn(1, target.hidden_size, dtype=torch.float64), StepContext(
+        NothingAttends(), torch.zeros(1, dtype=torch.int64))
+    first.follow_target()
+    assert torch.equal(first.logits(hidden, context), second.logits(hidden, context))
+
+
+def test_a_vocabulary_in_another_order_needs_an_output_in_that_order(tmp_path: Path) -> None:
+    own = make_drafter("eagle3", "llama", tmp_path, draft_vocab_size=VOCAB)
+    swapped = torch.arange(VOCAB)
+    swapped[[3, 5]] = swapped[[5, 3]]
+    bare = with_tensors(own, drop=("lm_head.weight",), d2t=swapped - torch.arange(VOCAB))
+    with pytest.raises(ValueError, match="d2t puts the whole vocabulary into another order, and the head has no lm_he"):
+        load(bare)

@@ -142,6 +142,7 @@ def test_longrope_of_older_files(tmp_path: Path) -> None:
     ("cohere", "rotary_pct", 0.5, "rotary_pct=0.5 is not supported"),
     ("hunyuan", "use_cla", True, "use_cla=True is not supported"),
     ("hunyuan_moe", "moe_topk", [3, 3], "moe_topk=.* for every layer"),
+    ("hunyuan_moe", "moe_topk", 9, r"moe_topk=9.* from 1 to num_experts \(8\)"),
     ("ernie_moe", "moe_k", 9, "moe_k=9 .* there are 8 experts"),
     ("minimax_m2", "attn_type_list", [0, 1, 1, 1], "attn_type_list=.* only full attention"),
     ("minimax_m2", "layernorm_mlp_alpha", 2.0, "layernorm_mlp_alpha=2.0 is not supported"),

@@ -60,6 +60,16 @@ def test_what_may_be_ignored_is_ignored(folder_of: Folders) -> None:
         fill(folder_of("llama"), lambda t: t.pop("lm_head.weight"))
 
 
+def test_an_output_that_a_tied_head_does_not_use_is_told_where_it_differs(folder_of: Folders,
+                                                                          caplog: pytest.LogCaptureFixture) -> None:
+    folder, table = folder_of("llama_tied"), "model.embed_tokens.weight"
+    fill(folder, lambda t: t.update({"lm_head.weight": t[table].clone()}))
+    assert not caplog.messages
+    fill(folder, lambda t: t.update({"lm_head.weight": 2 * t[table]}))
+    (said,) = caplog.messages
+    assert "another lm_head.weight than the embedding" in said and "'tie_word_embeddings': False" in said
+
+
 def test_wrong_shape_is_refused(folder_of: Folders) -> None:
     with pytest.raises(WeightError, match=r"model.norm.weight has shape \[1\], the model needs \[64\]"):
         fill(folder_of("llama"), lambda t: t.update({NORM: torch.ones(1)}))  # would broadcast if it were let in

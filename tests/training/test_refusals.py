@@ -95,7 +95,7 @@ def test_texts_longer_than_the_model(tmp_path: Path) -> None:
 def test_too_little_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 1))
-    with pytest.raises(ValueError, match=r"the texts of this run needs .* GiB, and .* has 0.00 GiB free"):
+    with pytest.raises(ValueError, match=r" GiB are needed for the texts of this run, and .* has 0.00 GiB free"):
         train(tmp_path / "head")
     assert not (tmp_path / "head").exists()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from outrider.core.fields import shown
 from outrider.models.bridge.refusal import words_of
 from outrider.models.config import ConfigError, ConfigReader
+from outrider.models.config_reader import LARGEST
 from outrider.models.harmless_keys import HARMLESS, NOT_SERVED
 from outrider.models.sources.quantization import KEY, read_quantization
 
@@ -72,8 +73,8 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
         except ValueError as error:
             raise reader.refusal(KEY, str(error)) from None
     config_class = model_class.config_class
-    kind = reader.raw("model_type")
-    if kind is not None and _config_of(kind) is not config_class:
+    kind = reader.get("model_type", str, "")
+    if kind and _config_of(kind) is not config_class:
         raise reader.refusal("model_type", f"{model_class.__name__} has the type {config_class.model_type!r}")
     known = declared_keys(config_class)
     reader.passes_over(*known)
@@ -100,13 +101,18 @@ def declared_keys(config_class: Any) -> set[str]:
     return keys
 
 
-def _config_of(model_type: Any) -> type[Any] | None:
+def _config_of(model_type: str) -> type[Any] | None:
     auto = import_module("transformers.models.auto.configuration_auto")
     return auto.CONFIG_MAPPING[model_type] if model_type in auto.CONFIG_MAPPING else None
 
 
 def _check_layers(reader: ConfigReader, config: Any) -> None:
-    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it."""
+    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it, and
+    numbers of layers and experts that no model has: making them would take hours."""
+    for key, most in LARGEST.items():
+        number = getattr(config, key, None)
+        if isinstance(number, int) and not 0 <= number <= most:
+            raise reader.refusal(key, f"it must be from 0 to {most}")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise reader.refusal("layer_types", f"layers of type {kind!r} are not served by the bridge: {STATES}"
