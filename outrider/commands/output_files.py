@@ -23,6 +23,10 @@ def check_plot(name: str | None) -> None:
     """Refuse --plot without matplotlib, and a name that cannot be written."""
     if name is None:
         return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error
     folder = Path(name).resolve().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +34,3 @@ def check_plot(name: str | None) -> None:
             pass
     except OSError as error:
         raise UsageError(f"--plot: no file can be written in {folder} ({error.strerror})") from error
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'outrider[plot]'") from error

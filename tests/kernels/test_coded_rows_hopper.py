@@ -77,6 +77,7 @@ def compile_kernel(form: str, plan: coded_rows.CodedPlan, gate: int) -> Any:
                           options={"num_warps": 4, "maxnreg": registers})
 
 
+@pytest.mark.long
 def test_compiles_for_the_card() -> None:
     for kernel in found_without_interpreter(__file__):
         programs = 1 if kernel["fills"] else 2  # on a multiprocessor

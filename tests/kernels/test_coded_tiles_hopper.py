@@ -176,6 +176,7 @@ def compile_kernel(form: str, shape: TileShape, splits: int, gate: int, is_wide:
             "strays": stray_descriptors(kernel), "overwritten": overwritten_barriers(kernel.asm["ptx"])}
 
 
+@pytest.mark.long
 def test_compiles_for_the_card() -> None:
     for kernel in found_without_interpreter(__file__):
         assert kernel["multiplies"] and kernel["copies"]

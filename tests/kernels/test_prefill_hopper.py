@@ -57,6 +57,7 @@ COMPILED: list[tuple[int, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.long
 def test_compiles_for_the_card() -> None:
     kernels = found_without_interpreter(__file__)
     assert len(kernels) == len(COMPILED)

@@ -16,6 +16,7 @@ from outrider.models.config_reader import LARGEST
 from outrider.models.harmless_keys import HARMLESS, NOT_SERVED
 from outrider.models.sources.quantization import KEY, read_quantization
 
+LAYERS = "num_hidden_layers"
 EXTRA = "pip install outrider[transformers]"
 # Older names of settings, which transformers' configs understand beside those that they declare.
 OLDER_NAMES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct",
@@ -107,12 +108,11 @@ def _config_of(model_type: str) -> type[Any] | None:
 
 
 def _check_layers(reader: ConfigReader, config: Any) -> None:
-    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it, and
-    numbers of layers and experts that no model has: making them would take hours."""
-    for key, most in LARGEST.items():
-        number = getattr(config, key, None)
-        if isinstance(number, int) and not 0 <= number <= most:
-            raise reader.refusal(key, f"it must be from 0 to {most}")
+    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it, and a
+    number of layers that no model has: making them would take hours."""
+    count, most = getattr(config, LAYERS, None), LARGEST[LAYERS]
+    if isinstance(count, int) and not 0 <= count <= most:
+        raise reader.refusal(LAYERS, f"it must be from 0 to {most}")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise reader.refusal("layer_types", f"layers of type {kind!r} are not served by the bridge: {STATES}"
