@@ -507,29 +507,34 @@ int packed_is_aligned(const Matrix *w) {
     return 1;
 }
 
+/* Rounds token row t to its places in inputs: Inputs with their digits [groups][tokens]. */
+static void round_row(const float *x, int64_t t, int64_t tokens, int64_t groups, int digits, uint8_t *inputs) {
+    for (int64_t g = 0; g < groups; g++)
+        round_inputs(x + g * INPUTS, inputs + (g * tokens + t) * inputs_bytes(digits), digits);
+}
+
+static uint8_t *room_for_inputs(int64_t tokens, int64_t groups, int digits) {
+    uint8_t *inputs = kept(&kept_inputs, &inputs_size, groups * tokens * inputs_bytes(digits));
+    if (!inputs) abort(); /* nothing would run on without so little */
+    return inputs;
+}
+
 #define ROWS_TO_SHARE 16 /* so many token rows are rounded by all threads together */
 
-/* Returns token rows as [groups][tokens] of Inputs with their digits. Each thread rounds a few rows for itself, so that
- * none waits for them. */
-static uint8_t *round_rows(const float *x, int64_t x_stride, int64_t tokens, int64_t groups, int digits, Team *team) {
-    const int64_t step = inputs_bytes(digits), is_shared = tokens >= ROWS_TO_SHARE;
-    Loop loop = {0};
-    if (is_shared) loop = start_loop(team, tokens);
-    uint8_t *inputs = NULL;
-    if (loop.self == 0) {
-        inputs = kept(&kept_inputs, &inputs_size, groups * tokens * step);
-        if (!inputs) abort(); /* nothing would run on without so little */
+/* Returns rounded token rows. Each thread rounds a few rows for itself, so that none waits for them; many rows lie where
+ * thread 0 keeps its own. */
+static const uint8_t *round_rows(const float *x, int64_t x_stride, int64_t tokens, int64_t groups, int digits, Team *team) {
+    if (tokens < ROWS_TO_SHARE) {
+        uint8_t *inputs = room_for_inputs(tokens, groups, digits);
+        for (int64_t t = 0; t < tokens; t++) round_row(x + t * x_stride, t, tokens, groups, digits, inputs);
+        return inputs;
     }
-    if (is_shared) {
-        if (loop.self == 0) team->inputs = inputs;
-        meet(team);
-        inputs = team->inputs;
-    }
-    for (int64_t i = 0, t; (t = is_shared ? next_piece(&loop) : i < tokens ? i : -1) >= 0; i++)
-        for (int64_t g = 0; g < groups; g++)
-            round_inputs(x + t * x_stride + g * INPUTS, inputs + (g * tokens + t) * step, digits);
-    if (is_shared) meet(team);
-    return inputs;
+    Loop loop = start_loop(team, tokens);
+    if (loop.self == 0) team->inputs = room_for_inputs(tokens, groups, digits);
+    meet(team);
+    for (int64_t t; (t = next_piece(&loop)) >= 0;) round_row(x + t * x_stride, t, tokens, groups, digits, team->inputs);
+    meet(team);
+    return team->inputs;
 }
 
 void share_packed_product(const Matrix *w, const float *x, int64_t x_stride, float *y, int64_t tokens,
