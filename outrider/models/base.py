@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.core.class_head import ClassHead
-from outrider.formats import RankGroup, VocabularyCut
+from outrider.formats import DenseLinear, RankGroup, VocabularyCut
 from outrider.kernels import ops
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
@@ -206,7 +206,8 @@ class Decoder(Model):
     def finalize(self) -> None:
         super().finalize()
         unused, self._unused_output = self._unused_output, None
-        if unused is None or self.group is not None or self.device.type == "meta":
+        is_plain = isinstance(self.embed_tokens.format, DenseLinear)  # else its rows may be rounded
+        if unused is None or not is_plain or self.group is not None or self.device.type == "meta":
             return
         step = max(1, self.vocab_size // COMPARED_ROWS)
         rows = self.embed_tokens.format.look_up(torch.arange(0, self.vocab_size, step, device=self.device))

@@ -67,7 +67,7 @@ class TargetRows:
 
 class RoundedOutput:
     """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU. A draft reads the output
-    once, and in a model with few active parameters and a large vocabulary that is most of what a draft costs."""
+    once, and in a model with few active parameters and a large vocabulary that is much of what a draft costs."""
 
     def __init__(self, target: Decoder) -> None:
         """`take` fills the copy, when the target has its weights."""
