@@ -27,7 +27,7 @@ from outrider.replicas.placement import replica_environments, visible_devices
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.processes import ReplicaGroup, ReplicaProcess
 from outrider.replicas.replica import Replica
-from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath
+from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath, guard_options
 from outrider.server.logs import set_up_logs
 from outrider.server.lora_modules import read_modules
 from outrider.server.settings import ServerConfig
@@ -86,10 +86,10 @@ def socket_folder(num_replicas: int) -> Path:
 
 
 def behind_front(config: ServerConfig, replica: Replica) -> ServerConfig:
-    """The settings of one replica's server. TLS and the origins of browsers are the front's: headers that both wrote
-    would come twice."""
+    """The settings of one replica's server. TLS, and the hosts and origins of browsers, are the front's:
+    headers that both wrote would come twice."""
     return replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
-                   allowed_origins=())
+                   allowed_origins=(), allowed_hosts=())
 
 
 def numbered(engine: EngineConfig, number: int) -> EngineConfig:
@@ -99,8 +99,8 @@ def numbered(engine: EngineConfig, number: int) -> EngineConfig:
 
 
 def guarded(front: App, config: ServerConfig) -> App:
-    """The front behind the checks that a server of one engine has: keys, bodies, origins, a prefix."""
-    app: App = Guard(front, keys=config.api_key, max_body_bytes=config.max_body_bytes)
+    """The front behind the checks that a server of one engine has: hosts, keys, bodies, origins, a prefix."""
+    app: App = Guard(front, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app = CORSMiddleware(app, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                              allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])

@@ -19,6 +19,7 @@ SERVER_HELP = {
     "chat_template": "a file with a chat template, or the name of one of the model's",
     "default_chat_template_kwargs": "variables of the chat template for requests that do not set them, a JSON object",
     "allowed_origins": "web page origin that may call the server (repeat for several)",
+    "allowed_hosts": "a name of the server beside localhost and IP addresses, needed without a key; * for all (repeat)",
     "max_num_queued_reqs": "samples that may wait before requests are refused with 429",
     "max_body_bytes": "largest body of a request",
     "max_prompts": "most prompts in one request",

@@ -22,6 +22,7 @@ from outrider.ray.router import PrefixRequestRouter
 from outrider.server.settings import ServerConfig
 
 MOST_ONGOING = 100_000  # engines have queues of their own, with bounds of their own (--max-num-queued-reqs)
+ANY_HOST = "0.0.0.0"  # Ray's proxies listen, and only Ray's own settings say where
 HEALTH_SECONDS = 30.0  # for an engine's answer; bursts of requests can delay it
 
 
@@ -47,6 +48,7 @@ def application_from(args: Mapping[str, Any]) -> serve.Application:
     for name, value in args.items():
         words += [] if name in own else _flags(name, value)
     engine, config, names = settings_of(build_parser().parse(words))
+    config = replace(config, host=ANY_HOST)
     return application(engine, config, names, RayConfig(**own))
 
 

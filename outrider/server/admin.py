@@ -1,7 +1,7 @@
 """Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
 
 They change the server for all clients. A web page may call them only from an allowed origin: they need no body, so a
-browser would send a page's request without asking the server first.
+browser would send a page's request without asking the server first. The guard has checked the host by then.
 """
 
 from __future__ import annotations

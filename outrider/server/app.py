@@ -27,7 +27,7 @@ from outrider.server.dashboard import dashboard
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
-from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath
+from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.protocol import (
@@ -79,7 +79,7 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_surprise)
-    app.add_middleware(Guard, keys=config.api_key, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(Guard, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])

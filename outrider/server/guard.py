@@ -1,4 +1,5 @@
-"""The guard before every route: API keys, bodies of a bounded size that arrive in time, and an id for every answer.
+"""The guard before every route: names of hosts, API keys, bodies of a bounded size that arrive in time, and an id for
+every answer.
 
 A key is compared with every known one in constant time, so that neither a key nor its place can be learned by timing.
 The key that was used goes into the scope; it salts the prefix cache, so that one tenant's hits tell nothing of another.
@@ -17,8 +18,11 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from outrider.core.fields import shown
 from outrider.server.errors import ApiError
+from outrider.server.host_names import HostNames, host_of
 from outrider.server.logs import REQUEST_ID
+from outrider.server.settings import ServerConfig
 from outrider.server.tracing import TRACE_PARENT
 
 Scope = MutableMapping[str, Any]
@@ -36,9 +40,15 @@ REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: nothing that would break a log line
 
 
+def guard_options(config: ServerConfig) -> dict[str, Any]:
+    """The guard's arguments, the same for one engine and for the front of several."""
+    return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config)}
+
+
 class Guard:
-    def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int) -> None:
-        self._app = app
+    def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None) -> None:
+        """hosts: the names that are served; None: all."""
+        self._app, self._hosts = app, hosts
         self._digests = [_digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
 
@@ -56,6 +66,7 @@ class Guard:
         try:
             if is_wrong:
                 raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
+            self._check_host(scope)
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             receive = await self._with_body(scope, receive)
         except ApiError as error:
@@ -64,6 +75,16 @@ class Guard:
         except ConnectionResetError:
             return  # the client left while it sent its body
         await self._app(scope, receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        """A request without the header is served: it is none of a browser, which always sends one."""
+        if self._hosts is None:
+            return
+        for name, value in scope["headers"]:
+            if name == b"host" and value.strip() and not self._hosts.allows(value.decode("latin-1")):
+                asked, missing = host_of(value.decode("latin-1")), "" if self._digests else " without an API key"
+                raise ApiError(403, f"this server{missing} does not answer to the name {shown(asked)}: use localhost "
+                                    "or an IP address, or start the server with --allowed-hosts and this name")
 
     def _tenant(self, scope: Scope) -> str | None:
         if not self._digests:

@@ -34,6 +34,7 @@ class ServerConfig:
     chat_template: Text | None = None  # a file, a template's name or a template
     default_chat_template_kwargs: dict[str, Any] | None = None  # of requests that do not set them
     allowed_origins: tuple[Text, ...] = ()  # none: no CORS headers are sent
+    allowed_hosts: tuple[Text, ...] = ()  # further names of the server, or *; none: host_names.py says which are served
     max_num_queued_reqs: Annotated[int, Range(0, INT32)] = 1024  # samples that may wait beside those that run
     max_body_bytes: Annotated[int, Range(1, INT64)] = 16 << 20
     max_prompts: Count = 256  # in one request to /v1/completions
@@ -71,6 +72,10 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(f"allowed_origins must be * or as https://example.org, got {shown(origin)}")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", name, re.ASCII):
+                raise ValueError("allowed_hosts must be * or names as llm.example.org or *.example.org, without a port "
+                                 f"(IP addresses need no entry), got {shown(name)}")
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError(f"root_path must be as /llm, without a slash at its end, got {shown(self.root_path)}")
         for name in ("ssl_keyfile", "ssl_ca_certs"):

@@ -80,7 +80,7 @@ async def fronted(*answering: Answering, keys: tuple[str, ...] = (), guard: Call
         front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), adapters or AdapterChanges(),
                              start=nothing, stop=nothing)
         app: App = Guard(front, keys=keys, max_body_bytes=1 << 20) if guard is None else guard(front)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             yield client, scripts
         for server in servers:
             server.close()

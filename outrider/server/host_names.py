@@ -1,0 +1,67 @@
+"""HostNames: the names that a server without keys answers to, so that no web page reaches it by DNS rebinding.
+
+A page can let the name of its own site stand for an address that only its reader can reach, such as 127.0.0.1. The
+browser then takes the server there for the page's own site, and sends its requests with that name as `Host`. So only
+names are served that no stranger's page can have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from ipaddress import ip_address
+
+from outrider.server.settings import ServerConfig
+
+# localhost, and what containers call the machine that they run on.
+LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+# Zones that exist inside one network or cluster only, beside names without a dot. Who can give such a name reaches a
+# server that listens there anyhow.
+PRIVATE_ZONES = (".local", ".internal", ".svc")
+HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::\d*)?")
+PLAIN_NAME = re.compile(r"[\w-]+", re.ASCII)
+
+
+class HostNames:
+    def __init__(self, names: Iterable[str], *, allows_private: bool = False) -> None:
+        """names: as example.org, or as *.example.org for all names below it. allows_private: names without a dot and
+        those of private zones, as other containers and pods use them."""
+        given = {name.lower() for name in names}
+        self._names = LOCAL_NAMES | {name for name in given if not name.startswith("*.")}
+        self._zones = (".localhost", *(name.removeprefix("*") for name in given - self._names),
+                       *(PRIVATE_ZONES if allows_private else ()))
+        self._allows_private = allows_private
+
+    @classmethod
+    def from_config(cls, config: ServerConfig) -> HostNames | None:
+        """None: every name is served. Unless names are given, that is so where a page can do nothing under its name: it
+        has no key, a certificate is for other names, and a browser cannot open a unix socket."""
+        is_safe = bool(config.api_key) or config.ssl_certfile is not None or config.uds is not None
+        if "*" in config.allowed_hosts or (is_safe and not config.allowed_hosts):
+            return None
+        return cls([config.host, *config.allowed_hosts], allows_private=not _is_loopback(config.host))
+
+    def allows(self, host: str) -> bool:
+        """Whether the value of a `Host` header is served. An address always is: no page's name is one."""
+        name = host_of(host)
+        if name in self._names or name.endswith(self._zones) or (self._allows_private and PLAIN_NAME.fullmatch(name)):
+            return True
+        return _is_address(name)
+
+
+def host_of(host: str) -> str:
+    """The name or address in the value of a `Host` header, without port and brackets."""
+    found = HOST.fullmatch(host.strip().lower())
+    return host if found is None else (found[1] or found[2]).removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host).is_loopback if _is_address(host) else host.lower() in LOCAL_NAMES
