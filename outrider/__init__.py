@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from outrider.compat.not_here import explain_missing_modules
 from outrider.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,10 +68,12 @@ MODULES = ("inputs", "outputs", "pooling_params", "sampling_params", "utils")
 # Names of vLLM that are not here, with what to use instead.
 NOT_HERE = {
     "ModelRegistry": "see docs/extending.md",
+    "initialize_ray_cluster": "`outrider serve --ray` runs replicas on a Ray cluster",
 }
 
 # Modules at the places where vLLM has them are found behind those of this folder; see compat/__init__.py.
 __path__.append(f"{__path__[0]}/compat/modules")
+explain_missing_modules()
 
 
 def __getattr__(name: str) -> object:

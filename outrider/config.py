@@ -17,6 +17,7 @@ from outrider.core.logits_processors import load_processors
 from outrider.core.params import Seed
 from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
 
+__path__: list[str] = []  # vLLM has a package of this name: imports of its modules say what to use (compat/not_here.py)
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DTYPES_MEANT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

@@ -1,7 +1,9 @@
 """`install_as_vllm`: from then on `import vllm` finds Outrider. No torch.
 
-A finder before all others answers imports of `vllm` and of its modules with the modules of this package: the same
-objects, under a second name. Nothing is patched, and a vLLM that is installed stays as it is.
+A finder before all others answers imports of vllm's modules with the modules of this package: the same objects, under a
+second name. `vllm` itself is a module of its own, with the names of `outrider` and the version of vLLM that they
+follow: scripts ask it for the version before they use a name. Nothing is patched, and a vLLM that is installed stays as
+it is.
 """
 
 from __future__ import annotations
@@ -13,18 +15,51 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from outrider.compat.not_here import refuse_module
+
 NAME = "vllm"
+OWN = "outrider"
+# Packages that have the same name here and there, and other modules.
+OTHER_PACKAGES = ("kernels", "models", "ray")
+VLLM_VERSION = "0.33.0"  # the names and settings of this version are here, or are refused by name
+
+
+class AliasPackage(ModuleType):
+    """The module `vllm`."""
+
+    def __init__(self, own: ModuleType) -> None:
+        super().__init__(NAME, own.__doc__)
+        self._own = own
+        self.__file__, self.__path__, self.__all__ = own.__file__, list(own.__path__), own.__all__
+        self.__version__ = VLLM_VERSION
+        self.__version_tuple__ = tuple(int(part) for part in VLLM_VERSION.split("."))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._own, name)
 
 
 class AliasFinder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None,
                   target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname == NAME:
+            return ModuleSpec(NAME, PackageLoader(), is_package=True)
         return ModuleSpec(fullname, AliasLoader()) if fullname.split(".")[0] == NAME else None
+
+
+class PackageLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return AliasPackage(import_module(OWN))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to run."""
 
 
 class AliasLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module("outrider" + spec.name.removeprefix(NAME))
+        name = spec.name.removeprefix(NAME + ".")
+        if name in OTHER_PACKAGES:
+            refuse_module(spec.name, name)
+        module = import_module(f"{OWN}.{name}")
         self._own = module.__spec__
         return module
 

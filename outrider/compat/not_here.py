@@ -1,7 +1,39 @@
-"""The error of a module that vLLM has and that is not here."""
+"""The error of a module that vLLM has and that is not here. No torch.
+
+The finder stands behind all others, so that it is asked for modules that do not exist. A module of Outrider that has
+the name of a package of vLLM has an empty `__path__`, without which Python asks no finder for modules inside it.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-def not_here(module: str, instead: str) -> ModuleNotFoundError:
-    return ModuleNotFoundError(f"{module} is not supported: {instead}", name=module)
+PACKAGE = "outrider"
+
+
+class MissingModuleFinder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None,
+                  target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, module = fullname.partition(".")
+        if package != PACKAGE:
+            return None
+        refuse_module(fullname, module)
+        return None
+
+
+def refuse_module(fullname: str, module: str) -> None:
+    """Raise ModuleNotFoundError with what to use instead if vLLM has the module and Outrider does not."""
+    instead = import_module("outrider.compat.missing_modules").instead_of(module)
+    if instead is not None:
+        # Without a `name`: `from outrider import platforms` would drop the error of a module that it has asked for.
+        raise ModuleNotFoundError(f"{fullname} is not supported: {instead}")
+
+
+def explain_missing_modules() -> None:
+    """Let imports of vLLM's modules that are not here say what to use instead."""
+    sys.meta_path.append(MissingModuleFinder())

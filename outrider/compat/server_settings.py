@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.compat.settings import ONE_DEVICE, Explained, Meaning, Refused
+from outrider.compat.settings import NO_IMAGES, ONE_DEVICE, Explained, Meaning, Refused
 
 OFF = (None, False)
 NO_OWN_CODE = "the server imports nothing by name: put a proxy in front of it"
@@ -20,7 +20,6 @@ VLLM_SERVER_SETTINGS: dict[str, Meaning] = {
     "enable_log_outputs": Refused("texts are never logged", OFF, is_switch=True),
     "max_log_len": Explained("texts are never logged"),
     "log_error_stack": Explained("unexpected errors are logged with their stack", is_switch=True),
-    "log_config_file": Refused("use log_format and uvicorn_log_level"),
     "disable_uvicorn_access_log": Explained("requests are not logged unless enable_log_requests is set",
                                             is_switch=True),
     "disable_access_log_for_endpoints": Explained("requests are not logged unless enable_log_requests is set"),
@@ -32,11 +31,8 @@ VLLM_SERVER_SETTINGS: dict[str, Meaning] = {
     "trust_request_chat_template": Refused("a template of a request's own is not run: use chat_template", OFF,
                                            is_switch=True),
     "response_role": Refused("answers have the role assistant", (None, "assistant")),
-    "reasoning_config": Refused("the length of reasoning is not bounded: use max_tokens", (None, {})),
     "tool_parser_plugin": Refused("parsers are built in: use tool_call_parser", (None, "")),
-    "reasoning_parser_plugin": Refused("parsers are built in: use reasoning_parser", (None, "")),
     "tool_server": Refused("tools are run by the client"),
-    "tokens_only": Refused("texts are served, and token ids with return_token_ids", OFF, is_switch=True),
     "middleware": Refused(NO_OWN_CODE, (None, [])),
     "allow_credentials": Refused("pages of other origins send a key in a header", OFF, is_switch=True),
     "allowed_methods": Refused("give allowed_origins", (None, ["*"])),
@@ -45,5 +41,17 @@ VLLM_SERVER_SETTINGS: dict[str, Meaning] = {
     "ssl_cert_reqs": Refused("with ssl_ca_certs clients need a certificate, and otherwise none", (None, 0)),
     "ssl_ciphers": Refused("the ciphers are those of Python's ssl module"),
     "api_server_count": Refused("one process serves HTTP", (None, 1)),
+    "anthropic_disabled_thinking_effort": Explained("a template without thinking gets no effort"),
+    "cohere_format": Explained("there are no routes of Cohere"),
+    "cohere_is_reasoning_model": Explained("reasoning_parser says how reasoning is parsed", is_switch=True),
+    "enable_flash_late_interaction": Explained("scores are computed by the model's head", is_switch=True),
+    "grpc_port": Refused("the server speaks HTTP"),
+    "reasoning_effort_map": Refused("a template reads reasoning_effort as it is given", (None, {})),
+    "sse_keep_alive_interval": Explained("a stream has its first bytes when its first token is there"),
+    "tool_strict_level": Explained("tools with strict are held to their schemas"),
+    "trust_request_mm_kwargs": Refused(NO_IMAGES, OFF, is_switch=True),
+    **dict.fromkeys(("data_parallel_supervisor_port", "dp_supervisor_probe_failure_threshold",
+                     "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s"),
+                    Explained("--replicas starts replicas and watches over them")),
     "headless": Refused(ONE_DEVICE, OFF, is_switch=True),
 }

@@ -49,6 +49,11 @@ REFUSED_FIELDS = {
     "include_reasoning": "reasoning is not parsed here",
     "logprob_token_ids": "use logprobs=-1, and choose",
     "routed_experts_prompt_start": "expert routing is not returned",
+    "prompt_logprob_token_ids": "use prompt_logprobs=-1, and choose",
+    "prompt_logprob_start": "prompt_logprobs are those of the whole prompt",
+    "stream_interval": "a stream gets every token that its reader has not seen",
+    "trace_decode_token_ids": "tokens are those of the model: give known tokens as part of the prompt",
+    "watermarking": "texts get no watermark",
     "skip_clone": "the engine always keeps a copy of its own",
 }
 
@@ -57,7 +62,7 @@ REFUSED_FIELDS = {
 NEUTRAL: dict[str, Any] = {
     "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "logits_processors": [],
     "flat_logprobs": False, "spaces_between_special_tokens": True, "include_reasoning": True, "skip_clone": False,
-    "routed_experts_prompt_start": 0,
+    "routed_experts_prompt_start": 0, "prompt_logprob_start": 0, "stream_interval": 1, "watermarking": False,
 }
 
 

@@ -18,7 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics.reader import Counter
 import outrider, sys, vllm, vllm.outputs
 
-assert vllm is outrider and vllm.__spec__.name == "outrider" and vllm.outputs.RequestOutput is outrider.RequestOutput
+assert vllm.LLM is outrider.LLM and vllm.__spec__.name == "vllm" and vllm.outputs is outrider.outputs
+assert outrider.outputs.__spec__.name == "outrider.outputs" and vllm.outputs.RequestOutput is outrider.RequestOutput
 assert __name__ == "__main__" and sys.argv == [__file__, "--flag"]
 from vllm.lora.request import LoRARequest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,12 @@ def test_a_setting_that_is_not_there_says_what_to_use_instead(name: str) -> None
         assert config_for("LLM", "m", {name: value}) == EngineConfig("m")
     with pytest.raises(ValueError, match=f"LLM: {name}='other' is not supported: "):
         config_for("LLM", "m", {name: "other"})
+
+
+def test_every_setting_of_vllm_is_known() -> None:
+    """The list has the fields of EngineArgs and AsyncEngineArgs of vLLM 0.33."""
+    names = (Path(__file__).parents[1] / "assets" / "vllm_settings.txt").read_text().split()
+    assert len(names) > 200 and not set(names) - VLLM_SETTINGS.keys() - EngineConfig.__dataclass_fields__.keys()
 
 
 def test_every_other_name_leads_to_a_setting() -> None:

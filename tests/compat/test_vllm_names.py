@@ -183,7 +183,7 @@ REFUSED = {
                      "SamplingParams(guided_decoding=Form(regex='a'), structured_outputs=Form(regex='a'))",
                      "guided_decoding and structured_outputs say the same thing"),
     "another kind of output": ("SamplingParams(output_kind='delta')", "output_kind must be a RequestOutputKind, got"),
-    "helpers of vLLM": ("from outrider.utils import get_open_port", "get_open_port is not supported: bind a socket"),
+    "helpers of vLLM": ("from outrider.utils import make_async", "make_async is not supported: use asyncio.to_thread"),
     "another pooling": ("from outrider.config import PoolerConfig\nLLM(model, pooler_config=PoolerConfig("
                         "pooling_type='MEAN'))", "pooling_type='MEAN' is not the default here: give PoolingParams"),
     "another dataset": ("import argparse\nfrom outrider.benchmarks.datasets import get_samples\n"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+__path__: list[str] = []  # a package in vLLM: see compat/not_here.py
 __all__ = ["SampleRequest", "add_dataset_parser", "get_samples"]
 
 

@@ -3,14 +3,13 @@
 import uuid
 
 from outrider.compat.argument_parser import FlexibleArgumentParser
+from outrider.compat.network import get_distributed_init_method, get_ip, get_open_port
 
-__all__ = ["FlexibleArgumentParser", "random_uuid"]
+__all__ = ["FlexibleArgumentParser", "get_distributed_init_method", "get_ip", "get_open_port", "random_uuid"]
 
 # What to use instead of helpers that are not here.
 NOT_HERE = {
     "is_hip": "torch.version.hip says whether torch was built for ROCm",
-    "get_open_port": "bind a socket to port 0",
-    "get_ip": "the ranks of an engine are on one machine, and need no address",
     "STR_DTYPE_TO_TORCH_DTYPE": "getattr(torch, name) gives the type of a name",
     "cuda_device_count_stateless": "use torch.cuda.device_count()",
     "make_async": "use asyncio.to_thread",

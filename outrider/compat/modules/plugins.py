@@ -1,5 +1,0 @@
-"""outrider.plugins: a module of vLLM that is not here."""
-
-from outrider.compat.not_here import not_here
-
-raise not_here(__name__, "docs/extending.md says how to add parts")

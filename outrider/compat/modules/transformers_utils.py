@@ -1,5 +1,0 @@
-"""outrider.transformers_utils: a module of vLLM that is not here."""
-
-from outrider.compat.not_here import not_here
-
-raise not_here(__name__, "LLM.get_tokenizer gives the tokenizer")

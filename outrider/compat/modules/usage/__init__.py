@@ -1,0 +1,1 @@
+"""outrider.usage: a package of vLLM with a module that is here, too."""

@@ -1,0 +1,14 @@
+"""outrider.usage.usage_lib: what vLLM's front doors call themselves. No statistics of use are collected here."""
+
+from enum import StrEnum
+
+__all__ = ["UsageContext"]
+
+
+class UsageContext(StrEnum):
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"

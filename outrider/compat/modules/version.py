@@ -1,0 +1,8 @@
+"""outrider.version: the version of vLLM whose names are here. Outrider's own is `outrider.__version__`."""
+
+from outrider.compat.alias import VLLM_VERSION
+
+__all__ = ["__version__", "__version_tuple__"]
+
+__version__ = VLLM_VERSION
+__version_tuple__ = tuple(int(part) for part in VLLM_VERSION.split("."))
