@@ -76,9 +76,9 @@ class AsyncLLM(Front):
         if asked is None:
             return checked
         registry = need_registry(self.engine.adapters)
-        number = await load(registry, self._owner.call, lambda: registry.begin(asked))
-        self._owner.call(lambda: registry.release(number))
-        return [replace(request, adapter=number) for request in checked]
+        hold = await load(registry, self._owner.call, lambda: registry.begin(asked))
+        self._owner.call(lambda: registry.release(hold))
+        return [replace(request, adapter=hold.number) for request in checked]
 
     @asynccontextmanager
     async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[CheckedRequest, None]:
@@ -88,17 +88,17 @@ class AsyncLLM(Front):
             yield request
             return
         registry, checked = need_registry(self.engine.adapters), request.adapter
-        number = await load(registry, self._owner.call, lambda: registry.hold(checked))
+        hold = await load(registry, self._owner.call, lambda: registry.hold(checked))
         try:
-            yield replace(request, adapter=number)
+            yield replace(request, adapter=hold.number)
         finally:
-            self._owner.call(lambda: registry.release(number))
+            self._owner.call(lambda: registry.release(hold))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, so that its first request need not wait for it."""
         registry = need_registry(self.engine.adapters)
-        number = await load(registry, self._owner.call, lambda: registry.begin(lora_request))
-        await asyncio.wrap_future(self._owner.call(lambda: registry.release(number)))
+        hold = await load(registry, self._owner.call, lambda: registry.begin(lora_request))
+        await asyncio.wrap_future(self._owner.call(lambda: registry.release(hold)))
         return True
 
     async def remove_lora(self, lora_name: str) -> bool:

@@ -51,7 +51,9 @@ class AdapterStore(LoadedAdapters):
 
     def poll(self, number: int) -> AdapterRead | None:
         """How the reading of an adapter ended, or None while it is read."""
-        load = self._loads[number]
+        load = self._loads.get(number)
+        if load is None:
+            return AdapterRead(error="the adapter was dropped before it had been read")
         if not load.done():
             return None
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from outrider.core.lora_request import LoRARequest
-from outrider.engine.adapters import AdapterRegistry
+from outrider.engine.adapters import AdapterHold, AdapterRegistry
 
 POLL_SECONDS = 0.005
 Made = TypeVar("Made")
@@ -38,35 +38,34 @@ def loaded(registry: AdapterRegistry | None, run: Run,
     if not any(asked):
         yield [None] * len(asked)
         return
-    own, numbers = need_registry(registry), dict[LoRARequest, int]()
+    own, holds = need_registry(registry), dict[LoRARequest, AdapterHold]()
     try:
         for each in dict.fromkeys(one for one in asked if one is not None):
-            numbers[each] = run(lambda each=each: own.begin(each))  # type: ignore[misc]
-        for number in numbers.values():
-            while not run(lambda number=number: own.is_ready(number)):  # type: ignore[misc]
+            holds[each] = run(lambda each=each: own.begin(each))  # type: ignore[misc]
+        for hold in holds.values():
+            while not run(lambda hold=hold: own.is_ready(hold.number)):  # type: ignore[misc]
                 time.sleep(POLL_SECONDS)
-        yield [None if one is None else numbers[one] for one in asked]
+        yield [None if one is None else holds[one].number for one in asked]
     finally:
-        for number in numbers.values():
-            run(lambda number=number: own.release(number))  # type: ignore[misc]
+        for hold in holds.values():
+            run(lambda hold=hold: own.release(hold))  # type: ignore[misc]
 
 
 async def load(registry: AdapterRegistry, call: Callable[[Callable[[], Any]], Future[Any]],
-               begin: Callable[[], int]) -> int:
-    """The number of an adapter's load, once it is there. `begin` of the registry, or `hold`, keeps the load until
-    `release`."""
+               begin: Callable[[], AdapterHold]) -> AdapterHold:
+    """Hold an adapter's load, and return the hold once the load is there. `begin` of the registry, or `hold`."""
 
-    def begin_and_look() -> tuple[int, bool]:
-        number = begin()
-        return number, number in registry.sizes
+    def begin_and_look() -> tuple[AdapterHold, bool]:
+        hold = begin()
+        return hold, hold.number in registry.sizes
 
-    number, is_there = await asyncio.wrap_future(call(begin_and_look))
+    hold, is_there = await asyncio.wrap_future(call(begin_and_look))
     try:
         while not is_there:
-            is_there = await asyncio.wrap_future(call(lambda: registry.is_ready(number)))
+            is_there = await asyncio.wrap_future(call(lambda: registry.is_ready(hold.number)))
             if not is_there:
                 await asyncio.sleep(POLL_SECONDS)
     except BaseException:
-        call(lambda: registry.release(number))
+        call(lambda: registry.release(hold))
         raise
-    return int(number)
+    return hold

@@ -8,11 +8,12 @@ the new one cannot be read. Called where `Engine.step` is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, Protocol
+from weakref import WeakSet
 
 from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
@@ -27,6 +28,14 @@ class Order(Protocol):
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
 
 
+class AdapterHold:
+    """Keeps a load for a front that is about to add requests, or will add more: until `release`, or until the front
+    has lost the hold, as after an interrupt or the end of a task."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the load
+
+
 @dataclass
 class AdapterLoad:
     """One reading of an adapter's folder."""
@@ -35,14 +44,14 @@ class AdapterLoad:
     name: str
     path: str
     num_requests: int = 0  # that were added and have not ended
-    num_holders: int = 0  # fronts that are about to add requests, or will add more
+    holds: WeakSet[AdapterHold] = field(default_factory=WeakSet)  # those of fronts, which keep them alive
     is_replaced: bool = False  # dropped as soon as its last request ends
     is_removed: bool = False  # nor is its folder to be read again for requests that were checked before
     answer: Future[AdapterRead | None] | None = None  # the worker's, whether it has been read
 
     @property
     def is_idle(self) -> bool:
-        return self.num_requests == self.num_holders == 0
+        return not self.num_requests and not self.holds
 
 
 class DroppedLoad(NamedTuple):
@@ -109,32 +118,28 @@ class AdapterRegistry:
 
     # Loads
 
-    def begin(self, asked: LoRARequest) -> int:
-        """Begin to load an adapter unless it is there. Returns the number of its load, which is kept until
-        `release`."""
+    def begin(self, asked: LoRARequest) -> AdapterHold:
+        """Begin to load an adapter unless it is there. The load is kept as long as the hold, or until `release`."""
         number = None if asked.load_inplace else self._find(asked)
         if number is None:
             self._make_room(asked.lora_name)
             number = next(self._numbers)
-            self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
+            # The order comes last: a load that an interrupt leaves behind is known here, and `drop_unused` drops it.
             self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path)
             self._names[number] = asked.lora_name
+            self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
         self._loads.move_to_end(number)
-        self._loads[number].num_holders += 1
-        return number
+        return self._hold(number)
 
-    def hold(self, number: int) -> int:
+    def hold(self, number: int) -> AdapterHold:
         """Keep the load for requests that were checked with this one and are about to be added: itself, the one that
-        has replaced it since or, if it had to make room for others, a new reading of its folder. Returns the load's
-        number; `release` lets it go."""
+        has replaced it since or, if it had to make room for others, a new reading of its folder."""
         again = self._dropped.get(number)
         if again is not None and again.name not in self._current:
             paths = {each: own.path for each, own in self._dropped.items() if own.name == again.name}
             if (path := paths[max(paths)]) is not None:
                 return self.begin(LoRARequest(again.name, 1, path))
-        number = self.newest(number)
-        self._loads[number].num_holders += 1
-        return number
+        return self._hold(self.newest(number))
 
     def is_ready(self, number: int) -> bool:
         """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
@@ -152,18 +157,17 @@ class AdapterRegistry:
         if read is None:
             return False
         if read.error is not None:
-            self._take_out(number)
-            self._order(DropAdapter(number))
+            self._drop(load)
             raise ValueError(read.error)
         self.sizes[number] = read.size
         self._serve(load)
         return True
 
-    def release(self, number: int | None) -> None:
+    def release(self, hold: AdapterHold) -> None:
         """A front has added its requests, or given up."""
-        load = None if number is None else self._loads.get(number)
-        if load is not None and load.num_holders:
-            load.num_holders -= 1
+        load = self._loads.get(hold.number)
+        if load is not None and hold in load.holds:
+            load.holds.remove(hold)
             if load.is_idle and load.number not in self.sizes and load.name in self._current:
                 load.is_replaced = True  # no front waits for this reload any more: the load before stays
             self._drop_replaced(load)
@@ -181,8 +185,12 @@ class AdapterRegistry:
             raise UnknownAdapter("the request's adapter has been removed: ask for it again")
         return newer
 
-    def enter(self, number: int | None) -> None:
-        if number is not None:
+    def enter(self, numbers: Sequence[int | None]) -> None:
+        """Requests with these loads are about to be added. Refuses all of them if a load is not there."""
+        entering = [number for number in numbers if number is not None]
+        if not self.sizes.keys() >= set(entering):
+            raise UnknownAdapter("the request's adapter is not loaded any more: ask for it again")
+        for number in entering:
             self._loads[number].num_requests += 1
             self._loads.move_to_end(number)
 
@@ -193,12 +201,28 @@ class AdapterRegistry:
             self._drop_replaced(load)
 
     def forget_requests(self) -> None:
-        """The engine has forgotten all requests."""
+        """The engine has forgotten all requests, in whatever state an interrupt has left this registry. The loads stay,
+        for those that enter again; `drop_unused` follows."""
+        for load in self._loads.values():
+            load.num_requests = 0
+
+    def drop_unused(self) -> None:
+        """Finish what an interrupt may have cut off: drop loads that were replaced, or that no front waits for, and
+        serve those that have been read."""
         for load in list(self._loads.values()):
-            load.num_requests = load.num_holders = 0
-            self._drop_replaced(load)
+            if load.number not in self.sizes and load.is_idle:
+                self._drop(load)
+            elif load.number in self.sizes and not load.is_replaced and self._current.get(load.name) != load.number:
+                self._serve(load)
+            else:
+                self._drop_replaced(load)
 
     # Inside
+
+    def _hold(self, number: int) -> AdapterHold:
+        hold = AdapterHold(number)
+        self._loads[number].holds.add(hold)
+        return hold
 
     def _find(self, asked: LoRARequest) -> int | None:
         """The load of an adapter: the one that is served under its name, else one that is being read."""
@@ -213,6 +237,8 @@ class AdapterRegistry:
     def _make_room(self, name: str) -> None:
         """Drop loads until there is room for one more. A load that takes the place of an idle one of its name may be
         one too many until it has been read, because the one before is kept until then."""
+        for load in list(self._loads.values()):
+            self._drop_replaced(load)  # its last hold may have been lost
         before = self._loads.get(self._current.get(name, 0))
         if before is not None and before.is_idle and len(self._loads) == self._max_loaded:
             return
@@ -242,17 +268,16 @@ class AdapterRegistry:
             self._drop(load)
 
     def _drop(self, load: AdapterLoad) -> None:
+        """May be interrupted and begun again: the load is known until the end, and no request is given to it."""
+        load.is_replaced = True
         if load.number in self.sizes:  # no request has been checked with one that was never read
             self._dropped[load.number] = DroppedLoad(load.name, None if load.is_removed else load.path)
         if len(self._dropped) > MAX_DROPPED:
             self._dropped.popitem(last=False)
         self._forget(load.number)
-        self._take_out(load.number)
         self._order(DropAdapter(load.number))
-
-    def _take_out(self, number: int) -> None:
-        load = self._loads.pop(number)
-        self.sizes.pop(number, None)
-        del self._names[number]
-        if self._current.get(load.name) == number:
+        if self._current.get(load.name) == load.number:
             del self._current[load.name]
+        self.sizes.pop(load.number, None)
+        self._names.pop(load.number, None)
+        del self._loads[load.number]

@@ -214,7 +214,8 @@ class Engine:
     def reset(self) -> None:
         """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
         on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
-        of the new generation and is forgotten with it."""
+        of the new generation and is forgotten with it. `resume` brings requests back, then `drop_unused_adapters`
+        follows: until then their adapters stay, also those that were read again meanwhile."""
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
@@ -223,6 +224,10 @@ class Engine:
         if self.adapters is not None:
             self.adapters.forget_requests()
         self._publish_events()
+
+    def drop_unused_adapters(self) -> None:
+        if self.adapters is not None:
+            self.adapters.drop_unused()
 
     # One step
 
@@ -359,12 +364,17 @@ class Engine:
 
     def _enter(self, lives: Sequence[_Live]) -> None:
         """Register all requests atomically: if one is refused, none is added."""
-        self.scheduler.add(*(request for live in lives for request, _ in live.samples))
+        if self.adapters is not None:  # before the scheduler, which looks their adapters up
+            self.adapters.enter([live.adapter for live in lives])
+        try:
+            self.scheduler.add(*(request for live in lives for request, _ in live.samples))
+        except Exception:
+            for live in lives:
+                if self.adapters is not None:
+                    self.adapters.leave(live.adapter)
+            raise
         self._live |= {live.request_id: live for live in lives}
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
-        for live in lives:
-            if self.adapters is not None:
-                self.adapters.enter(live.adapter)
 
     def _emit(self, update: Update, increments: list[OutputIncrement]) -> None:
         request, result = update

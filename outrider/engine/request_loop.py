@@ -202,6 +202,7 @@ class RequestLoop:
         self._tidy()
         self._is_mid_change = True
         self._step_engine()
+        self._finish_steps()
         self._is_mid_change = False
 
     def _step_engine(self) -> None:
@@ -213,6 +214,11 @@ class RequestLoop:
                 caller = followed.caller()
                 if caller is not None and not (caller.only_ends and increment.end is None):
                     self._changed[request_id] = None
+
+    def _finish_steps(self) -> None:
+        """Once no request is left, wait for the steps in flight: they hold pages, and perhaps nobody calls again."""
+        while self._engine.has_work and not self._engine.has_requests:
+            self._step_engine()
 
     # After interrupts, and after callers that have left
 
@@ -234,8 +240,7 @@ class RequestLoop:
         for request_id in ids:
             self._engine.abort(request_id)
         self._step_engine()  # their ends
-        while self._engine.has_work and not self._engine.has_requests:
-            self._step_engine()
+        self._finish_steps()
 
     def _rebuild(self) -> None:
         """The engine forgets everything; requests that are still wanted begin again where their outputs stand."""
@@ -252,3 +257,4 @@ class RequestLoop:
                 output.fail(f"the output failed: {error!r}")
             if output.finished:
                 self._changed[request_id] = None
+        self._engine.drop_unused_adapters()

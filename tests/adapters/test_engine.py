@@ -22,7 +22,7 @@ from outrider.beam_search import BeamSearchParams
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.step import AdapterReach
-from outrider.engine.adapters import AdapterRegistry
+from outrider.engine.adapters import AdapterHold, AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model
@@ -253,7 +253,7 @@ def test_a_failed_step_brings_adapters_back(folders: list[Path]) -> None:
         inner = rig.step.run
 
         def run(*args: Any) -> Any:
-            if len(rig.batches) == 4 and next(broken, False):
+            if args[0].step == 3 and next(broken, False):
                 raise RuntimeError("a step fails")
             return inner(*args)
 
@@ -299,14 +299,17 @@ def test_a_reload_without_room_leaves_the_adapter_as_it_is(folders: list[Path]) 
     assert asked is not None and again is not None
     with served(max_loras=1, max_cpu_loras=1) as (rig, llm):
         registry = registry_of(rig)
-        number = registry.begin(asked)
+        first = registry.begin(asked)
         with pytest.raises(ValueError, match="all of them have requests: raise max_cpu_loras"):
             registry.begin(again)
-        assert registry.begin(asked) == number, "requests may still ask for it"
-        for _ in range(2):
-            registry.release(number)
+        second = registry.begin(asked)
+        assert second.number == first.number, "requests may still ask for it"
+        registry.release(first)
+        with pytest.raises(ValueError, match="all of them have requests: raise max_cpu_loras"):
+            registry.begin(again)
+        registry.release(second)
         renewed = registry.begin(again)
-        assert renewed != number, "its own place is room enough once nobody has it"
+        assert renewed.number != first.number, "its own place is room enough once nobody has it"
         registry.release(renewed)
         assert generated(llm, [PROMPT], [folders[0]]) == [text_of("llama", folders[0], tuple(PROMPT))]
 
@@ -341,28 +344,35 @@ def test_an_adapter_is_served_until_its_reload_has_been_read(folders: list[Path]
     with served() as (rig, _):
         registry = registry_of(rig)
 
-        def wait_for(number: int) -> int:
-            while not registry.is_ready(number):
+        def wait_for(hold: AdapterHold) -> int:
+            while not registry.is_ready(hold.number):
                 rig.engine.step()
-            return number
+            return hold.number
 
-        def free(*numbers: int) -> None:
-            for number in numbers:
-                registry.release(number)
+        def free(*holds: AdapterHold) -> None:
+            for hold in holds:
+                registry.release(hold)
 
-        first = wait_for(registry.begin(asked))
+        first = registry.begin(asked)
+        wait_for(first)
         given_up = registry.begin(again)
         free(given_up)
         second, third = registry.begin(again), registry.begin(again)
-        assert [registry.begin(asked), registry.begin(asked)] == [first] * 2
-        free(first, first)
-        assert wait_for(third) == registry.begin(asked) != wait_for(second), "the newest reload is served"
-        free(first, second, third)
-        assert list(registry.sizes) == [third], "loads before it are dropped"
+        others = [registry.begin(asked), registry.begin(asked)]
+        assert [hold.number for hold in others] == [first.number] * 2
+        free(*others)
+        newest = registry.begin(asked)
+        assert newest.number == first.number and wait_for(third) != wait_for(second)
+        free(newest)
+        newest = registry.begin(asked)
+        assert newest.number == third.number, "the newest reload is served"
+        free(first, second, newest)
+        assert list(registry.sizes) == [third.number], "loads before it are dropped"
         fourth = registry.begin(again)
         registry.remove(folders[0].name)
-        assert wait_for(fourth) != registry.begin(asked), "a reload that began before the removal is not found"
-        free(fourth, third, fourth + 1)
+        last = registry.begin(asked)
+        assert wait_for(fourth) != last.number, "a reload that began before the removal is not found"
+        free(fourth, third, last)
         assert not registry.sizes
 
 

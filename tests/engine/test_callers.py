@@ -57,6 +57,63 @@ def test_threads_take_turns(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def assert_nothing_is_held(llm: LLM) -> None:
+    assert_idle(llm)
+    assert not llm.engine.has_work, "a step is in flight, or its result was not taken"
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.cache.usage() == 0
+
+
+def test_no_way_of_ending_leaves_a_step_in_flight(llm: LLM) -> None:
+    """Texts that the host ends (a stop string), several callers whose last requests end in one step, an iterator that
+    is closed beside another call, requests that are aborted one by one."""
+    whole = llm.generate([list(SOME_PROMPT)], greedy(12, ignore_eos=True))[0].outputs[0].text
+    assert_nothing_is_held(llm)
+    for end in range(1, len(whole), 4):
+        llm.generate([list(SOME_PROMPT)], greedy(12, ignore_eos=True, stop=[whole[:end]]))
+        assert_nothing_is_held(llm)
+    for num_steps in (1, 2, 5):
+        closed = llm.follow([list(SOME_PROMPT)] * 2, greedy(12, ignore_eos=True))
+        for _ in range(num_steps):
+            next(closed)
+        closed.close()
+        assert_nothing_is_held(llm)
+        first, second = (llm.stream(prompt_of(seed, 7), greedy(6, ignore_eos=True)) for seed in (1, 2))
+        for stream in (first, second):
+            next(stream)
+        list(first)
+        if num_steps % 2:
+            second.close()
+        list(second)
+        assert_nothing_is_held(llm)
+        engine = llm.llm_engine
+        for name in "ab":
+            engine.add_request(name, {"prompt_token_ids": SOME_PROMPT}, greedy(num_steps, stop=[whole[:3]]))
+        while engine.has_unfinished_requests():
+            ended = [output.request_id for output in engine.step() if output.finished]
+            engine.abort_request("b" if "a" in ended else "")
+        assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gated_delta", marks=pytest.mark.long)])
+def test_the_last_call_of_several_threads_leaves_no_step_in_flight(family: str) -> None:
+    with make_llm(family, drafts=family == "llama") as llm:
+        expected = generate(llm)
+        for round_ in range(2):
+            closed = llm.follow([list(SOME_PROMPT)] * 3, greedy(40, ignore_eos=True)) if round_ % 2 else None
+            found: list[Any] = []
+            threads = [threading.Thread(target=lambda found=found: found.append(generate(llm))) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            if closed is not None:
+                next(closed)
+                closed.close()
+            for thread in threads:
+                thread.join()
+            assert found == [expected] * 2
+            assert_nothing_is_held(llm)
+
+
 def test_outputs_that_grow_do_not_go_to_callers_that_want_ends_alone(llm: LLM) -> None:
     def seen(kind: RequestOutputKind) -> list[bool]:
         params = [replace(greedy(length), output_kind=kind) for length in (3, 12)]
