@@ -18,7 +18,6 @@ MAX_WAIT = 60  # seconds, the most that Retry-After says
 class QueueBound:
     def __init__(self, max_queued: int) -> None:
         self.num_live = 0  # samples of requests that have not been answered
-        self.num_refused = 0
         self._max_queued = max_queued
         self._mean_seconds = 1.0  # a request takes, over the last few
 
@@ -26,7 +25,6 @@ class QueueBound:
     def admit(self, num_samples: int, max_running: int) -> Iterator[None]:
         """Raises the 429 if the samples would make the queue longer than allowed."""
         if self.num_live and self.num_live + num_samples > max_running + self._max_queued:
-            self.num_refused += 1
             raise ApiError(429, f"{self.num_live} samples are running or waiting, and at most {max_running} run and "
                                 f"{self._max_queued} wait: try again later", retry_after=self._wait(max_running))
         self.num_live += num_samples

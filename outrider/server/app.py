@@ -23,13 +23,13 @@ from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.classification import ClassifyRequest, create_classes
 from outrider.server.completions import completions
-from outrider.server.dashboard import dashboard
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
+from outrider.server.page.dashboard import dashboard
 from outrider.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -79,7 +79,7 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_surprise)
-    app.add_middleware(Guard, **guard_options(config))
+    app.add_middleware(Guard, **guard_options(config), on_refused=service.metrics.count_refused)
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
@@ -246,7 +246,7 @@ def _state_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         state = service.host.state
         engine = state.llm.engine if isinstance(state, Serving) else None
-        text = service.metrics.text(engine, service.admission.num_refused, service.host.num_restarts)
+        text = service.metrics.text(engine, service.host.num_restarts)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     return routes

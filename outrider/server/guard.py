@@ -46,9 +46,11 @@ def guard_options(config: ServerConfig) -> dict[str, Any]:
 
 
 class Guard:
-    def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None) -> None:
-        """hosts: the names that are served; None: all."""
-        self._app, self._hosts = app, hosts
+    def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
+                 on_refused: Callable[[int], None] | None = None) -> None:
+        """hosts: the names that are served; None: all. on_refused: hears the status of every answer that refuses a
+        request, whoever refuses it."""
+        self._app, self._hosts, self._on_refused = app, hosts, on_refused
         self._digests = [_digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
 
@@ -62,7 +64,8 @@ class Guard:
         request_id = uuid4().hex if is_wrong or not given else given.decode("ascii")
         scope[REQUEST_ID_HEADER] = request_id
         REQUEST_ID.set(request_id)
-        send = _with_header(send, b"x-request-id", request_id.encode("ascii"))
+        asks = scope["method"] not in BODILESS_METHODS and scope["path"] not in OPEN_PATHS
+        send = _with_header(send, b"x-request-id", request_id.encode("ascii"), self._on_refused if asks else None)
         try:
             if is_wrong:
                 raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
@@ -145,10 +148,12 @@ class RootPath:
         await self._app(scope, receive, send)
 
 
-def _with_header(send: Send, name: bytes, value: bytes) -> Send:
+def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[int], None] | None) -> Send:
     def send_with(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every event
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), (name, value)]
+            if on_refused is not None and (400 <= message["status"] < 500 or message["status"] == 503):
+                on_refused(message["status"])
         return send(message)
 
     return send_with

@@ -74,12 +74,16 @@ class ServerMetrics:
         self.computed = Histogram("request_prefill_kv_computed_tokens",
                                   "Prompt tokens of a request that the prefix cache did not provide.", TOKENS)
         self.ends: Counter[str] = Counter()
+        self.refused: Counter[int] = Counter({400: 0, 429: 0})  # by status; rates need a first value
         self.num_preemptions = 0
 
     def timer(self, request_id: str, prompt_len: int, params: SamplingParams) -> RequestTimer:
         return RequestTimer(self, request_id, prompt_len, params)
 
-    def text(self, engine: Engine | None, num_refused: int, num_restarts: int) -> str:
+    def count_refused(self, status: int) -> None:
+        self.refused[status] += 1
+
+    def text(self, engine: Engine | None, num_restarts: int) -> str:
         lines = ["# HELP process_start_time_seconds When the server began, in seconds since 1970.",
                  "# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {self._began:.2f}"]
         for histogram in (self.first_token, self.between, self.per_token, self.whole, self.queue, self.prefill,
@@ -89,7 +93,8 @@ class ServerMetrics:
         lines += self._counter("request_success", "Requests that ended, by reason.",
                                {f'finished_reason="{reason}"': count for reason, count in self.ends.items()})
         lines += self._counter("num_preemptions", "Preemptions of requests.", {"": self.num_preemptions})
-        lines += self._counter("requests_refused", "Requests refused because the queue was full.", {"": num_refused})
+        lines += self._counter("requests_refused", "Requests that were answered with an error, by its status.",
+                               {f'status="{status}"': count for status, count in self.refused.items()})
         lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
         if engine is not None:
             lines += [*self._state_lines(engine), *self._step_lines(engine.stats)]
@@ -110,8 +115,10 @@ class ServerMetrics:
                                  for level, state in enumerate(SLEEP_STATES)})
         settings = {"block_size": min(group.page_tokens for group in cache.groups),
                     "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}
-        yield from self._gauges("engine_info", "What the engine serves with: its device, and the longest context.",
-                                {f'device="{_escaped(engine.device_name)}",max_model_len="{engine.limits.max_len}"': 1})
+        info = {"device": _escaped(engine.device_name), "max_model_len": engine.limits.max_len,
+                "max_drafts": engine.limits.max_drafts}
+        yield from self._gauges("engine_info", "What the engine serves with: device, longest context, most drafts.",
+                                {",".join(f'{name}="{value}"' for name, value in info.items()): 1})
         yield from self._gauges("cache_config_info", "Settings of the cache: tokens of the smallest page, pages.",
                                 {",".join(f'{name}="{value}"' for name, value in settings.items()): 1})
         if engine.adapters is not None:

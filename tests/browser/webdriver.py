@@ -45,6 +45,11 @@ class Browser:
         self.run("const box = document.getElementById('say'); box.value = arguments[0];"
                  "document.querySelector('form').requestSubmit()", text)
 
+    def resize(self, width: int, height: int) -> None:
+        """Gives the page a size; windows cannot be as narrow as telephones."""
+        self._post("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": {
+            "width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}})
+
     def screenshot(self, path: Path) -> None:
         answer = self._http.get("/screenshot").raise_for_status().json()
         path.write_bytes(base64.b64decode(answer["value"]))

@@ -338,9 +338,9 @@ def test_another_drafter_is_refused_by_the_worker() -> None:
 def test_the_servers_metrics_tell_what_was_learned() -> None:
     with Rig(target(), **SETTINGS | {"adapt_drafter": False}) as rig:
         metrics = ServerMetrics("tiny")
-        assert "adapt_" not in metrics.text(rig.engine, 0, 0)
+        assert "adapt_" not in metrics.text(rig.engine, 0)
         rig.engine.adaptation = AdaptationReport(5, 4, 3, 2, 1.5, 2.5, 0.25)
-        text = metrics.text(rig.engine, 0, 0)
+        text = metrics.text(rig.engine, 0)
     for name, value in (("texts_total", 5), ("steps_total", 4), ("swaps_total", 3), ("errors_total", 2),
                         ("serving_mean_run", 1.5), ("candidate_mean_run", 2.5), ("work_seconds_total", "0.250")):
         assert re.search(rf"^vllm:adapt_{name}{{.*}} {value}$", text, re.MULTILINE), name

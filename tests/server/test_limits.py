@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -134,7 +135,27 @@ def test_a_full_queue_answers_429_and_the_rest_is_served(served: Served) -> None
             served.client().completions.create(model=MODEL, prompt="x")
     served.assert_idle()
     assert served.post("/v1/completions", prompt="x").status_code == 200
-    assert "vllm:requests_refused_total" in served.http.get("/metrics").text
+
+
+def test_every_refused_request_is_counted_by_its_status(served: Served) -> None:
+    """Whatever refuses it: its body, its fields, its model, the queue. What pages and probes ask for is no request."""
+    def counts() -> dict[str, int]:
+        text = served.http.get("/metrics").text
+        return {found[1]: int(found[2])
+                for found in re.finditer(r'vllm:requests_refused_total\{.*status="(\d+)"\} (\d+)', text)}
+
+    before = counts()
+    assert set(before) >= {"400", "429"}, "they are there before the first, for rates"
+    for body in ({"prompt": "x", "temperature": -1}, {"prompt": "x" * 500}, {}, {"prompt": "x", "nonsense": 1}):
+        served.error("/v1/completions", **body)
+    served.error("/v1/completions", 404, prompt="x", model="another")
+    served.error("/v1/completions", 413, prompt="x" * 30_000)
+    for path in ("/favicon.ico", "/v1/models/another"):
+        assert served.http.get(path).status_code == 404
+    assert served.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+    after = counts()
+    assert {status: after[status] - before.get(status, 0) for status in after} == {
+        "400": 4, "404": 1, "413": 1} | {status: 0 for status in after if status not in ("400", "404", "413")}
 
 
 @pytest.mark.parametrize("stream", [False, True])
