@@ -1,16 +1,21 @@
 """Python's garbage collector and a running engine.
 
 A full collection looks at every container that lives. After start-up these are some hundred thousand of imported
-libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps.
+libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps. So start-up's objects
+are frozen. Those that requests make since are many too, 30 to 60 ms for a few hundred requests, and Python runs full
+collections often while few objects are older: while an engine has work, there are only young collections.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+BUSY_THRESHOLDS = (10_000, 10, 1 << 30)  # a young collection takes a millisecond, and a full one never comes
+LONGEST_BUSY = 300.0  # seconds without a full collection, after which a busy engine runs one
 _engines: set[int] = set()  # ids of the engines for which the heap is frozen
 
 
@@ -45,3 +50,48 @@ def _release(engine_id: int) -> None:
         _engines.remove(engine_id)
         if not _engines:
             gc.unfreeze()
+
+
+class WorkingThresholds:
+    """The collector's thresholds while any engine of this process has work, and the user's at all other times."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()  # ids of the engines that live
+        self._working: set[int] = set()  # ids of those that have work
+        self._before: tuple[int, int, int] | None = None  # the user's thresholds, while an engine has work
+        self._due = 0.0  # when a full collection is due
+
+    def begin(self, engine: object) -> None:
+        """The engine is about to run a step."""
+        if not self._working:
+            self._before = gc.get_threshold()
+            if self._before[0]:  # else the user collects
+                gc.set_threshold(*BUSY_THRESHOLDS)
+            self._due = time.monotonic() + LONGEST_BUSY
+        elif self._due < time.monotonic():
+            self._due = time.monotonic() + LONGEST_BUSY
+            if gc.isenabled() and self._before and self._before[0]:
+                gc.collect()
+        if id(engine) not in self._known:
+            self._known.add(id(engine))
+            weakref.finalize(engine, self._forget, id(engine)).atexit = False
+        self._working.add(id(engine))
+
+    def end(self, engine: object) -> None:
+        """The engine has no work any more, or was closed."""
+        self._end(id(engine))
+
+    def _forget(self, engine_id: int) -> None:
+        self._end(engine_id)
+        self._known.discard(engine_id)
+
+    def _end(self, engine_id: int) -> None:
+        if engine_id in self._working:
+            self._working.remove(engine_id)
+            if not self._working and self._before is not None:
+                if gc.get_threshold() == BUSY_THRESHOLDS:  # else the user has changed them meanwhile
+                    gc.set_threshold(*self._before)
+                self._before = None
+
+
+working_thresholds = WorkingThresholds()

@@ -23,7 +23,7 @@ from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
 from outrider.engine.adapters import AdapterRegistry
-from outrider.engine.collector import unfreeze_heap
+from outrider.engine.collector import unfreeze_heap, working_thresholds
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import KvEvents
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
@@ -234,6 +234,7 @@ class Engine:
     def step(self) -> list[OutputIncrement]:
         """Advance by one step; returns what it added to requests, and the ends of requests."""
         self.check_running()
+        working_thresholds.begin(self)
         depth = self.limits.steps_in_flight
         is_submitted = len(self._in_flight) < depth and self._submit()
         increments, self._held = self._held, []
@@ -247,6 +248,8 @@ class Engine:
             self._stats_log.tick()
         self._end_early(increments)
         self._publish_events()
+        if not self.has_work:
+            working_thresholds.end(self)
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
@@ -264,6 +267,7 @@ class Engine:
             self._stats_log = None
         self.runner.close()
         self.close_events()
+        working_thresholds.end(self)
         unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     def close_events(self) -> None:

@@ -76,3 +76,64 @@ def test_a_closed_engine_that_is_still_referenced_holds_no_memory(
     llm.close()  # once more
     with pytest.raises(EngineError, match="was closed"):
         llm.generate([prompt_of(1, 5)], greedy(3), use_tqdm=False)
+
+
+def test_an_engine_with_work_runs_no_full_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generations: list[int] = []
+    with LLM(str(save_folder(tmp_path, CONFIGS["llama"], seed=3)), device="cpu", max_model_len=64, num_pages=16) as llm:
+        before = gc.get_threshold()
+        gc.set_threshold(50, 2, 2)  # full collections nearly always
+
+        def note(phase: str, info: dict[str, int]) -> None:
+            if phase == "start" and llm.engine.has_work:
+                generations.append(info["generation"])
+
+        gc.callbacks.append(note)
+        try:
+            outputs = llm.generate([prompt_of(seed, 5) for seed in range(8)], greedy(30), use_tqdm=False)
+            assert gc.get_threshold() == (50, 2, 2)  # the user's again
+        finally:
+            gc.callbacks.remove(note)
+            gc.set_threshold(*before)
+    assert len(outputs) == 8 and 2 not in generations
+
+
+def test_the_thresholds_are_the_users_again_when_the_last_engine_rests_or_is_gone(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        """Something that a weak reference can name."""
+
+    thresholds, before = collector.WorkingThresholds(), gc.get_threshold()
+    first, second = Engine(), Engine()
+    try:
+        for engine in (first, second, first):
+            thresholds.begin(engine)
+        thresholds.end(first)
+        assert gc.get_threshold() == collector.BUSY_THRESHOLDS
+        del second, engine
+        assert gc.get_threshold() == before
+        thresholds.begin(first)
+        gc.set_threshold(123, 4, 5)  # by the user, meanwhile
+        thresholds.end(first)
+        assert gc.get_threshold() == (123, 4, 5)
+        gc.set_threshold(0)  # the user collects
+        thresholds.begin(first)
+        assert gc.get_threshold()[0] == 0
+        thresholds.end(first)
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_an_engine_that_is_always_busy_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        """Something that a weak reference can name."""
+
+    thresholds, engine, collected, now = collector.WorkingThresholds(), Engine(), [], [1000.0]
+    monkeypatch.setattr(collector.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(collector.gc, "collect", lambda: collected.append(now[0]))
+    for _ in range(4 * int(collector.LONGEST_BUSY)):
+        thresholds.begin(engine)
+        now[0] += 1
+    thresholds.end(engine)
+    assert len(collected) == 3

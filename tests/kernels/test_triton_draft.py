@@ -304,6 +304,18 @@ def test_views_of_passes_have_int32_copies_of_their_own(device: torch.device) ->
     assert second.lengths_int32 is passes.further[0].lengths_int32 and read.lengths_int32 is reading.only.lengths_int32
 
 
+@pytest.mark.parametrize("lens, bound", [((1, 1), 1), ((2, 1), 4), ((3, 3), 4), ((2, 30), 4), ((1, 30), 1), ((4, 2), 4),
+                                         ((30, 31), 0)])
+def test_eager_steps_use_the_decode_tiles_of_captured_steps(device: torch.device, lens: tuple[int, int],
+                                                            bound: int) -> None:
+    """Captured steps bound the decode kernel's queries by 1 or by all drafts. A tile of its own for each number of
+    drafts would be a kernel to compile while requests wait."""
+    members = [Member(4, count, count, 0, True, 0, 0) for count in lens]
+    step, _ = make_step(members, (0, 0), 3, 5, device)
+    plan = TritonBackend(decode_kernel_max_query=4).plan(step.batch.padded, GROUPS[0])
+    assert plan.decode_max_query == bound
+
+
 @given(st.integers(0, 2**31), st.integers(1, 9), st.booleans(), st.integers(0, 2), st.booleans())
 def test_first_slots_equal_the_torch_code(device: torch.device, seed: int, count: int, needs_tail: bool,
                                           num_chained: int, is_filled: bool) -> None:

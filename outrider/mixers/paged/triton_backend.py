@@ -7,7 +7,7 @@ Grids come from host bounds; lengths are read on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,7 +154,7 @@ class TritonBackend(Backend):
         prefill: NoPrefill | HostPrefill | DevicePrefill = NoPrefill()
         match view.queries:
             case ExactQueries(lens):
-                max_query = max((n for n in lens if n <= self._max_query), default=0)
+                max_query = self._decode_bound(lens)
                 if max(lens, default=0) > self._max_query:
                     prefill = HostPrefill([n if n > self._max_query else 0 for n in lens], self._max_query)
                     if max_query:
@@ -168,6 +168,14 @@ class TritonBackend(Backend):
                 live = torch.where(view.query_starts_int32.diff() <= most, live, 0)
         return Plan(view, view.page_table(group), group.page_tokens, view.slots(group), live, max_query, prefill,
                     may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
+
+    def _decode_bound(self, lens: Sequence[int]) -> int:
+        """The bound of the decode kernel's queries for these token counts: one of the two that captured steps have.
+
+        The kernel's tile follows from the bound, so any other bound could be a kernel that start-up has not compiled:
+        a step with prompts and fewer drafts than the most once waited 1.5 s for one."""
+        most = max((n for n in lens if n <= self._max_query), default=0)
+        return most if most <= 1 else self._max_query
 
     def run(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, k: torch.Tensor | None,
             v: torch.Tensor | None, plan: Plan) -> torch.Tensor:

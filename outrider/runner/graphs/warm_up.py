@@ -183,10 +183,11 @@ def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
     for bound in contexts:
         if fits >= LONG_QUERY:
             yield [LONG_QUERY], bound
-        for count in {min(FEW_REQUESTS, limits.max_requests), min(SEVERAL_REQUESTS, limits.max_requests)}:
-            if LONG_QUERY + count <= fits:
-                yield [LONG_QUERY] + [1] * min(count, limits.max_requests - 1), bound
-            for query in {1, 1 + limits.max_drafts}:
+        for count in sorted({min(num, limits.max_requests) for num in (FEW_REQUESTS, SEVERAL_REQUESTS, MANY_REQUESTS)}):
+            for query in sorted({1, 1 + limits.max_drafts}):
+                beside = min(count, limits.max_requests - 1)
+                if LONG_QUERY + beside * query <= fits:
+                    yield [LONG_QUERY] + [query] * beside, bound
                 if count * query <= fits:
                     yield [query] * count, bound
 
