@@ -41,7 +41,6 @@ ALONE = (
     "outrider generate Qwen/Qwen2.5-7B --prompt SELECT --lora adapters/sql",
     "outrider chat smollm2",
     "outrider run-batch smollm2 -i requests.jsonl -o answers.jsonl",
-    "outrider bench throughput smollm2 --shapes 1x128x64,8x128x64",
     "outrider bench spec smollm2 --batch-sizes 1",
     "outrider bench exact path/to/model --batch-sizes 1,8,64",
     "outrider bench costs MODEL -o costs.json",
@@ -50,15 +49,15 @@ ALONE = (
     "outrider simulate costs.json --concurrency 64 --input-len lognormal:512:0.8 --output-len 128 --ranks 4",
     "outrider simulate costs.json --trace trace.jsonl --plot capacity --save-result result.json",
     f"outrider verify smollm2 --quick --speculative-config {NGRAM}",
-    f"outrider verify smollm2 --speculative-config {NGRAM}",
     "outrider verify smollm2 --exact",
     "outrider verify MODEL -tp 2",
     "outrider verify MODEL -tp 2 --exact",
 )
 # Servers, each with the commands that ask it.
 SERVERS: dict[str, tuple[str, ...]] = {
-    "outrider serve smollm2 --port 8000": (),
-    f"outrider serve smollm2 --port 8000 --speculative-config {NGRAM}": (
+    "outrider serve smollm2 --port 8000 --speculative-config auto": (
+        CHAT + '\'{"model": "smollm2", "messages": [{"role": "user", "content": "What is a tide?"}], '
+        '"max_tokens": 40}\'',
         CHAT + '\'{"model": "smollm2", "messages": [{"role": "user", "content": "What is a tide?"}], "max_tokens": 40, '
         '"temperature": 0}\'',
     ),
@@ -81,13 +80,14 @@ SERVERS: dict[str, tuple[str, ...]] = {
 INSTALL = "installs what it says; tests/compat/packages.py does so in empty environments"
 GPU = "needs a GPU"
 MEASUREMENT = "takes minutes or files from elsewhere, and its result is a figure; the script starts and knows its flags"
+TARGETS = "sets up a whole environment; .ci/run makes the tests, tests/engine/test_commands.py the demo"
 OPERATOR = "needs a container runtime or systemd; tests/server/test_deploy.py reads the files that it uses"
 # Why a command is not run as printed, or the test that runs it with another model, other sizes or another address.
 NOT_RUN: dict[str, tuple[str, ...]] = {
     INSTALL: (
-        "pip install 'outrider[server]'", "python3 -m venv .venv && . .venv/bin/activate", "pip install torch==2.13.0",
         "pip install '.[server]'", "pip install -c constraints.txt '.[server]'", "pip install 'outrider[server,ray]'",
     ),
+    TARGETS: ("make demo", "make test"),
     GPU: (
         "bash bench/h200.sh OUT && python bench/collect_results.py OUT && python bench/plot_results.py",
         "bash bench/h200.sh OUT nemotronh-spread nemotronh-mtp-spread dsv32-spread dsv32-mtp-spread",

@@ -31,7 +31,7 @@ HERE = "tests/compat/test_docs.py"
 EXTENDING = "tests/unit/test_extending.py"
 # Blocks that are no commands: which test runs them, and how many there are under the heading, if there are several.
 RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
-    ("README.md", "Use"): "tests/compat/test_readme.py",
+    ("README.md", "Use it"): "tests/compat/test_readme.py",
     ("docs/architecture.md", "How Outrider works"): NO_CODE,
     ("docs/architecture.md", "Two lengths"): NO_CODE,
     ("docs/architecture.md", "The life of a page"): NO_CODE,
