@@ -29,7 +29,8 @@ from outrider.commands.parser import (
 )
 from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
 from outrider.commands.training_flags import TRAIN_EXAMPLES, add_training_flags
-from outrider.core.status_line import CLEAR, is_terminal
+from outrider.core.foreign_text import log_lines
+from outrider.core.status_line import CLEAR, is_terminal, say, write_stderr
 from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -372,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 hash_compiler_ahead(getattr(args, "device", "auto"))
             return int(import_module(f"outrider.{args.module}").run(args))
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        write_stderr("\n")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has ended; Python would complain again when it closes it.
@@ -382,21 +383,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug and not isinstance(error, UsageError):
             raise
         return _report(error, parser)
+    finally:
+        _give_up_lost_lines()
+
+
+def _give_up_lost_lines() -> None:
+    """Lines that standard error did not take (the disk is full) are tried again when the interpreter ends, which would
+    then end with a status of its own."""
+    try:
+        if isinstance(sys.stderr, TextIOWrapper):
+            sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.stderr = open(os.devnull, "w")  # for as long as the process runs
 
 
 def _report(error: Exception, parser: Parser) -> int:
     text = with_flags(" ".join(str(error).split()), parser) or type(error).__name__
     if isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
-        print(f"outrider: error: {text}", file=sys.stderr)
+        say(f"outrider: error: {text}")
         return BAD_INPUT
-    print(f"outrider: error: {type(error).__name__}: {text} (OUTRIDER_DEBUG=1 shows where)", file=sys.stderr)
+    say(f"outrider: error: {type(error).__name__}: {text} (OUTRIDER_DEBUG=1 shows where)")
     return FAILED
 
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clear = CLEAR if is_terminal(sys.stderr) else ""  # a status line may stand where the record begins
-        return f"{clear}outrider: {record.levelname.lower()}: {record.getMessage()}"
+        return f"{clear}outrider: {record.levelname.lower()}: {log_lines(record.getMessage())}"
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 from outrider.commands.http_stream import Address, HttpError, model_names, stream_events
 from outrider.commands.output_files import check_result_file
 from outrider.commands.parser import UsageError
+from outrider.core.status_line import say
 
 PERCENTILES = (50, 90, 99)
 FIRST_ID = 10  # least token id of random prompts
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     _print(result)
     failed = [one.error for one in measured if one.error is not None]
     if failed:
-        print(f"{len(failed)} requests failed, the first with: {failed[0]}", file=sys.stderr)
+        say(f"{len(failed)} requests failed, the first with: {failed[0]}")
     text = json.dumps(result)
     if args.save_result:
         Path(args.save_result).write_text(text + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from outrider.commands.word_wrap import WordWrap
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
 from outrider.core.lora_request import LoRARequest
-from outrider.core.status_line import CLEAR, is_terminal
+from outrider.core.status_line import CLEAR, is_terminal, say, write_stderr
 from outrider.engine.stats import EngineStats
 from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
@@ -43,15 +43,13 @@ class PromptProgress:
         done = self._stats.num_step_tokens + self._stats.num_hit_tokens - self._before
         if not self._has_ended and 0 < done < self._prompt_len:
             self._is_shown = True
-            sys.stderr.write(f"{CLEAR}reading the prompt: {done:,} of {self._prompt_len:,} tokens")
-            sys.stderr.flush()
+            write_stderr(f"{CLEAR}reading the prompt: {done:,} of {self._prompt_len:,} tokens")
 
     def end(self) -> None:
         self._has_ended = True
         if self._is_shown:
             self._is_shown = False
-            sys.stderr.write(CLEAR)
-            sys.stderr.flush()
+            write_stderr(CLEAR)
 
     def __enter__(self) -> PromptProgress:
         return self
@@ -151,11 +149,11 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
     try:
         output = conversation.answer(text, _shower(), args.priority)
     except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
-        print(f"outrider: error: {with_flags(str(error), args.parser)} (/reset starts over)", file=sys.stderr)
+        say(f"outrider: error: {with_flags(str(error), args.parser)} (/reset starts over)")
         return
     print()
     if args.stats:
-        print(_stats(output, time.perf_counter() - start), file=sys.stderr)
+        write_stderr(f"{_stats(output, time.perf_counter() - start)}\n")
 
 
 def _shower() -> Callable[[str], None]:

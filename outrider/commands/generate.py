@@ -19,7 +19,7 @@ from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_fa
 from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.core import RequestOutput
 from outrider.core.fields import shown
-from outrider.core.status_line import is_terminal
+from outrider.core.status_line import is_terminal, say
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         ran = run_prompts(llm, asks, on_output=show, priority=args.priority, adapter=adapter,
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if args.stats:
-        print(stats_line(ran), file=sys.stderr)
+        say(stats_line(ran))
     raise_failed(ran.outputs)  # after the outputs that succeeded are shown
     return 0
 

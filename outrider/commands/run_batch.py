@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.serve import NEEDS, check_adapters, model_name, server_config
 from outrider.commands.serve_files import chat_template, check_files
 from outrider.core.fields import INT32
+from outrider.core.status_line import say
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.progress import bar
 from outrider.engine.start import start_engine
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             num_lines, num_errors = asyncio.run(_run(service, ready, source, target))
         finally:
             llm.shutdown()
-    print(f"outrider: {num_lines} lines answered, {num_errors} of them with an error, in {written}", file=sys.stderr)
+    say(f"outrider: {num_lines} lines answered, {num_errors} of them with an error, in {written}")
     status = 1 if num_errors else 0
     end_process(status)
     return status

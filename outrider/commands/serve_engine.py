@@ -16,6 +16,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.commands.listening import listening, tls_options
 from outrider.commands.serve_files import chat_template
 from outrider.config import EngineConfig
+from outrider.core.status_line import say
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace
@@ -32,7 +33,7 @@ SWITCH_SECONDS = 0.0005  # how long the engine's thread may wait while a burst o
 
 
 def tell(text: str) -> None:
-    print(f"outrider: {text}", file=sys.stderr, flush=True)
+    say(f"outrider: {text}")
 
 
 def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str],

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,7 @@ from outrider.commands.verify_bits import Bits, asking_for_bits, bits_of, descri
 from outrider.commands.verify_prompts import PROMPTS
 from outrider.config import EngineConfig
 from outrider.core import RequestOutput, SamplingParams, ScheduledBatch, StepResult
-from outrider.core.status_line import status_line
+from outrider.core.status_line import say, status_line
 from outrider.engine.engine import Engine
 from outrider.llm import LLM
 from outrider.runner.commands import Answer, Command, CountPaddedSteps
@@ -319,5 +318,5 @@ def _print_summary(rows: list[Row], faults: list[Row], is_exact: bool) -> None:
         occurred = [name for name in rows[0].happened if any(row.happened[name] for row in rows)]
         print(summary(sum(row.compared for row in rows), len(rows), sum(row.differing_bits for row in rows), occurred))
     if faults:
-        print("outrider: error: tokens depend on how they were computed; please report the text above with the output "
-              "of `outrider env`", file=sys.stderr)
+        say("outrider: error: tokens depend on how they were computed; please report the text above with the output of "
+            "`outrider env`")

@@ -12,6 +12,8 @@ import logging
 import threading
 from dataclasses import dataclass
 
+from outrider.core.foreign_text import on_one_line, printable
+
 MAX_DRAFTER_FAULTS = 3  # faults after which a drafter is switched off for the rest of the engine's life
 MAX_MESSAGE = 300  # characters of an exception's own message
 log = logging.getLogger("outrider")
@@ -51,13 +53,14 @@ class DrafterFault:
 
 
 def words_of(error: BaseException) -> str:
-    """An exception's kind and message, which travel to statistics and metrics. The message may be of any length, and
-    making it may raise."""
+    """An exception's kind and message on one line, which travel to logs, statistics and metrics. The message may be of
+    any length and hold anything, and making it may raise."""
     try:
         message = str(error)
     except Exception:
         message = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + '...'}"
+    message = on_one_line(message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "...")
+    return f"{type(error).__name__}: {message}"
 
 
 class FaultRecord:
@@ -76,7 +79,7 @@ class FaultRecord:
         """A record that shows the drafter's name, if it has one, and its class."""
         kind, name = type(drafter), getattr(drafter, "name", None)
         path = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(f"{name} ({path})" if isinstance(name, str) else path)
+        return cls(on_one_line(f"{name} ({path})" if isinstance(name, str) else path))
 
     @property
     def is_off(self) -> bool:
@@ -95,7 +98,7 @@ class FaultRecord:
             self._news.append(DrafterFault(self.drafter, kind, message, self._is_off))
         if is_new:
             log.warning("drafter %s: %s. Its drafts of this step are dropped; the text does not change. What to do: "
-                        "%s.%s", self.drafter, message, kind.advice, f"\n{trace}" if trace else "")
+                        "%s.%s", self.drafter, message, kind.advice, f"\n{printable(trace)}" if trace else "")
         if self._is_off:
             log.warning("drafter %s is switched off for the rest of this engine's life after %d fault%s, the last: %s",
                         self.drafter, self._num_faults, "s" * (self._num_faults > 1), message)

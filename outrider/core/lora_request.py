@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from outrider.core.fields import Count, Text, check_fields, shown
@@ -45,6 +46,16 @@ class AdapterRead:
 
     size: int = 0  # numbers that it takes on the device
     error: str | None = None  # what is wrong with the adapter
+
+
+class UnreadableAdapter(ValueError):
+    """An adapter that cannot be read. `brief`: the message without the place of the adapter's folder, for clients of a
+    server, who need not know where its files lie."""
+
+    def __init__(self, message: str, folder: str) -> None:
+        super().__init__(message)
+        path = Path(folder)
+        self.brief = message.replace(str(path), path.name)
 
 
 class AdaptersInUse(ValueError):

@@ -1,11 +1,14 @@
-"""A line on a terminal that says what a long wait is for, and vanishes with it. No torch."""
+"""Lines on standard error: those that stay, and one on a terminal that says what a long wait is for and vanishes with
+it. No torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+
+from outrider.core.foreign_text import printable
 
 CLEAR = "\r\x1b[K"  # back to the line's beginning, and forget the line
 
@@ -23,11 +26,25 @@ def status_line(text: str, *, is_once: bool = False) -> Iterator[None]:
     that stays if `is_once`: a wait that only the first start on a machine has."""
     if not is_terminal(sys.stderr):
         if is_once:
-            print(f"outrider: {text}", file=sys.stderr, flush=True)
+            say(f"outrider: {text}")
         yield
         return
-    print(f"{CLEAR}outrider: {text} ...", end="", file=sys.stderr, flush=True)
+    write_stderr(f"{CLEAR}outrider: {printable(text)} ...")
     try:
         yield
     finally:
-        print(CLEAR, end="", file=sys.stderr, flush=True)
+        write_stderr(CLEAR)
+
+
+def say(text: str) -> None:
+    """Write a line on standard error."""
+    write_stderr(f"{printable(text)}\n")
+
+
+def write_stderr(text: str) -> None:
+    """Write on standard error. If that is not possible (the disk is full, the reader has ended, the stream is closed),
+    the text is lost and the program goes on."""
+    with suppress(OSError, ValueError):  # the second: it is closed
+        if sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()

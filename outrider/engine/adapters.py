@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
+from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest, UnreadableAdapter
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 from outrider.runner.commands import Answer, Command
 
@@ -158,7 +158,7 @@ class AdapterRegistry:
             return False
         if read.error is not None:
             self._drop(load)
-            raise ValueError(read.error)
+            raise UnreadableAdapter(read.error, load.path)
         self.sizes[number] = read.size
         self._serve(load)
         return True

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
@@ -25,12 +24,12 @@ from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_whole
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
+from outrider.server.restarts import Restarts
 
 AT_EXIT = 0  # before multiprocessing waits for its children
 WATCH_SECONDS = 0.25  # between two looks at a replica
 START_SECONDS = 600.0  # until a process listens, which it does before it loads the model
-RETRY_SECONDS = 1.0  # until a replica that has died is started again
-RESTART_WINDOW = 600.0  # seconds over which restarts are counted
+SIGNAL_SECONDS = 1.0  # in which a signal to all processes reaches the front, before a death counts as a failure
 CLOSE_SECONDS = 15.0  # beyond the time that running requests get, until a replica that was told to end is killed
 log = logging.getLogger("outrider")
 
@@ -44,10 +43,10 @@ class ReplicaProcess:
                  hang_seconds: float) -> None:
         self.replica = replica
         self._router, self._adapters, self._main, self._arguments = router, adapters, main, arguments
-        self._on_failed, self._max_restarts, self._hang_seconds = on_failed, max_restarts, hang_seconds
+        self._on_failed, self._hang_seconds = on_failed, hang_seconds
         self._process: SpawnProcess | None = None
         self._has_served = False
-        self._restarts: deque[float] = deque()
+        self._restarts = Restarts(max_restarts)
 
     async def run(self) -> None:
         """Until the task is cancelled, or the replica is given up."""
@@ -58,11 +57,14 @@ class ReplicaProcess:
             self.replica.state = ReplicaState.GONE
             self._router.forget(self.replica.name)
             code = self._process.exitcode
-            await asyncio.sleep(RETRY_SECONDS)  # a signal to all processes reaches the front meanwhile
-            if not self._may_restart():
+            await asyncio.sleep(SIGNAL_SECONDS)
+            wait = self._restarts.next_wait(time.monotonic()) if self._has_served else None
+            if wait is None:
                 self._on_failed(1 if code is None else abs(code))
                 return
-            log.error("replica %s has died (exit code %s) and is started again", self.replica.name, code)
+            log.error("replica %s has died (exit code %s) and is started again in %.0f s", self.replica.name, code,
+                      wait)
+            await asyncio.sleep(wait)
             self.replica.num_restarts += 1
 
     async def stop(self, seconds: float) -> None:
@@ -108,15 +110,6 @@ class ReplicaProcess:
             self.replica.state = ReplicaState.SERVING
         elif self.replica.state is not ReplicaState.STARTING:
             self.replica.state = ReplicaState.NOT_HEALTHY
-
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > RESTART_WINDOW:
-            self._restarts.popleft()
-        if not self._has_served or len(self._restarts) >= self._max_restarts:
-            return False
-        self._restarts.append(now)
-        return True
 
 
 class ReplicaGroup:

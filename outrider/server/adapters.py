@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from outrider.async_llm import AsyncLLM
-from outrider.core.lora_request import AdaptersInUse, LoRARequest
+from outrider.core.lora_request import AdaptersInUse, LoRARequest, UnreadableAdapter
 from outrider.engine.adapters import UnknownAdapter
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
@@ -31,9 +32,12 @@ class ServedAdapters:
         return None if adapter is None else adapter.request
 
     def card(self, name: str) -> dict[str, str]:
-        """The fields of /v1/models that only an adapter's card has: its folder and the model that it adapts."""
+        """The fields of /v1/models that only an adapter's card has: the name of its folder, and of the model that it
+        adapts."""
         adapter = self._named.get(name)
-        return {} if adapter is None else {"root": adapter.path, "parent": adapter.base or self._model_names[0]}
+        if adapter is None:
+            return {}
+        return {"root": Path(adapter.path).name, "parent": adapter.base or self._model_names[0]}
 
     async def load(self, llm: AsyncLLM, name: str, path: str, *, in_place: bool) -> None:
         """Load an adapter from a folder below the root folder, and serve it under a name."""
@@ -45,8 +49,8 @@ class ServedAdapters:
         try:
             own = NamedAdapter(name, path_below(self._root, path))
             await llm.add_lora(replace(own.request, load_inplace=True))
-        except AdaptersInUse as error:
-            raise bad_value(error) from None
+        except (AdaptersInUse, UnreadableAdapter) as error:
+            raise bad_value(error, ("lora_path",)) from None
         except ValueError as error:
             raise ApiError(400, str(error), param="lora_path") from None
         self._named[name] = own

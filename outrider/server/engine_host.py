@@ -12,22 +12,21 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.async_llm import AsyncLLM
 from outrider.engine.engine_thread import tell
 from outrider.server.errors import ApiError
+from outrider.server.restarts import Restarts
 
-RESTART_WINDOW = 600.0  # seconds over which restarts are counted
-RETRY_SECONDS = 1.0  # until an engine that did not start again is started once more
 log = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True)
 class Loading:
     reason: str = "the model is loading"
+    wait: float = 0.0  # seconds before it begins
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class EngineHost:
         self._has_worker = has_worker
         self._stall_timeout = stall_timeout
         self._max_restarts = max_restarts
-        self._restart_times: deque[float] = deque()
+        self._restarts = Restarts(max_restarts)
         self._progress = (-1, 0.0)  # steps so far, and since when
         self._stalled = False
 
@@ -72,8 +71,8 @@ class EngineHost:
         match self.state:
             case Serving(llm) if llm.is_running:
                 return llm
-            case Loading(reason):
-                raise ApiError(503, reason, retry_after=5)
+            case Loading(reason, wait):
+                raise ApiError(503, reason, retry_after=5 + int(wait))
             case Failed():
                 raise ApiError(503, "the engine has failed and was not started again", retry_after=30)
         raise ApiError(503, "the engine has failed and starts again", retry_after=5)
@@ -99,7 +98,8 @@ class EngineHost:
         interval = min(1.0, self._stall_timeout / 4)
         while not isinstance(self.state, Failed):
             match self.state:
-                case Loading():
+                case Loading(wait=seconds):
+                    await asyncio.sleep(seconds)
                     await self._load()
                 case Serving(llm):
                     await asyncio.sleep(interval)
@@ -132,7 +132,6 @@ class EngineHost:
                 self._move(Failed("the engine did not start", error))
             else:  # it has served before: the memory of its predecessor may not be free yet
                 log.error("the engine did not start: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
                 self._restart(time.monotonic())
             return
         self._progress = (-1, time.monotonic())
@@ -162,16 +161,14 @@ class EngineHost:
 
     def _restart(self, now: float) -> None:
         self._stalled = False
-        while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW:
-            self._restart_times.popleft()
-        if len(self._restart_times) >= self._max_restarts:
+        wait = self._restarts.next_wait(now)
+        if wait is None:
             message = f"the engine failed and was started again {self._max_restarts} times already"
             self._move(Failed(message, RuntimeError(message)))
             return
-        self._restart_times.append(now)
         self.num_restarts += 1
-        log.error("the engine failed and is started again")
-        self._move(Loading("the engine failed and is starting again"))
+        log.error("the engine failed and is started again in %.0f s", wait)
+        self._move(Loading("the engine failed and is starting again", wait))
 
     def _move(self, state: State) -> None:
         self.state = state

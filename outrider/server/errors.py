@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from outrider.core.lora_request import AdaptersInUse
+from outrider.core.lora_request import AdaptersInUse, UnreadableAdapter
 from outrider.engine.adapters import UnknownAdapter
 
 TYPES = {
@@ -63,6 +63,8 @@ def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, st
         return ApiError(429, str(error), retry_after=1)
     if isinstance(error, UnknownAdapter):
         return ApiError(404, str(error), param="model")
+    if isinstance(error, UnreadableAdapter):
+        return ApiError(400, error.brief, param="lora_path" if "lora_path" in fields else "model")
     message = PARAMS.sub("", reduce(lambda text, name: text.replace(*name), names, str(error)))
     found = OWNER.match(message)
     owners = PROMPTS if message.startswith(("the prompt ", "prompt token ")) else (found[1],) if found else ()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from outrider.core.foreign_text import log_lines
+
 REQUESTS = logging.getLogger("outrider.requests")  # one line for every request that ended
 REQUEST_ID: ContextVar[str | None] = ContextVar("request id", default=None)  # X-Request-Id of the request being served
 FIELDS = "fields"  # the attribute of a record that holds further values
+PLAIN = re.compile(r'[!#-~]+')  # a text of a field that needs no quotes
 
 
 class JsonFormatter(logging.Formatter):
@@ -27,9 +31,14 @@ class JsonFormatter(logging.Formatter):
 
 class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        more = "".join(f" {name}={value}" for name, value in getattr(record, FIELDS, {}).items())
+        more = "".join(f" {name}={_field(value)}" for name, value in getattr(record, FIELDS, {}).items())
         text = f"outrider: {record.levelname.lower()}: {record.getMessage()}{more}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        return log_lines(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
+
+
+def _field(value: object) -> object:
+    """A text that could be read as several fields is quoted."""
+    return json.dumps(value) if isinstance(value, str) and not PLAIN.fullmatch(value) else value
 
 
 def set_up_logs(log_format: str, *, logs_requests: bool) -> None:

@@ -73,7 +73,7 @@ def text(served: Served, model: str) -> str:
 def test_an_adapter_is_a_model_of_its_own_name(served: Served, texts: dict[str, str], root: Path) -> None:
     assert text(served, "sql") == texts["sql"] and text(served, "tiny") == texts["tiny"]
     cards = {card["id"]: card for card in served.http.get("/v1/models").json()["data"]}
-    assert cards["sql"]["parent"] == "tiny" and cards["sql"]["root"] == str(root / "sql")
+    assert cards["sql"]["parent"] == "tiny" and cards["sql"]["root"] == "sql"
     assert cards["tiny"]["parent"] is None
     assert served.http.get("/v1/models/sql").json()["id"] == "sql"
     assert "there is no model 'law'" in served.error("/v1/completions", 404, model="law", prompt="x")["message"]
@@ -109,6 +109,20 @@ def test_a_broken_adapter_is_refused_by_its_name(served: Served, texts: dict[str
     error = served.error("/v1/load_lora_adapter", lora_name="bad", lora_path="bad")
     assert "holds NaN or Inf" in error["message"]
     assert text(served, "sql") == texts["sql"]
+
+
+def test_errors_of_adapters_tell_clients_no_place_of_the_server(served: Served, root: Path) -> None:
+    """Neither of one that is loaded over HTTP, nor of one that was given at start and is read by its first request."""
+    (root / "odd").mkdir()
+    (root / "odd/adapter_config.json").write_text('{"peft_type": "NEW"}')
+    told = "odd/adapter_config.json: peft_type 'NEW' is not supported: only LORA is"
+    error = served.error("/v1/load_lora_adapter", lora_name="new", lora_path="./odd")
+    assert (error["message"], error["param"]) == (told, "lora_path")
+    with serving(lambda: AsyncLLM.around(tiny_engine(**ADAPTERS).engine),
+                 lora_modules=(f"own={root / 'odd'}",)) as made:
+        error = made.error("/v1/completions", model="own", prompt="x")
+        assert (error["message"], error["param"]) == (told, "model")
+        assert str(root) not in made.http.get("/v1/models").text
 
 
 def test_a_broken_reload_leaves_the_adapter_as_it_is(served: Served, texts: dict[str, str]) -> None:

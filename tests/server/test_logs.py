@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.async_llm import AsyncLLM
+from outrider.cli import _Formatter
 from outrider.core import SamplingParams, StepResult
 from outrider.engine.step_trace import StepTrace, TracedStep
 from outrider.server.logs import FIELDS, REQUESTS, JsonFormatter, TextFormatter
@@ -54,6 +57,26 @@ def test_lines_of_both_formats() -> None:
     assert line["message"] == "request ended" and line["level"] == "info" and line["output_tokens"] == 5
     assert line["time"].endswith("+00:00") and "\n" not in JsonFormatter().format(record)
     assert TextFormatter().format(record) == "outrider: info: request ended output_tokens=5"
+
+
+FORGED = "lost\n\x1b[2J\x1b]0;title\x07outrider: error: the server was sold \x9b31m \u202efoo\r\x00"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter(), _Formatter()])
+def test_text_of_others_neither_turns_a_terminal_nor_looks_like_a_line(formatter: logging.Formatter) -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        raised = sys.exc_info()
+    record = logging.LogRecord("outrider", logging.WARNING, "x.py", 1, "an adapter: %s", (FORGED,), raised)
+    setattr(record, FIELDS, {"request_id": "a output_tokens=9", "model": 'x"\x1b[0m', "tokens": 3, "plain": "a-b/c"})
+    first, *others = formatter.format(record).split("\n")
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", "".join((first, *others)))
+    assert all(line.startswith("  ") for line in others)
+    if isinstance(formatter, TextFormatter):
+        text = "\n".join((first, *others))
+        assert 'request_id="a output_tokens=9" model="x\\"\\u001b[0m" tokens=3 plain=a-b/c' in text
+        assert text.count("\n  \\x1b[2J\\x1b]0;title\\x07outrider: error: the server was sold") == 2
 
 
 def test_spans_of_a_request_are_below_the_clients_own(served: Served) -> None:

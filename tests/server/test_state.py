@@ -13,7 +13,7 @@ import pytest
 
 from outrider import __version__
 from outrider.async_llm import AsyncLLM
-from outrider.server import engine_host
+from outrider.server import restarts
 from outrider.server.engine_host import Failed, Loading, Serving
 from outrider.server.metrics import Histogram
 from outrider.server.settings import ServerConfig
@@ -157,7 +157,7 @@ def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
 def test_a_restart_that_fails_is_one_of_the_restarts(max_restarts: int, is_served: bool,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the device's memory is not free yet. A first start that fails ends the server at once."""
-    monkeypatch.setattr(engine_host, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_SECONDS", 0.001)
     starts: list[bool] = []
 
     def start() -> AsyncLLM:

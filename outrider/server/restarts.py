@@ -1,0 +1,27 @@
+"""Restarts: how often what failed is started again, and after how long, which grows: what failed twice within seconds
+lacks something that may take longer to come back, as the memory of a device that another process still holds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_SECONDS = 600.0  # over which restarts are counted
+FIRST_SECONDS = 1.0  # before the first restart of a window
+GROWTH = 4.0  # of the wait, by each restart in the window
+MOST_SECONDS = 60.0
+
+
+class Restarts:
+    def __init__(self, most: int) -> None:
+        """most: restarts within the window."""
+        self._most = most
+        self._times: deque[float] = deque()  # of the restarts within the window, when they were decided
+
+    def next_wait(self, now: float) -> float | None:
+        """Count a restart. Returns how many seconds to wait before it; None if there were as many as there may be."""
+        while self._times and now - self._times[0] > WINDOW_SECONDS:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return None
+        self._times.append(now)
+        return min(MOST_SECONDS, FIRST_SECONDS * GROWTH ** min(len(self._times) - 1, 9))
