@@ -2,6 +2,17 @@
 
 A model hands one context to every layer, feed-forward and product. A layer that computes some of its token rows alone
 calls its parts with the context of those rows (`of_rows`).
+
+Every layer, feed-forward part and product is called with a `StepContext` (`layers/context.py`) beside its input. It
+says
+which token rows the input has: the caches of the layers, bound to the step (`attend`), each token's place in its
+request
+(`positions`) and the place that ropes turn by (`rope_positions`), embeddings that stand in for token ids at some rows
+(`stand_ins`), and what adapters add to the products of some rows (`adapters`). A part that computes only some of the
+rows gets the context of those (`of_rows`), so a product never has to guess whose rows it sees. Draft heads and
+prediction modules are called in the same way. Layers that are one native call read the tables of a step's adapters
+by themselves (`RowAdapters.factors`); adapters that have no such tables are asked product by product, by the plain
+layers.
 """
 
 from __future__ import annotations

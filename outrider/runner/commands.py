@@ -2,6 +2,22 @@
 
 A command says in `carry_out` what the worker does with it, so that a further one is a class in a file of its own, which
 may also lie outside the package. It is plain data: a worker in another process gets it through a pipe.
+
+Beside batches a worker takes *commands* (`runner/commands.py`): typed, picklable, each with a typed answer.
+`Runner.command` returns a future of the answer. Commands and steps share one order: a command runs after all steps that
+were submitted before it and before all that are submitted later, on the thread that runs the steps. A worker in its own
+process gets commands through the same pipe as batches. If a command raises, or one process cannot unpickle an object of
+the other, the exception is the command's answer, and steps go on. `Command.carry_out(worker)` says what is done, so a
+new command is one file.
+
+`engine/maintenance.py` builds `sleep`, `wake_up` and `update_weights` on commands. First `Engine.rest` waits for the
+steps in flight, preempts all requests and empties the cache. The engine stays paused until its weights and cache are
+back. In the worker `runner/residence.py` finds every tensor of the model, the drafters' modules and the pool
+(`runner/storages.py`) and frees the memory behind these tensors; the tensor objects and their views stay. On a GPU the
+memory may have other addresses when it comes back, so captured steps are dropped and captured again. On a CPU the
+addresses stay the same, so pointers in native code stay valid. `runner/weight_update.py` checks all new weights before
+it copies the first. If a copy fails, the weights are incomplete: requests wait for an update with all weights, or until
+the weights have slept and were read from their files again. The worker alone knows this (`WakeReport`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,18 @@
 Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
 one, which the device knows first. A request's grammar travels once, in its admission. A matcher is moved by accepted
 tokens only, so a row that is admitted again begins from the outputs that its admission brings.
+
+Grammars have the host's turn (`runner/grammars.py`). The scheduler splits a batch if a request with
+`structured_outputs` samples in it. Matchers live in the worker, because a mask depends on the run of the step before
+and on the drafts of this one, which the device knows first; a grammar travels once, in its request's admission.
+
+1. Before the forward is queued, the rows' last tokens and drafts are copied to the host.
+2. While the forward runs, matchers follow the run of the step before and fill a mask for every logit row, as far as the
+   drafts are allowed (`engine/grammar/`, compiled by llguidance).
+3. The masks are copied to `sample/masks.py`, and the sampler forbids what they leave out, after all other edits.
+
+Drafts are followed and taken back, so a matcher only ever knows accepted tokens, and a request that is admitted again
+begins from the outputs of its admission. Text that a grammar forces becomes a host draft.
 """
 
 from __future__ import annotations

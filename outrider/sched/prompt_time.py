@@ -4,6 +4,45 @@ Every step yields a token for each request that decodes, so the longest step is 
 request. A step with prompts and with requests that decode is therefore kept below a number of seconds, by measured
 costs, and takes hardly longer than decoding alone where prompts have time. Steps are longer while a burst of requests
 begins, since those that decode then have come with those that wait. Without requests that decode, steps are full.
+
+Every step yields tokens for all requests that decode, so a long step is a long gap in every stream. With `max_step_ms`
+(12 for `AsyncLLM` and the server, no bound for `LLM` and on a CPU) a step that has both gets as many tokens of prompts
+as fit into that time. `Scheduler._begin_prompts` asks `PromptTime.begin` (`sched/prompt_time.py`), and
+`TimedStep.most_tokens` answers for each prompt. A long prompt of a request for embeddings leaves up to half of a step's
+tokens to short prompts behind it (`FullStep.room_for`).
+
+- The time is predicted from costs that the worker measures at start-up (`runner/graphs/mixed_costs.py`): captured steps
+  by their number of tokens, the reading of contexts, and attention by pairs of tokens and keys. Sizes far beyond the
+  bound are not measured but taken in proportion.
+- Chunks fill captured sizes. The first prompt of a step always advances.
+- Where decoding takes more than half of the bound, prompts get as much time as decoding.
+
+`PromptTime.begin` takes one of three bounds:
+
+| case | the step takes at most |
+|---|---|
+| more prompts are in line than established requests decode: a *burst* | `burst_bounds` times the bound |
+| prompts have time (`Patience`) | a *small step*: 1.15 times decoding (`SMALL_STEP`) |
+| otherwise | the bound, or twice the time of decoding if that is more |
+
+**Bursts.** If a hundred requests arrive at once, the first of them decode while the others wait. Short steps would
+serve those few at the cost of the others. `max_step_ms` is therefore a promise to *established* requests only: those
+that had their first token before the burst came, and every request after 128 steps (`Burst`). A step of a burst may
+take `burst_bounds` times `max_step_ms`, at least 1, which is the smallest of:
+
+- the number of prompts in line, divided by the number of established requests that decode, if any do;
+- two thirds of the number of requests that decode, so that prompts begin to decode in growing groups;
+- 16, or 5 in a burst of more than 64 requests, which has many long gaps in any case.
+
+Where decoding is slow, the step may take longer still: twice the time of decoding, times `burst_bounds` or 5, whichever
+is less. A burst ends with the first step without prompts.
+
+**Small steps.** A step reads the weights for the requests that decode in any case, so its first few tokens of prompts
+cost little. Prompts get small steps if three things hold: small steps compute each prompt within 40 ms, they compute
+all prompts within 250 ms, and a small step has room for 4 tokens of prompts for each request that decodes, so that
+prompts which keep arriving find no queue.
+
+docs/decisions.md has the rules that were tried.
 """
 
 from __future__ import annotations

@@ -6,6 +6,23 @@ two requests share exactly the leading columns that are equal, so a wrong choice
 
 Requests are put into an order in which those with the longest common beginnings are neighbours: by their pages at 256,
 512, 1024, ... tokens, one after the other. A batch without common pages is done after the first of them.
+
+**Pages that requests share.** While requests decode, attention can read a page once for several requests that hold it.
+The kernel for this is 1 to 12% slower where nothing is shared, so it has graphs of its own (`GraphKey.shares_pages`,
+for powers of two, captured when a batch needs them). The host chooses these graphs when enough requests began from
+pages that others hold (`CacheManager.shares_pages`). It does not say which requests share; the device finds that out:
+
+1. `find_shared` (`kernels/triton/attention_sharing.py`) compares the page tables and orders the requests of the step so
+   that sharers are neighbours.
+2. `list_splits` cuts this order into *packs*. A pack has as many requests as fit into the rows of one tile: four with
+   four query heads for each key/value head. It lists the splits of packs before those of single requests.
+3. The program of a pack (`attention_packs.py`) reads the pages of the pack's first request. Each row sees keys only as
+   far as its own page table is equal to that request's, so no request reads a page that is not its own. The splits of a
+   pack are merged like all others.
+
+A common beginning counts from 256 tokens on (`LEAST_SHARED`). Nothing is shared in steps of at most 8 requests or with
+more than one draft for a request (`SHARED_DRAFTS`), in layers with a window, for drafters that do not see all keys,
+where no two requests fit into a tile, and in exact mode.
 """
 
 from __future__ import annotations
