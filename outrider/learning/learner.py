@@ -28,7 +28,7 @@ from outrider.core.drafter_faults import words_of
 from outrider.drafters.base import Step
 from outrider.learning.candidate import Candidate
 from outrider.learning.served_head import ServedHead
-from outrider.learning.traffic import RingSegment, ServedText, TrafficRing
+from outrider.learning.traffic import ClosedText, ServedText, TrafficRing
 
 log = logging.getLogger("outrider")
 
@@ -74,6 +74,10 @@ class TrainerStopped(Exception):
     """The engine closes while the trainer works."""
 
 
+class TextsForgotten(Exception):
+    """The target has other weights since the round began, so its texts are another model's."""
+
+
 class DrafterLearner:
     """The thread of steps calls all methods. Those of the trainer's thread begin with an underscore."""
 
@@ -94,6 +98,7 @@ class DrafterLearner:
         self._last_step = 0.0  # when a step last began or ended
         self._num_trained_tokens = 0
         self._num_failures = 0  # since the last round that went well
+        self._has_forgotten = False  # the texts of this round
         self._must_restart = False  # a round has failed, and its copy is not to be trusted
         self._report = AdaptationReport()
         self._told: AdaptationReport | None = None
@@ -197,6 +202,7 @@ class DrafterLearner:
         """The target's weights have changed, so what was recorded is another model's. The trainer must be paused."""
         assert self._is_paused
         self._offer.clear()
+        self._has_forgotten = True
         self.ring.clear()
         self._num_trained_tokens = self.ring.num_tokens
         try:
@@ -262,6 +268,8 @@ class DrafterLearner:
                 self._num_failures = 0
         except TrainerStopped:
             raise
+        except TextsForgotten:
+            return
         except Exception as error:  # a trainer that fails must not end serving
             self._num_failures += 1
             self._fail(error)
@@ -271,18 +279,20 @@ class DrafterLearner:
 
     def _train_round(self) -> bool:
         """Some steps, a measurement, and perhaps a swap. Returns False while there is too little to learn from."""
-        ring = self.ring
+        ring, self._has_forgotten = self.ring, False
         if self._must_restart:
             with self._at_work():
                 self._candidate.restart()
             self._must_restart = False
-        training, held_out = ring.closed(is_held_out=False), ring.closed(is_held_out=True)[-MOST_HELD_OUT:]
         may_train = self._num_trained_tokens < MOST_EPOCHS * ring.num_tokens
-        if len(training) < LEAST_TEXTS or len(held_out) < LEAST_HELD_OUT or not may_train:
+        if len(ring.closed(is_held_out=True)) < LEAST_HELD_OUT or not may_train:
             return False
         for _ in range(ROUND_STEPS):
+            training = ring.closed(is_held_out=False)  # anew for every step: the traffic goes on
+            if len(training) < LEAST_TEXTS:
+                return False
             self._train_step(self._random.sample(training, min(STEP_TEXTS, len(training))))
-        serving, candidate = self._measure(held_out)
+        serving, candidate = self._measure(ring.closed(is_held_out=True)[-MOST_HELD_OUT:])
         self._report = replace(self._report, serving_run=serving, candidate_run=candidate)
         if candidate >= serving + LEAST_GAIN:
             log.info("adapting the drafter: after %d steps its mean run on held-out traffic is %.3f, that of the "
@@ -290,9 +300,11 @@ class DrafterLearner:
             self._offer_weights()
         return True
 
-    def _train_step(self, segments: Sequence[RingSegment]) -> None:
+    def _train_step(self, chosen: Sequence[ClosedText]) -> None:
         with self._at_work():
-            texts = self.ring.read(segments)
+            texts = self.ring.read(chosen)
+        if not texts:  # others have taken their places
+            return
         for group in micro_batches(texts):
             with self._at_work():
                 self._candidate.add_gradients(group, len(group) / len(texts))
@@ -301,10 +313,10 @@ class DrafterLearner:
         self._num_trained_tokens += sum(len(text.tokens) for text in texts)
         self._report = replace(self._report, num_steps=self._report.num_steps + 1)
 
-    def _measure(self, segments: Sequence[RingSegment]) -> tuple[float, float]:
+    def _measure(self, chosen: Sequence[ClosedText]) -> tuple[float, float]:
         """Mean runs of the serving head and of the candidate on the same texts."""
         with self._at_work():
-            texts = self.ring.read(segments)
+            texts = self.ring.read(chosen)
         num_places, accepted = 0, [0, 0]
         for group in micro_batches(texts):
             for index in range(2):
@@ -329,6 +341,8 @@ class DrafterLearner:
         while not self._working.acquire(timeout=POLL_SECONDS):
             self._wait(0)
         try:
+            if self._has_forgotten:
+                raise TextsForgotten
             began = time.monotonic()
             yield
             if self._stream is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,14 @@ class RingSegment:
     @property
     def is_held_out(self) -> bool:
         return self.number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+class ClosedText(NamedTuple):
+    """A text that the ring held when it was asked. Its segment may be another text's by now, which has another
+    number."""
+
+    segment: RingSegment
+    number: int
 
 
 @dataclass(frozen=True)
@@ -173,17 +182,18 @@ class TrafficRing:
 
     # On the trainer's thread
 
-    def closed(self, *, is_held_out: bool) -> list[RingSegment]:
-        """The segments that hold texts, the oldest first."""
+    def closed(self, *, is_held_out: bool) -> list[ClosedText]:
+        """The texts that the ring holds, the oldest first."""
         with self._lock:
-            return [segment for segment in self._closed if segment.is_held_out is is_held_out]
+            return [ClosedText(segment, segment.number) for segment in self._closed
+                    if segment.is_held_out is is_held_out]
 
-    def read(self, wanted: Sequence[RingSegment]) -> list[ServedText]:
-        """Copies of the texts of those of the segments that still hold theirs. None of the segments is given to another
-        request meanwhile."""
-        numbers = {id(segment): segment.number for segment in wanted}
+    def read(self, wanted: Sequence[ClosedText]) -> list[ServedText]:
+        """Copies of those of the texts that the ring still holds. None of their segments is given to another request
+        meanwhile."""
         with self._lock:
-            held = [segment for segment in self._closed if numbers.get(id(segment)) == segment.number]
+            held_now = {(segment.start, segment.number) for segment in self._closed}
+            held = [text.segment for text in wanted if (text.segment.start, text.number) in held_now]
             for segment in held:
                 segment.is_borrowed = True
             event = self._closed_at

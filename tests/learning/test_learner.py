@@ -22,6 +22,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.start import start_engine
 from outrider.layers import Linear, RMSNorm, find_modules
 from outrider.layers.fuse import prepare
+from outrider.learning import learner as learner_module
 from outrider.learning.candidate import Candidate
 from outrider.learning.learner import IDLE_SECONDS, MOST_FAILURES, ROUND_STEPS, DrafterLearner
 from outrider.learning.served_head import ServedHead
@@ -208,6 +209,66 @@ def test_failures_of_the_trainer_harm_nothing(failure: str, monkeypatch: pytest.
         for name, slot in learner.served.slots.items():
             assert torch.equal(slot.target, healthy[name])
             assert torch.equal(learner._candidate.weights[name], slot.target)
+
+
+def test_a_round_never_measures_with_what_it_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traffic goes on between the steps of a round, and takes the places of texts that the round has chosen."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 16)
+    trained, measured = set[tuple[int, ...]](), list[tuple[int, ...]]()
+    add, apply, measure = Candidate.add_gradients, Candidate.apply, Candidate.measure
+    asked = iter(prompts(200, seed=11))
+
+    def adds(self: Candidate, texts: list[ServedText], share: float) -> None:
+        trained.update(tuple(text.tokens.tolist()) for text in texts)
+        add(self, texts, share)
+
+    def measures(self: Candidate, texts: list[ServedText], *, is_serving: bool) -> tuple[int, int]:
+        measured.extend(tuple(text.tokens.tolist()) for text in texts if is_serving)
+        return measure(self, texts, is_serving=is_serving)
+
+    with learning_rig(target(FLOAT32), adapt_memory_bytes=24 * 16 * (3 * 96 * 4 + 16)) as rig:
+        def applies(self: Candidate) -> None:
+            apply(self)
+            rig.run([Ask(next(asked), greedy(3, ignore_eos=True)) for _ in range(7)])
+
+        for name, call in (("add_gradients", adds), ("apply", applies), ("measure", measures)):
+            monkeypatch.setattr(Candidate, name, call)
+        for _ in range(24):
+            rig.run([Ask(next(asked), greedy(3, ignore_eos=True))])
+        assert learner_of(rig)._train_round()
+    assert len(trained) > 12 and len(measured) >= 4 and not trained & set(measured)
+
+
+def test_new_weights_in_the_middle_of_a_round_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the round has read is what another model said: neither its gradients nor its measurement count."""
+    without_thread(monkeypatch)
+    with learning_rig(target(FLOAT32)) as rig:
+        learner, add, added = learner_of(rig), Candidate.add_gradients, []
+        serve(rig, prompts(32, seed=12), 12)
+        serve(rig, [[1, 2, 3]], 1)
+
+        def adds(self: Candidate, texts: list[ServedText], share: float) -> None:
+            add(self, texts, share)
+            added.append(len(texts))
+
+        rest = learner._rest
+
+        def forgets(seconds: float) -> None:
+            if added and learner.ring.closed(is_held_out=False):
+                with learner.resting():
+                    learner.forget()
+            rest(seconds)
+
+        monkeypatch.setattr(Candidate, "add_gradients", adds)
+        monkeypatch.setattr(learner, "_rest", forgets)
+        learner._try_round()
+        report = learner.report
+        assert len(added) == 1 and report.num_steps == report.num_errors == report.num_swaps == 0
+        for name, slot in learner.served.slots.items():
+            assert torch.equal(learner._candidate.weights[name], slot.target.float())
+        learner._try_round()
+        assert learner.report.num_errors == 0, "with nothing to learn from it waits"
 
 
 def test_a_failure_while_recording_ends_recording_alone(monkeypatch: pytest.MonkeyPatch) -> None:

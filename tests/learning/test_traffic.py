@@ -157,6 +157,25 @@ def test_memory_is_bounded_and_the_oldest_text_goes_first(monkeypatch: pytest.Mo
         assert len(ring._open) == 12
 
 
+def test_a_text_is_never_read_from_a_segment_that_another_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are chosen once and read later, while requests take the segments of the oldest ones."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 16)
+    with learning_rig(adapt_memory_bytes=16 * 16 * (3 * 96 * 8 + 16), max_num_seqs=16) as rig:
+        ring, asked = learner_of(rig).ring, prompts(40, seed=9)
+        for prompt in asked[:18]:
+            rig.run([Ask(prompt, greedy(3))])
+        training, held_out = (ring.closed(is_held_out=is_held_out) for is_held_out in (False, True))
+        assert [text.number % 4 for text in held_out] == [3] * 4 and all(text.number % 4 < 3 for text in training)
+        wanted = {tuple(text.tokens.tolist()) for text in ring.read(training)}
+        assert len(wanted) == len(training) == 11 and len(ring.read(held_out)) == len(held_out) == 4
+        for prompt in asked[18:]:
+            rig.run([Ask(prompt, greedy(3))])
+            texts = {tuple(text.tokens.tolist()) for text in ring.read(training)}
+            assert texts <= wanted and len(texts) == len({*training} & {*ring.closed(is_held_out=False)})
+        assert not texts and not ring.read(held_out) and len(ring.closed(is_held_out=False)) >= 11
+
+
 def test_a_failed_step_leaves_nothing_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     without_thread(monkeypatch)
     with learning_rig() as rig:
