@@ -35,6 +35,7 @@ from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, random_model, save_folder, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
 from tests.engine.test_interrupts import Tracer, traced, within_limit
+from tests.learning.rigs import prompts as language_prompts
 from tests.models.test_hybrid_mtp import CASES, make_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 96, "max_num_seqs": 3,
@@ -128,6 +129,34 @@ def test_memory_that_comes_back_elsewhere_holds_what_it_should(tmp_path: Path, m
         llm.update_weights(folder)
         llm.wake_up()
         assert generated(llm) == expected and llm.engine.stats.num_accepted_tokens == 3 * accepted
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["read again", "update"])
+def test_a_trained_drafter_drafts_as_before_after_a_deep_sleep(is_given: bool) -> None:
+    """Its head is accepted often, which shows whether its weights came back; they are not among those of an update."""
+    assets = Path(__file__).parents[1] / "assets"
+    speculative = {"method": "eagle3", "model": str(assets / "eagle3"), "num_speculative_tokens": 3, "auto": False}
+    settings = SETTINGS | {"dtype": "float32", "speculative_config": speculative, "skip_tokenizer_init": True}
+    with LLM(str(assets / "target"), **settings) as llm:
+        worker: Any = llm.engine.runner
+
+        def answers() -> tuple[list[list[list[int]]], int]:
+            before = llm.engine.stats.num_accepted_tokens
+            outputs = llm.generate(language_prompts(4, seed=3), greedy(16, ignore_eos=True, detokenize=False))
+            return tokens_of(outputs), llm.engine.stats.num_accepted_tokens - before
+
+        def weights() -> list[torch.Tensor]:
+            return [slot.target.clone() for module in worker.device_step.drafter.modules()
+                    for slot in module.weights().values()]
+
+        expected, held = answers(), weights()
+        assert expected[1] > 16
+        llm.sleep(level=2)
+        if is_given:
+            llm.update_weights(assets / "target")
+        llm.wake_up()
+        assert all(torch.equal(*pair) for pair in zip(weights(), held, strict=True))
+        assert answers() == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux takes memory back while its address stays")

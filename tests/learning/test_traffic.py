@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.core import Admission
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
+from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import PoolingParams
+from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
 from outrider.learning.traffic import TrafficRing
@@ -136,6 +141,20 @@ def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(is_preempt
         (recorded,) = texts_in(rig)
         assert recorded[0][: len(third)] == third
         assert len(recorded[0]) == len(third) + 19
+
+
+@pytest.mark.parametrize("fields", [
+    {"adapter": 1}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))}, {"embeds": object()},
+    {"is_pooled": True}, {}], ids=lambda fields: next(iter(fields), "plain"))
+def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, Any],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    params = PoolingParams() if fields.pop("is_pooled", False) else SamplingParams(seed=1)
+    is_own = not fields and isinstance(params, SamplingParams)
+    with learning_rig() as rig:
+        ring = learner_of(rig).ring
+        ring.admit([Admission(3, CheckedRequest((5, 6, 7), params, **fields), 0, 20)])
+        assert (3 in ring._open) == is_own == bool(ring._start_of[3] >= 0)
 
 
 def test_memory_is_bounded_and_the_oldest_text_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

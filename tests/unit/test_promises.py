@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outrider.cache import manager
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
+from outrider.cache.promises import Promises
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.sched.drafts import FixedDrafts
@@ -140,6 +141,42 @@ def test_sharers_of_a_writer_whose_values_are_not_finite_start_again(options: di
     assert requests[0].finish is (Finish.ABORT if is_aborted else Finish.ERROR)
     assert [len(r.token_ids) - r.prompt_len for r in requests[1:]] == [3, 3, 3]
     assert all(r.finish is Finish.LENGTH for r in requests[1:])
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_is_built_on_a_broken_promise_breaks_with_it(is_written: bool) -> None:
+    """Request 1 begins from a page of 0, and 2 from a page of 1 alone: behind a window it needs no other. 3 promises
+    something of its own."""
+    pool, keys = PagePool(10), [(0, bytes([index])) for index in range(4)]
+    promises = Promises(pool)
+    pages = [pool.allocate(0) for _ in keys]
+    promises.add_page(0, 0, keys[0], pages[0])
+    promises.share_page(1, keys[0])
+    promises.add_page(0, 1, keys[1], pages[1])
+    promises.add_page(1, 1, keys[2], pages[2])
+    promises.share_page(2, keys[2])
+    promises.add_page(1, 3, keys[3], pages[3])
+    assert promises.settle(0, [] if is_written else [0], []) == (set() if is_written else {1, 2})
+    assert [pool.find(key) is not None for key in keys] == [is_written, is_written, False, False]
+    assert promises.settle(1, [], []) == set() and not promises
+    assert [pool.find(key) is not None for key in keys] == [is_written, is_written, is_written, True]
+
+
+def test_a_page_that_a_sharer_of_a_failed_writer_computed_is_never_found() -> None:
+    """Each prompt goes on where the one before ends, and the first writer's values are not finite. The hash mixer
+    checks every value that a later request reads."""
+    rig = Rig(depth=2)
+    rig.device.failing = {0}
+    longer = [COMMON[:24], COMMON[:40], COMMON[:56]]
+    requests = rig.add(*longer)
+    rig.step()
+    assert rig.hits == {0: 0, 1: 24, 2: 40}
+    rig.run()
+    assert [r.finish for r in requests] == [Finish.ERROR, Finish.LENGTH, Finish.LENGTH]
+    assert rig.scheduler.stats.num_restarts == 2
+    rig.add(COMMON, first=3)
+    rig.run()
+    assert rig.hits[3] == 56
 
 
 def test_nothing_is_shared_while_suspects_are_tried_alone() -> None:

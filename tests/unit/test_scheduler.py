@@ -60,6 +60,36 @@ def tokens_of(batch: ScheduledBatch) -> dict[int, int]:
 # Who goes first, and how much
 
 
+@pytest.mark.parametrize("leaves", ["aborted", "preempted by a step", "preempted by the schedule"])
+def test_no_admission_is_sent_for_a_request_that_has_left_its_row(leaves: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took a row and got no pages, so that no batch was made; another request has the row when one is."""
+    sched = scheduler(max_requests=2, steps=2)
+    sched.add(request(0, 4, new=1, priority=-1))
+    if leaves != "preempted by the schedule":  # a step in flight ends request 0; else it is not there yet
+        first = scheduled(sched)
+    late = request(1, 3, new=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sched.cache, "reserve", lambda *_: False)
+        if leaves == "preempted by the schedule":
+            assert sched.schedule() is None and sched.num_running == 0, "with nothing to wait for it gives its row up"
+            patch.undo()
+            (admission,) = scheduled(sched).admissions
+            assert admission.token_ids == [0, 1, 2, 3]
+            return
+        sched.add(late)
+        assert sched.schedule() is None and sched.num_running == 2, "it has a row, and no tokens"
+    sched.update(result_of(first, {0: Finish.LENGTH}))
+    if leaves == "aborted":
+        sched.end(1, Finish.ABORT)
+    else:
+        sched._preempt(late)
+    sched.add(request(2, 3, new=1, priority=-1))
+    batch = scheduled(sched)
+    expected = {2: [14, 15, 16]} | ({} if leaves == "aborted" else {1: [7, 8, 9]})
+    assert dict(zip(batch.request_ids, [a.token_ids for a in batch.admissions], strict=True)) == expected
+    assert batch.rows == [admission.row for admission in batch.admissions]
+
+
 def test_a_prompt_is_cut_by_the_budget_and_samples_with_its_last_chunk() -> None:
     sched = scheduler(budget=8)
     sched.add(request(0, 19))
