@@ -325,13 +325,20 @@ def _own_name(method: object) -> object:
     return OTHER_NAMES.get(method, method) if isinstance(method, str) else method
 
 
+LOCAL_EVENTS = "tcp://127.0.0.1:5557"  # where events are published unless told otherwise
+
+
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """`kv_events_config` with vLLM's keys: where events of the prefix cache are published."""
+    """`kv_events_config` with vLLM's keys and three of its own (bind, token_ids, hash_secret): where events of the
+    prefix cache are published, and what they tell. Anybody who can connect to the address may read them."""
 
     enable_kv_cache_events: bool = False
     publisher: Annotated[str, OneOf(("zmq", "null"))] | None = None  # None: zmq
-    endpoint: Text = "tcp://*:5557"  # bound if it has a * or is ipc://, connected to otherwise
+    endpoint: Text = LOCAL_EVENTS
+    bind: bool | None = None  # listen there, or connect to it; None: the first for a *, ipc:// and the default
+    token_ids: bool = False  # tell the tokens of pages, which are prompts and answers, and their salts
+    hash_secret: Text | None = None  # key of the hashes of pages, for those who compute them; None: drawn at start
     replay_endpoint: Text | None = None  # where missed batches can be asked for
     buffer_steps: Count = 10_000  # batches that are kept for that
     hwm: Count = 100_000  # batches that wait for a slow subscriber, in ZeroMQ's queue
@@ -358,8 +365,17 @@ class KVEventsConfig:
             raise ValueError(f"kv_events_config: {name} {address!r} needs a port from 1 to 65535{more}")
 
     @property
+    def is_bound(self) -> bool:
+        return self.endpoint == LOCAL_EVENTS or is_bound_as_such(self.endpoint) if self.bind is None else self.bind
+
+    @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
+
+
+def is_bound_as_such(address: str) -> bool:
+    """Whether an address of ZeroMQ is one to listen at, by vLLM's rule."""
+    return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
 
 def _refuse_unknown(section: str, given: dict[str, Any], kind: type[SpeculativeConfig | KVEventsConfig]) -> None:

@@ -1,12 +1,15 @@
 """Events of the prefix cache in the wire form of vLLM (`vllm/distributed/kv_events.py`), as plain values to be packed.
 
 A batch is a list: the time, its events, the number of the replica. An event is a map with its `type`. Block hashes are
-the last 64 bits of a page's digest as an integer, as vLLM sends them by default.
+64-bit integers, as vLLM sends them by default: hashes of the pages' digests under a secret, because from the digests
+themselves a subscriber could tell whether a prompt that it guesses was sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from os import urandom
 from typing import Any, assert_never
 
 from outrider.cache.events import ADAPTER, AllRemoved, CacheEvent, PageRemoved, PageStored
@@ -22,7 +25,11 @@ STATES = "mamba"  # vLLM's name for groups of recurrent states
 class EventWriter:
     """Writes events of one model's cache."""
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(self, layout: CacheLayout, *, tells_tokens: bool = False, secret: str | None = None) -> None:
+        """tells_tokens: whether events have the tokens of pages and the salts of requests. secret: key of the hashes;
+        None: one that nobody knows."""
+        self._tells_tokens = tells_tokens
+        self._key = urandom(32) if secret is None else hashlib.sha256(secret.encode()).digest()
         self._kinds = {group.index: _kind(group.spec) for group in layout.groups}
         self._sizes = {group.index: group.page_tokens for group in layout.groups}
         self._state_size = layout.recurrent.page_tokens
@@ -40,18 +47,18 @@ class EventWriter:
                 case PageStored(group, digest, content):
                     parent = None if content is None else content.parent
                     if content is not None and parent is not None and last == (PageStored, group, parent):
-                        written[-1]["block_hashes"].append(_hash(digest))
-                        written[-1]["token_ids"] += content.token_ids
+                        written[-1]["block_hashes"].append(self._hash(digest))
+                        written[-1]["token_ids"] += content.token_ids if self._tells_tokens else ()
                         if "extra_keys" in written[-1]:
-                            written[-1]["extra_keys"].append(_extra_keys(event))
+                            written[-1]["extra_keys"].append(self._extra_keys(event))
                     else:
                         written.append(self._stored(event))
                 case PageRemoved(group, digest):
                     if last is not None and last[:2] == (PageRemoved, group):
-                        written[-1]["block_hashes"].append(_hash(digest))
+                        written[-1]["block_hashes"].append(self._hash(digest))
                     else:
-                        written.append({"type": "BlockRemoved", "block_hashes": [_hash(digest)], "medium": MEDIUM,
-                                        "group_idx": group})
+                        written.append({"type": "BlockRemoved", "block_hashes": [self._hash(digest)],
+                                        "medium": MEDIUM, "group_idx": group})
                 case _:
                     assert_never(event)
             last = type(event), group, digest
@@ -61,28 +68,32 @@ class EventWriter:
         content = event.content
         kind, window = self._kinds.get(event.group, (STATES, None))
         written: Event = {
-            "type": "BlockStored", "block_hashes": [_hash(event.digest)],
-            "parent_block_hash": None if content is None or content.parent is None else _hash(content.parent),
-            "token_ids": [] if content is None else list(content.token_ids),
+            "type": "BlockStored", "block_hashes": [self._hash(event.digest)],
+            "parent_block_hash": None if content is None or content.parent is None else self._hash(content.parent),
+            "token_ids": list(content.token_ids) if content is not None and self._tells_tokens else [],
             "block_size": self._sizes.get(event.group, self._state_size),
             "lora_id": None if content is None else content.adapter, "medium": MEDIUM,
             "lora_name": event.adapter_name}
-        if (keys := _extra_keys(event)) is not None:
+        if (keys := self._extra_keys(event)) is not None:
             written["extra_keys"] = [keys]
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
         if window is not None:
             written["kv_cache_spec_sliding_window"] = window
         return written
 
+    def _extra_keys(self, event: PageStored) -> list[str] | None:
+        """The keys of a block beside its tokens: the adapter's name in every block, and if tokens are told, salts in
+        the first one."""
+        content = event.content
+        if content is None:
+            return None
+        name = [] if event.adapter_name is None else [event.adapter_name]
+        tells_salts = self._tells_tokens and content.parent is None
+        others = [key for key in content.keys if not key.startswith(ADAPTER)] if tells_salts else []
+        return [*name, *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
 
-def _extra_keys(event: PageStored) -> list[str] | None:
-    """The keys of a block beside its tokens: the adapter's name in every block, salts in the first one."""
-    content = event.content
-    if content is None:
-        return None
-    name = [] if event.adapter_name is None else [event.adapter_name]
-    others = [key for key in content.keys if not key.startswith(ADAPTER)] if content.parent is None else []
-    return [*name, *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
+    def _hash(self, digest: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(digest, digest_size=HASH_BYTES, key=self._key).digest(), "big")
 
 
 def _kind(spec: PagedSpec) -> tuple[str, int | None]:
@@ -95,7 +106,3 @@ def _kind(spec: PagedSpec) -> tuple[str, int | None]:
     if isinstance(spec, FullSpec):
         return ("full_attention" if window is None else "sliding_window"), window
     return "unknown", window
-
-
-def _hash(digest: bytes) -> int:
-    return int.from_bytes(digest[-HASH_BYTES:], "big")

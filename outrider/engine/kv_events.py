@@ -49,7 +49,7 @@ class EventSockets:
         self.publishing.set_hwm(config.hwm)
         self.replaying: Any = None
         try:
-            self._open(self.publishing, config.endpoint, zmq.ZMQError)
+            self._open(self.publishing, config.endpoint, zmq.ZMQError, is_bound=config.is_bound)
             if config.replay_endpoint is not None:
                 self.replaying = self._context.socket(zmq.ROUTER)
                 self._open(self.replaying, config.replay_endpoint, zmq.ZMQError, is_bound=True)
@@ -57,9 +57,11 @@ class EventSockets:
             self.close()
             raise
 
-    def _open(self, socket: Any, endpoint: str, failure: type[Exception], *, is_bound: bool = False) -> None:
+    def _open(self, socket: Any, endpoint: str, failure: type[Exception], *, is_bound: bool) -> None:
         address = with_rank(endpoint, self.config.data_parallel_rank)
-        is_bound |= "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
+        if self.config.token_ids and not is_local(address):
+            log.warning("events of the prefix cache tell the prompts and answers of all clients, as token ids, at %s: "
+                        "let nobody but the router reach it", address)
         try:
             (socket.bind if is_bound else socket.connect)(address)
         except failure as error:
@@ -67,6 +69,11 @@ class EventSockets:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def is_local(address: str) -> bool:
+    """Whether an address is one of this machine alone."""
+    return not address.startswith("tcp://") or address.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
 
 
 def with_rank(endpoint: str, rank: int) -> str:
@@ -89,7 +96,9 @@ class KvEvents:
         """adapter_names: of loads of adapters, by number."""
         self.record = CacheEvents(layout, adapter_names)
         self.num_dropped = 0  # batches
-        self._writer, self._sockets = EventWriter(layout), sockets
+        config = sockets.config
+        self._writer = EventWriter(layout, tells_tokens=config.token_ids, secret=config.hash_secret)
+        self._sockets = sockets
         self._next_number = 0
         self._was_dropped = False
         self._batches: queue.Queue[_Batch | None] = queue.Queue(sockets.config.max_queue_size)

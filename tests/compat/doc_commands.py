@@ -140,7 +140,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     ),
     "tests/engine/test_kv_events.py": (
         'outrider serve MODEL --kv-events-config \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
-        '"replay_endpoint": "tcp://*:5558"}\'',
+        '"replay_endpoint": "tcp://*:5558", "token_ids": true}\'',
     ),
     "tests/server/test_listening.py": ("curl --unix-socket /run/outrider.sock http://localhost/v1/models",),
     "tests/server/test_admin.py": (

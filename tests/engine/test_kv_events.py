@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 import queue
 import socket
 import time
@@ -17,7 +19,7 @@ import torch
 from outrider import LLM
 from outrider.adapters import LoRARequest
 from outrider.cache.events import AllRemoved, CacheEvents, PageContent, PageStored
-from outrider.cache.groups import LayerCache, plan_groups
+from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.cache.manager import CacheManager
 from outrider.cache.prefix import PageHashes
@@ -39,6 +41,19 @@ MODELS: dict[str, Callable[[], Model]] = {
 NUM_PAGES = {"llama": 18, "gemma3": 24, "mamba2": 40}  # so few that some are evicted
 WIRE = {"type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
         "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
+
+
+SECRET = "shared with routers"
+
+
+def hash_of(digest: bytes) -> int:
+    """The hash of a page under SECRET, as docs/replicas.md says it."""
+    key = hashlib.sha256(SECRET.encode()).digest()
+    return int.from_bytes(hashlib.blake2b(digest, digest_size=8, key=key).digest(), "big")
+
+
+def writer_of_all(layout: CacheLayout) -> EventWriter:
+    return EventWriter(layout, tells_tokens=True, secret=SECRET)
 
 
 class Subscriber:
@@ -78,7 +93,7 @@ class Subscriber:
         for i, block in enumerate(event["block_hashes"]):
             prefix = prefix + event["token_ids"][i * size : (i + 1) * size]
             digest = PageHashes(size, ()).upto(prefix, len(prefix) // size)[-1]
-            assert block == int.from_bytes(digest[-8:], "big"), "the tokens are not those of the block"
+            assert block == hash_of(digest), "the tokens are not those of the block"
             self._prefixes[group, block] = prefix
 
 
@@ -87,7 +102,7 @@ def cached_blocks(cache: CacheManager) -> set[tuple[int, int]]:
     targets = {group.index for group in cache.groups if group.is_target}
     keys = [key for key in cache.pool._page_of if key[0] in targets]
     keys += [(len(cache.groups), digest) for digest in cache.states._pages_of if cache.states.find(digest) is not None]
-    return {(group, int.from_bytes(digest[-8:], "big")) for group, digest in keys}
+    return {(group, hash_of(digest)) for group, digest in keys}
 
 
 class Followed:
@@ -97,7 +112,7 @@ class Followed:
         self.rig = Rig(model, **settings)
         self.cache = self.rig.scheduler.cache
         self.record = self.cache.pool.events = CacheEvents(self.cache.layout)
-        self.writer, self.subscriber = EventWriter(self.cache.layout), Subscriber()
+        self.writer, self.subscriber = writer_of_all(self.cache.layout), Subscriber()
 
     def compare(self) -> None:
         self.subscriber.read(self.writer.write(self.record.take()))
@@ -175,7 +190,7 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
         registry, cache = rig.engine.adapters, rig.scheduler.cache
         assert registry is not None
         record = cache.pool.events = CacheEvents(cache.layout, registry._names)
-        llm, writer = LLM.around(rig.engine), EventWriter(cache.layout)
+        llm, writer = LLM.around(rig.engine), writer_of_all(cache.layout)
 
         def stored(prompt: list[int], adapter: LoRARequest | None, **more: Any) -> list[dict[str, Any]]:
             asked = {"prompt_token_ids": prompt, **more}
@@ -207,7 +222,7 @@ def test_a_group_of_chunked_layers_is_named_as_such() -> None:
 
 
 def test_blocks_in_a_row_share_an_event_and_others_do_not() -> None:
-    writer = EventWriter(layout_of_two())
+    writer = writer_of_all(layout_of_two())
     digests = [bytes([i]) * 16 for i in range(4)]
     pages = [PageStored(0, digests[0], PageContent(None, (1, 2), ())),
              PageStored(0, digests[1], PageContent(digests[0], (3, 4), ())),
@@ -215,7 +230,7 @@ def test_blocks_in_a_row_share_an_event_and_others_do_not() -> None:
              PageStored(1, digests[1], PageContent(digests[0], (3, 4), ()))]
     first, second, cleared, other = writer.write(pages)
     assert first["token_ids"] == [1, 2, 3, 4] and len(first["block_hashes"]) == 2
-    assert second["parent_block_hash"] == int.from_bytes(digests[2][-8:], "big")
+    assert second["parent_block_hash"] == hash_of(digests[2])
     assert cleared == {"type": "AllBlocksCleared"} and other["group_idx"] == 1
 
 
@@ -241,6 +256,33 @@ def test_events_are_off_unless_they_are_asked_for() -> None:
     assert Rig(tiny_model("llama", torch.float32)).scheduler.cache.pool.events is None
 
 
+def test_events_tell_no_prompts_unless_they_are_asked_to() -> None:
+    """Neither tokens, nor salts, nor hashes that a subscriber could compute for a prompt which it guesses."""
+    digest = PageHashes(2, ("salt=pepper",)).upto([1, 2], 1)[0]
+    stored = PageStored(0, digest, PageContent(None, (1, 2), ("salt=pepper", "adapter=7")), "sql")
+    first, second = ([EventWriter(layout_of_two()).write([stored, stored])] for _ in range(2))
+    for event in (*first[0], *second[0]):
+        assert event["token_ids"] == [] and event["extra_keys"] == [["sql"]] and event["lora_name"] == "sql"
+        assert not {int.from_bytes(digest[i : i + 8], order) for i in (0, 8) for order in ("big", "little")} & {
+            *event["block_hashes"]}
+    assert first[0][0]["block_hashes"] != second[0][0]["block_hashes"], "each process has a secret of its own"
+    (told,) = writer_of_all(layout_of_two()).write([stored])
+    assert told["token_ids"] == [1, 2] and told["extra_keys"] == [["sql", "pepper"]]
+
+
+def test_events_stay_on_this_machine_unless_an_address_is_given(caplog: pytest.LogCaptureFixture,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+    assert KVEventsConfig(True).endpoint == "tcp://127.0.0.1:5557" and KVEventsConfig(True).is_bound
+    for endpoint, is_bound in [("tcp://*:5557", True), ("tcp://[::]:5557", True), ("ipc:///tmp/x", True),
+                               ("tcp://router:5557", False), ("tcp://127.0.0.1:9", False)]:
+        assert KVEventsConfig(True, endpoint=endpoint).is_bound == is_bound
+    assert KVEventsConfig(True, endpoint="tcp://127.0.0.1:9", bind=True).is_bound
+    for endpoint, warns in [("tcp://localhost:1", False), ("tcp://router.example:1", True)]:
+        EventSockets(KVEventsConfig(True, endpoint=endpoint, token_ids=True)).close()
+        assert ("prompts and answers of all clients" in caplog.text) == warns
+
+
 def test_replicas_publish_at_addresses_of_their_own() -> None:
     assert with_rank("tcp://*:5557", 0) == "tcp://*:5557" and with_rank("tcp://*:5557", 3) == "tcp://*:5560"
     assert with_rank("ipc:///tmp/events", 1) == "ipc:///tmp/events_dp1"
@@ -261,7 +303,8 @@ class Wire:
         zmq, self.msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
         replay = f"ipc://{tmp_path}/r"
         self.address = f"ipc://{tmp_path}/p"
-        config = KVEventsConfig(True, endpoint=self.address, replay_endpoint=replay, topic="kv", **settings)
+        config = KVEventsConfig(True, endpoint=self.address, replay_endpoint=replay, topic="kv", token_ids=True,
+                                hash_secret=SECRET, **settings)
         self.events = KvEvents(layout_of_two(), EventSockets(config))
         self.context = zmq.Context()
         self.subscriber = self.context.socket(zmq.SUB)
@@ -304,7 +347,7 @@ def test_batches_are_numbered_packed_and_replayed(tmp_path: Any) -> None:
     topic, numbered, payload = wire.subscriber.recv_multipart()
     number, (seconds, (event,), rank) = int.from_bytes(numbered, "big"), wire.msgpack.unpackb(payload)
     assert topic == b"kv" and rank == 0 and abs(seconds - time.time()) < 600
-    assert event == {"type": "BlockStored", "block_hashes": [int.from_bytes(bytes([7]) * 8, "big")],
+    assert event == {"type": "BlockStored", "block_hashes": [hash_of(bytes([7]) * 16)],
                      "parent_block_hash": None, "token_ids": [7] * 16, "block_size": 16, "lora_id": None,
                      "medium": "GPU", "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     for i in range(8, 12):
@@ -339,7 +382,8 @@ def test_an_engine_publishes_its_cache_and_gives_its_address_up(tmp_path: Any) -
     zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    given = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"ipc://{tmp_path}/r"}
+    given = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}", "bind": True, "token_ids": True,
+             "replay_endpoint": f"ipc://{tmp_path}/r", "hash_secret": SECRET}
     config = EngineConfig("tiny", device="cpu", dtype="float32", max_model_len=96, num_pages=64, kv_events_config=given)
     assert config.kv_events is not None
     for _ in range(2):  # the second takes the address that the first had

@@ -47,6 +47,8 @@ VOLUME = fields({"name": TEXT}, {
     "persistentVolumeClaim": fields({"claimName": TEXT}, {"readOnly": {"type": "boolean"}})})
 POD = fields({"terminationGracePeriodSeconds": COUNT, "containers": several(CONTAINER), "volumes": several(VOLUME)},
              {"securityContext": fields({"runAsNonRoot": {"const": True}, "runAsUser": COUNT, "fsGroup": COUNT})})
+RULE = fields({"ports": several(fields({"port": TEXT}))},
+              {"from": several(fields({"podSelector": fields({"matchLabels": LABELS})}))})
 META = fields({"name": TEXT}, {"labels": LABELS})
 SCHEMAS = {
     "Deployment": fields({"apiVersion": {"const": "apps/v1"}, "kind": TEXT, "metadata": META, "spec": fields(
@@ -58,6 +60,9 @@ SCHEMAS = {
                 {"size": COUNT, "restartPolicy": {"const": "RecreateGroupOnPodRestart"},
                  "leaderTemplate": fields({"metadata": fields({"labels": LABELS}), "spec": POD}),
                  "workerTemplate": fields({"spec": POD}, {"metadata": fields({"labels": LABELS})})})})}),
+    "NetworkPolicy": fields({"apiVersion": {"const": "networking.k8s.io/v1"}, "kind": TEXT, "metadata": META,
+                             "spec": fields({"podSelector": fields({"matchLabels": LABELS}),
+                                             "policyTypes": {"const": ["Ingress"]}, "ingress": several(RULE)})}),
     "Service": fields({"apiVersion": {"const": "v1"}, "kind": TEXT, "metadata": META, "spec": fields(
         {"selector": LABELS, "ports": several(fields({"name": TEXT, "port": COUNT, "targetPort": TEXT}))})}),
 }
@@ -109,7 +114,12 @@ def test_the_deployment_agrees_with_the_server() -> None:
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     events = engine.kv_events
     assert events is not None and events.endpoint == f"tcp://*:{ports['kv-events']}"
-    assert events.replay_endpoint == f"tcp://*:{ports['kv-replay']}"
+    assert events.replay_endpoint == f"tcp://*:{ports['kv-replay']}" and not events.token_ids
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    open_ports, router_ports = ([port["port"] for port in rule["ports"]] for rule in policy["ingress"])
+    assert open_ports == ["http"] and set(open_ports + router_ports) == ports.keys()
+    assert ["from" in rule for rule in policy["ingress"]] == [False, True], "events are for the router alone"
 
 
 def test_the_leader_starts_what_the_workers_join() -> None:
