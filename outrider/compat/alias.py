@@ -67,10 +67,14 @@ class AliasLoader(Loader):
         module.__spec__ = self._own  # the import has put the alias's there
 
 
+def is_installed() -> bool:
+    return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
+
+
 def install_as_vllm() -> None:
     """Make `from vllm import LLM, SamplingParams` find Outrider in this process. To be called before the first import
     of vllm; a second call changes nothing."""
-    if any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+    if is_installed():
         return
     if NAME in sys.modules:
         raise RuntimeError("vllm is imported already: call outrider.compat.install_as_vllm() before the first import "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
+from outrider.engine.script_import import UNGUARDED, UNGUARDED_ADVICE
 from outrider.runner.interface import WorkerDied
 from outrider.runner.rank_link import RankStatus
 
@@ -81,6 +82,8 @@ class RankWatch:
 def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
     """when: in place of what the rank did last."""
     code = own.process.exitcode
+    if code == UNGUARDED:
+        return WorkerDied(UNGUARDED_ADVICE)
     how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
     if num_ranks == 1:
         who = f"the worker process died {when}".rstrip()

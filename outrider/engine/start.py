@@ -19,6 +19,7 @@ from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
+from outrider.engine.script_import import end_if_importing_script
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.kernels.compiler_start import hash_compiler_ahead
@@ -32,6 +33,7 @@ T = TypeVar("T")
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """`in_process`: the worker gets a process of its own; otherwise it lives in this one. Each of several ranks has a
     process in any case."""
+    end_if_importing_script()
     sockets = None if config.kv_events is None else EventSockets(config.kv_events)
     try:
         return _start_around(config, sockets, in_process or config.tensor_parallel_size > 1)

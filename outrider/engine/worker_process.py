@@ -28,6 +28,7 @@ from outrider.core.structured import StructuredOutputsParams
 from outrider.engine import rank_watch
 from outrider.engine.rank_answers import RankAnswers, fail
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
+from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
 from outrider.engine.worker_messages import Failure, OfCommand
 from outrider.models.rank_sizes import check_heads
@@ -237,6 +238,7 @@ class WorkerProcess:
 def _start(config: EngineConfig, source: ModelSource,
            num_ranks: int) -> tuple[list[RankProcess], list[Connection]]:
     """Start a process for each rank. Returns them with their pipes, in the order of ranks."""
+    check_sent(config, source)
     context = multiprocessing.get_context("spawn")
     links = [context.Pipe() for _ in range(num_ranks - 1)]  # between rank 0 and each other rank
     ranks, pipes, process_ids = [], [], context.RawArray("q", num_ranks)
@@ -245,9 +247,8 @@ def _start(config: EngineConfig, source: ModelSource,
         ends = tuple(first for first, _ in links) if rank == 0 else (links[rank - 1][1],)
         numbers = context.RawArray("q", STATUS_FIELDS)
         place = RankPlace(RankLink(rank, num_ranks, ends), numbers, process_ids)
-        process = context.Process(target=serve, args=(theirs, config, source, log.getEffectiveLevel(), place),
-                                  name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
-        process.start()
+        process = spawn_process(serve, (theirs, config, source, log.getEffectiveLevel(), place),
+                                name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
         theirs.close()  # or the pipe would not end with the child
         ranks.append(RankProcess(rank, process, RankStatus(numbers)))
         pipes.append(own)

@@ -20,6 +20,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
+from outrider.engine.spawned import spawn_process
 from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_whole
 from outrider.replicas.policy import PrefixRouter
@@ -79,9 +80,8 @@ class ReplicaProcess:
             await asyncio.to_thread(process.join)
 
     def _spawn(self) -> SpawnProcess:
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run_replica, args=(self._main, *self._arguments), name=f"outrider-replica-{self.replica.name}")
-        process.start()
+        process = spawn_process(_run_replica, (self._main, *self._arguments),
+                                name=f"outrider-replica-{self.replica.name}")
         Finalize(None, process.kill, exitpriority=AT_EXIT)
         return process
 

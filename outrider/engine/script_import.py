@@ -1,0 +1,22 @@
+"""Whether this process is one of an engine and imports the script of the caller (`spawned.py`). No torch."""
+
+from __future__ import annotations
+
+import os
+
+UNGUARDED = 86  # exit code of a process that was about to make an engine while it imported the script
+UNGUARDED_ADVICE = ("each process of the engine imports the script, and the script makes an engine while it is "
+                    "imported: put what it does into a function, and call that below `if __name__ == '__main__':`")
+
+
+class ScriptImport:
+    """State of this process, because the script is imported by the process and not by an engine of it."""
+
+    is_running = False
+
+
+def end_if_importing_script() -> None:
+    """End this process if the script that it imports is about to make an engine of its own. There is no traceback: the
+    parent's error says what to do."""
+    if ScriptImport.is_running:
+        os._exit(UNGUARDED)
