@@ -5,7 +5,7 @@ Declares its tensors, joint or expert by expert; a format owns the experts' weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from outrider.formats import (
     LinearFormat,
     ModelSize,
     RankGroup,
+    StoredWeight,
     UnsummedRanks,
     WeightSlot,
 )
@@ -45,7 +46,30 @@ class TransposedSlot(WeightSlot):
         return False
 
     def store(self, tensor: torch.Tensor) -> None:
-        super().store(tensor.transpose(1, -1))
+        super().store(self.turned(tensor))
+
+    @classmethod
+    def turned(cls, tensor: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's tensor with outputs before inputs."""
+        return tensor.transpose(1, -1)
+
+    @classmethod
+    def coded(cls, slot: WeightSlot) -> WeightSlot:
+        """A slot that makes codes of a checkpoint's numbers, for numbers that must be turned before."""
+        assert slot.quantize is not None
+        first, *others = slot.numbers_shape
+        return replace(slot, quantize=TurnedNumbers(cls, slot.quantize), numbers_shape=(first, *reversed(others)))
+
+
+@dataclass(frozen=True)
+class TurnedNumbers:
+    """Makes codes of numbers that have inputs before outputs."""
+
+    slot_class: type[TransposedSlot]
+    quantize: Callable[[torch.Tensor], StoredWeight]
+
+    def __call__(self, tensor: torch.Tensor) -> StoredWeight:
+        return self.quantize(self.slot_class.turned(tensor))
 
 
 class Experts(FormatModule[ExpertsFormat]):
@@ -92,11 +116,14 @@ class Experts(FormatModule[ExpertsFormat]):
         slots = super().weights(prefix)
         if not self._is_transposed:
             return slots
-        return {name: self.transposed(name, slot) if slot.kind is None else slot for name, slot in slots.items()}
+        if any(slot.kind is not None for slot in slots.values()):  # codes of numbers, and the scales that go with them
+            return {name: slot if slot.quantize is None else self.transposed(name).coded(slot)
+                    for name, slot in slots.items()}
+        return {name: self.transposed(name)(slot.target, cut=slot.cut) for name, slot in slots.items()}
 
-    def transposed(self, name: str, slot: WeightSlot) -> WeightSlot:
-        """The slot for a checkpoint's tensor that has inputs before outputs."""
-        return TransposedSlot(slot.target, cut=slot.cut)
+    def transposed(self, name: str) -> type[TransposedSlot]:
+        """The class of the slot for a checkpoint's tensor that has inputs before outputs."""
+        return TransposedSlot
 
     @property
     def is_gated(self) -> bool:

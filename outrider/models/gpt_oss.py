@@ -41,8 +41,9 @@ class SinkAttention(SelfAttention):
 class AlternatingSlot(TransposedSlot):
     """A slot for a tensor of all experts in which the output features of gate and up alternate, along its last axis."""
 
-    def store(self, tensor: torch.Tensor) -> None:
-        super().store(torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1))
+    @classmethod
+    def turned(cls, tensor: torch.Tensor) -> torch.Tensor:
+        return super().turned(torch.cat((tensor[..., ::2], tensor[..., 1::2]), dim=-1))
 
 
 class BiasedExperts(Experts):
@@ -69,9 +70,8 @@ class BiasedExperts(Experts):
         self._held = Ranks.from_group(group).share(ModelSize(self._width))
         self._gate_up = self._gate_up.new_empty(len(self._gate_up), 2 * len(self._held))
 
-    def transposed(self, name: str, slot: WeightSlot) -> WeightSlot:
-        alternates = name.endswith("gate_up_proj")
-        return (AlternatingSlot if alternates else TransposedSlot)(slot.target, cut=slot.cut)
+    def transposed(self, name: str) -> type[TransposedSlot]:
+        return AlternatingSlot if name.endswith("gate_up_proj") else TransposedSlot
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         slots = super().weights(prefix)

@@ -33,6 +33,7 @@ from outrider.models.sources.quantization import read_quantization
 from outrider.models.sources.scaled_weights import unpack
 from outrider.runner.target import load_target
 from tests.engine.harness import SETTINGS
+from tests.models import oracle
 from tests.models import quantized_files as files
 from tests.models.oracle import LOGIT_ROWS
 from tests.unit.test_extending import outcome
@@ -543,6 +544,22 @@ def test_experts_are_coded_matrix_by_matrix(quantization: str, error: float, is_
     x, routed = torch.randn(5, 64).double(), moe.Routed(torch.tensor([[0, 2]] * 5), torch.ones(5, 2))
     wanted = moe.experts(x, routed.ids, routed.weights, first.double(), down.double(), "silu")
     assert (experts.format.mix(x, routed, "silu") - wanted).norm() / wanted.norm() < 2 * error
+
+
+@pytest.mark.parametrize(("quantization", "error"), [("fp8", 0.08), ("int4", 0.3)])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_experts_that_are_stored_input_by_output_are_turned_before_they_are_coded(
+        family: str, quantization: str, error: float, tmp_path: Path) -> None:
+    folder = oracle.make_folder(family, tmp_path / family)
+    dense, model = load(folder, dtype="float32"), load(folder, dtype="float32", quantization=quantization)
+    pairs = list(zip(find_modules([dense], Experts), find_modules([model], Experts), strict=True))
+    assert pairs and all(isinstance(coded.format, ScaledExperts) for _, coded in pairs)
+    for numbers, coded in pairs:
+        x = torch.randn(5, numbers.declared.hidden_size)
+        routed = moe.Routed(torch.tensor([[0], [1], [2], [1], [0]]), torch.ones(5, 1))
+        wanted, found = (each.format.mix(x, routed, each.activation, None, *filter(None, [each.biases]))
+                         for each in (numbers, coded))
+        assert (found - wanted).norm() / wanted.norm() < error
 
 
 def test_routers_and_quantised_files_are_left_as_they_are(tmp_path: Path) -> None:
