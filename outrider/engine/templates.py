@@ -48,11 +48,14 @@ class ChatTemplate:
         self._variables = find_undeclared_variables(self._env.parse(text))
 
     def check_variables(self, names: Iterable[str]) -> None:
-        """Refuses what the template would ignore."""
-        for name in names:
-            if name not in self._variables:
-                raise ChatTemplateError(f"{name} is not supported: the model's chat template does not use it"
-                                        f"{did_you_mean(name, self._variables)}")
+        """Raise ChatTemplateError for a variable that the template does not use."""
+        for name, why in self.unused(names).items():
+            raise ChatTemplateError(f"{name} is not supported: {why}")
+
+    def unused(self, names: Iterable[str]) -> dict[str, str]:
+        """The variables that the template does not use, each with these words and the name that may be meant."""
+        return {name: f"the model's chat template does not use it{did_you_mean(name, self._variables)}"
+                for name in names if name not in self._variables}
 
     def render(self, messages: Iterable[Message], add_generation_prompt: bool, values: Mapping[str, Any]) -> str:
         variables = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}

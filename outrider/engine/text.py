@@ -7,6 +7,7 @@ gives: no clean-up of spaces, so that text in pieces and text as a whole are the
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,12 @@ from outrider.core.fields import check_value, shown
 from outrider.engine.gguf_tokenizer import TokenizerError, build_gguf_tokenizer
 from outrider.engine.messages import ChatTemplateError, Message, up_to_the_end_of, with_plain_content
 
+log = logging.getLogger("outrider")
 __all__ = ["ChatTemplateError", "Message", "Tokenizer", "TokenizerError"]
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+CONTENT = ("tools", "documents")  # variables that carry what a user gives the model to read
+MOST_EXPLAINED = 100  # names of variables that the log may say: clients choose them
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 
@@ -60,6 +64,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.source = source
+        self._explained: set[str] = set()  # variables of templates that the log has named
 
     @classmethod
     def load(cls, data: str | Path | Mapping[str, Any]) -> Tokenizer:
@@ -189,8 +194,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a chat. It ends where an answer begins (`add_generation_prompt`, the default), or within the
         last message (`continue_final_message`). `chat_template`: the name of one of the model's templates, or a
-        template. Further `variables`, also as `chat_template_kwargs`, must be some that the template uses; `hints` are
-        variables that it may ignore.
+        template. Further `variables` must be some that the template uses. Those of `chat_template_kwargs`, which
+        scripts send to every model, may be ignored, and the log names each once; `hints` may be ignored unsaid.
         May take seconds (see engine.templates), so an event loop calls it in a thread."""
         from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
 
@@ -210,11 +215,21 @@ class Tokenizer:
         messages = [with_plain_content(message) for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}
-        template.check_variables(name for name, value in asked.items() if value is not None and value != [])
+        given = [name for name, value in asked.items() if value is not None and value != []]
+        may_ignore = (chat_template_kwargs or {}).keys() - set(CONTENT)
+        template.check_variables(name for name in given if name not in may_ignore)
+        self._explain(template.unused(name for name in given if name in may_ignore))
         values = {"documents": None, **self.special_tokens, **(hints or {}), **asked}
         if not continue_final_message:
             return template.render(messages, add_generation_prompt is not False, values)
         return up_to_the_end_of(messages, template.render(messages, False, values))
+
+    def _explain(self, unused: Mapping[str, str]) -> None:
+        """Log once for each variable that it makes no difference."""
+        for name, why in unused.items():
+            if name not in self._explained and len(self._explained) < MOST_EXPLAINED:
+                self._explained.add(name)
+                log.warning("chat_template_kwargs: %s makes no difference: %s", name[:100], why)
 
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,

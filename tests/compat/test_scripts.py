@@ -111,6 +111,12 @@ RUNS = {
                              chat_template_kwargs={"enable_thinking": True})
         assert b"(think)" in bytes(output.prompt_token_ids)
         """,
+    "variables that the template does not use": """
+        chat = [{"role": "user", "content": "Hi"}]
+        (plain,), (output,) = (llm.chat(chat, SamplingParams(max_tokens=1), chat_template_kwargs=variables)
+                               for variables in (None, {"thinking": True, "colour": "red"}))
+        assert output.prompt_token_ids == plain.prompt_token_ids
+        """,
     "a template of one's own": """
         (output,) = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1),
                              chat_template="{{ messages[0].content }}!", add_generation_prompt=False)

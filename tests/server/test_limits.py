@@ -79,7 +79,7 @@ def test_a_bad_field_is_refused_by_name(served: Served, field: str, value: Any, 
     ({"response_format": {"type": "json_schema"}}, "json_schema goes with"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "give one of them"),
     ({"messages": [{"role": "user", "content": "refuse me"}]}, "refused the messages: No."),
-    ({"chat_template_kwargs": {"colour": "red"}}, "colour is not supported"),
+    ({"documents": [{"title": "a", "text": "b"}]}, "documents is not supported"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
 ])
