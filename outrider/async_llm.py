@@ -251,7 +251,7 @@ class AsyncLLM(Front):
         """Ends an engine that can no longer serve, as a failed step of it would: requests raise EngineError."""
         self._owner.fail(reason)
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Ends the engine; requests that still run raise EngineError. Waits for the step in flight."""
         self._owner.shutdown()
 

@@ -31,6 +31,13 @@ SLIDING = "sliding_window"  # all layers with a window
 SkippedLayer = Annotated[str, OneOf((SLIDING,), r"\d{1,6}", "the number of a layer")]
 LOGPROBS_MODES = ("raw", "processed")
 QUANTIZATIONS = ("fp8", "int4")
+# Names that vLLM gives the forms of quantised files, with their quant_method: the files must be of that form.
+FILE_FORMS = {
+    "awq": "awq", "awq_marlin": "awq", "auto_awq": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "auto_gptq": "gptq",
+    "compressed-tensors": "compressed-tensors", "fbgemm_fp8": "fbgemm_fp8", "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "modelopt_mxfp8": "modelopt", "mxfp4": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4", "gguf": "gguf",
+}
 INDEX_KEY_DTYPES = ("auto", "fp8")
 MAX_REQUESTS = 1 << 16  # in one step: far beyond what a device serves, and rows of so many still fit in memory
 STREAM_STEP_MS = 12.0  # default of max_step_ms where tokens are streamed; without it prompts are computed faster
@@ -82,7 +89,7 @@ class EngineConfig:
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
-    quantization: Annotated[str, OneOf(QUANTIZATIONS)] | None = None  # unquantised products: coded so at load
+    quantization: Annotated[str, OneOf(QUANTIZATIONS, "|".join(FILE_FORMS))] | None = None  # codes unquantised products
     activation_bits: Annotated[int, OneOf((8, 16, 32))] = 16  # CPU, weights in 2 to 8 bits: 8 is faster, 32 as float32
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here
@@ -263,7 +270,8 @@ class SpeculativeConfig:
         rest = {key: value for key, value in given.items() if key != "method"}
         if "num_speculative_tokens" not in given:
             raise ValueError("speculative_config: num_speculative_tokens must be given: the most drafts of a request "
-                             f'in a step, 1 to {MAX_DRAFTS}, as {{"method": "ngram", "num_speculative_tokens": 4}}')
+                             f'in a step, 1 to {MAX_DRAFTS}, as {{"method": "ngram", "num_speculative_tokens": 4}}. '
+                             "MLP speculators (mlpspeculator), whose files say it, are not served")
         if "method" not in given and given.get("model") is None:
             raise ValueError("speculative_config: method must be given, or a 'model' whose files tell it: one of "
                              f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}")

@@ -81,6 +81,10 @@ class Front:
     def model_config(self) -> ModelConfig:
         return self.vllm_config.model_config
 
+    def get_model_config(self) -> ModelConfig:
+        """The name that earlier versions of vLLM have for `model_config`."""
+        return self.model_config
+
     def _profile_dir(self) -> str:
         """The folder for profiles. An error where there is none, also before a profile begins."""
         folder = None if self._config is None else self._config.profiler_dir

@@ -271,6 +271,10 @@ class LLM(Front):
         """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""
         self.engine.close()
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The name that vLLM's engines have for `close`."""
+        self.close()
+
     def __enter__(self) -> LLM:
         return self
 

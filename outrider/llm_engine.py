@@ -98,6 +98,6 @@ class LLMEngine(Front):
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Ends the engine and gives its memory back."""
         self.engine.close()

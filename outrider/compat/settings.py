@@ -297,6 +297,18 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "xpress_topc": Refused("there are no XPress drafters"),
     "revision": Refused("give the folder of that revision as model"),
 }
+# Values that ask for nothing where the model is on one rank: a script is its one process then.
+AT_ONE_RANK: dict[str, tuple[Any, ...]] = {"distributed_executor_backend": ("external_launcher",)}
+# Methods of drafting that have another name here, and those that are not here.
+METHOD_NAMES = {"ngram_gpu": "ngram"}
+OTHER_METHODS = {
+    "custom_class": "give the class as 'package.module:Class'",
+    "extract_hidden_states": "LLM.encode gives hidden states",
+    "medusa": "heads of this kind are not served: train an EAGLE-3 head or a block drafter (docs/training.md)",
+    "mlp_speculator": "speculators of this kind are not served: train an EAGLE-3 head or a block drafter "
+                      "(docs/training.md)",
+}
+OTHER_METHODS["mlpspeculator"] = OTHER_METHODS["mlp_speculator"]
 # Own settings that scripts for vLLM may give as None.
 NONE_IS_DEFAULT = ("enable_lora", "enable_prefix_caching", "kv_cache_dtype", "logits_processors")
 
@@ -312,9 +324,6 @@ VALUES: dict[str, dict[str, str]] = {
 # Attention backends of vLLM that have no counterpart: the engine chooses.
 OTHER_BACKENDS = ("CUTLASS_MLA", "FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN", "FLASH_ATTN_MLA",
                   "FLASH_ATTN_VLLM_V1", "XFORMERS")
-# Names that vLLM gives the forms of quantised files, which say themselves what they are.
-FILE_FORMS = ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "modelopt", "modelopt_fp4",
-              "mxfp4")
 
 
 def translate(front: str, given: dict[str, Any], known: Iterable[str],
@@ -322,6 +331,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
     """The settings by their names here. `front` begins the messages; `known` are the names of Outrider's own; `table`
     has those of vLLM."""
     settings: dict[str, Any] = {}
+    num_ranks = given.get("tensor_parallel_size", 1)
     for name, value in given.items():
         match table.get(name):
             case SameAs(own):
@@ -333,6 +343,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
                 if value is not None:
                     log.warning("%s=%s makes no difference: %s", name, shown(value), words)
             case Refused(instead, neutral):
+                neutral += () if num_ranks != 1 else AT_ONE_RANK.get(name, ())
                 if not any(type(value) is type(same) and value == same for same in neutral):
                     raise ValueError(f"{front}: {name}={shown(value)} is not supported: {instead}")
             case Checked(refused):
@@ -343,7 +354,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
             case None if value is None and (name in NONE_IS_DEFAULT or name in settings):
                 pass
             case None if name == "speculative_config" and isinstance(value, dict):
-                settings[name] = translate_drafting(value, given.get("tensor_parallel_size", 1))
+                settings[name] = translate_drafting(value, num_ranks)
             case None:
                 settings[name] = _value(name, value)
     return settings
@@ -364,10 +375,12 @@ def translate_drafting(given: dict[str, Any], num_ranks: int = 1) -> dict[str, A
             case _:
                 own[key] = value
     model, method = own.get("model"), own.get("method")
+    if isinstance(method, str) and method in OTHER_METHODS:
+        raise ValueError(f"speculative_config: method {method!r} is not supported: {OTHER_METHODS[method]}")
     if model in ("ngram", "[ngram]"):
         own |= {"model": None, "method": "ngram"}
-    elif isinstance(method, str) and method.endswith("_mtp"):
-        own["method"] = "mtp"
+    elif isinstance(method, str):
+        own["method"] = "mtp" if method.endswith("_mtp") else METHOD_NAMES.get(method, method)
     return own
 
 
@@ -377,9 +390,6 @@ def _value(setting: str, value: Any) -> Any:
     if setting == "attention_backend" and value in OTHER_BACKENDS:
         log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
         return "auto"
-    if setting == "quantization" and value in FILE_FORMS:
-        log.warning("quantization=%s makes no difference: a model's files say how they are stored", shown(value))
-        return None
     if setting == "profiler_config":
         return profiler_dir(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

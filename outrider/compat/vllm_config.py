@@ -6,6 +6,7 @@ lists those that are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.engine.load import find_model
+
+TWO_LABELS = 2  # transformers' number of classes of a config that says nothing of them
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,7 @@ class ModelConfig(SettingsGroup):
         """The values of config.json, with hf_overrides."""
         assert self.engine_config is not None
         values = find_model(self.engine_config).config
-        names = {int(index): name for index, name in (values.get("id2label") or {}).items()}
-        return SimpleNamespace(**values | ({"id2label": names} if names else {}))
+        return SimpleNamespace(**values | _labels_of(values))
 
     @property
     def hf_text_config(self) -> SimpleNamespace:
@@ -65,6 +67,14 @@ class ModelConfig(SettingsGroup):
         if self.vocab_size is None:
             raise ValueError("the vocabulary's size is read with the model: use llm.llm_engine.model_config")
         return self.vocab_size
+
+
+def _labels_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The names of classes, in the three forms that transformers gives every config: made up where there are none."""
+    given = {int(index): name for index, name in (values.get("id2label") or {}).items()}
+    names = given or {index: f"LABEL_{index}" for index in range(values.get("num_labels") or TWO_LABELS)}
+    return {"id2label": names, "num_labels": len(names),
+            "label2id": values.get("label2id") or {name: index for index, name in names.items()}}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from outrider.models.sources import ModelSource, resolve
 log = logging.getLogger("outrider")
 EAGLE_INPUT = re.compile(r"(model\.)?(fc|fusion_fc)\.weight")  # joins embedding and hidden state
 MODULE = re.compile(r"mtp\..*|.*\.eh_proj\.weight")  # a tensor of a multi-token-prediction module
+NOT_SERVED = {"mlp_speculator": "an MLP speculator", "medusa": "a Medusa head"}  # by model_type
 FIRST_LAYER = re.compile(r"(model\.|backbone\.)(language_model\.)?layers\.0\..*")  # a tensor of a whole model
 
 
@@ -45,13 +46,17 @@ def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str
     """The method that a model's files are for. `has_tensors`: whether weights are there to look at. `is_target`: they
     are the target's own, so that only a module in them can draft."""
     config = source.reader()
+    classes = " ".join(map(str, config.get("architectures", list, []))).lower()
+    for word, kind in NOT_SERVED.items():
+        if source.config.get("model_type") == word or word.replace("_", "") in classes:
+            raise ValueError(f"speculative_config: {source.name} is {kind}, which is not served: take an EAGLE head or "
+                             "a block drafter (docs/drafters.md), or train one (docs/training.md)")
     if is_assistant(source):
         return "gemma4_assistant"
     if is_block_config(config):
         return "block"
     if config.has("speculators_model_type"):
         return str(config.must_equal("speculators_model_type", *KINDS))
-    classes = " ".join(map(str, config.get("architectures", list, []))).lower()
     for word, method in (("eagle3", "eagle3"), ("eagle", "eagle"), ("mtp", "mtp")):
         if word in classes:
             return method

@@ -10,6 +10,7 @@ from outrider.core.fields import NotEmpty, Text, check_value
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.models.sources import ModelSource, resolve, tokenizer_files
+from outrider.models.sources.stored_form import check_form
 
 log = logging.getLogger("outrider")
 
@@ -18,6 +19,8 @@ def find_model(config: EngineConfig) -> ModelSource:
     """The files of the model, fetched if need be."""
     source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
     source = source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
+    if config.quantization is not None:
+        check_form(config.quantization, source)
     return _with_class_ids(config, source)
 
 

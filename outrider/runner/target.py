@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig
+from outrider.config import QUANTIZATIONS, EngineConfig
 from outrider.formats.ranks import RankGroup
 from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
 from outrider.kernels import compiling, native
@@ -67,10 +67,10 @@ def _part_of(group: RankGroup, model: Model) -> Model:
 
 def declare_stored(model: Model, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
     """Let a model's layers keep weights in the format of their files, if the config allows it."""
-    if config.quantization is not None and not config.keep_quantized:
-        raise ValueError(f"quantization={config.quantization!r} needs keep_quantized")
-    # Quantised files stay what they are.
-    made = None if quantization_section(source.config) else config.quantization
+    asked = config.quantization if config.quantization in QUANTIZATIONS else None  # others name the files' own form
+    if asked is not None and not config.keep_quantized:
+        raise ValueError(f"quantization={asked!r} needs keep_quantized")
+    made = None if quantization_section(source.config) else asked  # quantised files stay what they are
     if config.keep_quantized:
         declare_formats(model, stored_formats(model, source), device, made)
     if made is not None and not any(slot.quantize for slot in model.weights().values()):

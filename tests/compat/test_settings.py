@@ -125,6 +125,24 @@ def test_a_key_of_drafting_that_changes_nothing_is_explained_once(caplog: pytest
     assert len(caplog.messages) == 1 and "disable_by_batch_size=4 makes no difference" in caplog.messages[0]
 
 
+def test_a_launcher_from_outside_asks_for_nothing_at_one_rank() -> None:
+    launched = {"distributed_executor_backend": "external_launcher"}
+    assert config_for("LLM", "m", launched) == config_for("LLM", "m", launched | {"tensor_parallel_size": 1})
+    with pytest.raises(ValueError, match="distributed_executor_backend='external_launcher' is not supported: ranks a"):
+        config_for("LLM", "m", launched | {"tensor_parallel_size": 2})
+
+
+@pytest.mark.parametrize("method", ["mlpspeculator", "mlp_speculator", "medusa", "extract_hidden_states"])
+def test_a_method_of_vllm_that_is_not_here_is_refused_by_its_name(method: str) -> None:
+    with pytest.raises(ValueError, match=f"speculative_config: method '{method}' is not supported: "):
+        config_for("LLM", "m", {"speculative_config": {"method": method, "model": "d", "num_speculative_tokens": 3}})
+
+
+def test_other_names_of_methods_mean_the_same() -> None:
+    config = config_for("LLM", "m", {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3}})
+    assert config.speculative is not None and config.speculative.method == "ngram"
+
+
 def test_none_stands_for_a_default_where_vllm_has_it() -> None:
     assert config_for("LLM", "m", {"enable_prefix_caching": None}) == EngineConfig("m")
 

@@ -26,6 +26,8 @@ RUNS = {
     "the model's config": """
         config = llm.llm_engine.model_config
         assert config.hf_config.vocab_size == config.hf_text_config.vocab_size == 259 == config.get_vocab_size()
+        assert config.hf_config.id2label == {0: "LABEL_0", 1: "LABEL_1"} and config.hf_config.num_labels == 2
+        assert llm.llm_engine.get_model_config() == config == llm.get_model_config()
         """,
     "fields that ask for nothing": """
         params = SamplingParams(best_of=1, spaces_between_special_tokens=True, truncate_prompt_tokens=None,

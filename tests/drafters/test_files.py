@@ -65,6 +65,18 @@ def test_a_drafter_of_another_kind_is_refused_by_its_config(tmp_path: Path) -> N
         method_of(source, has_tensors=False, is_target=False)
 
 
+@pytest.mark.parametrize(("config", "kind"), [
+    ({"model_type": "mlp_speculator"}, "an MLP speculator"), ({"architectures": ["MedusaModel"]}, "a Medusa head"),
+    ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
+])
+def test_a_drafter_of_a_kind_that_is_not_served_is_refused_by_that_name(tmp_path: Path, config: dict[str, Any],
+                                                                        kind: str) -> None:
+    with pytest.raises(ValueError, match=f"^speculative_config: x is {kind}, which is not served: take an EAGLE head"):
+        method_of(FolderSource("x", tmp_path, config, ()), has_tensors=False, is_target=False)
+    with pytest.raises(ValueError, match="MLP speculators .mlpspeculator., whose files say it, are not served"):
+        SpeculativeConfig.parse({"model": "x"})
+
+
 def outline(config: dict[str, Any], source: str = "config.json") -> DraftBuild:
     meta = torch.device("meta")
     return DraftBuild(build_model(config, dtype=torch.float32, device=meta, source=source), torch.float32, meta, 1)
