@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from outrider import __version__
 from outrider.core.host_memory import available_bytes
+from outrider.models.config_reader import ConfigReader
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "numpy", "gguf", "tqdm",
             "llguidance", "transformers", "matplotlib")
@@ -121,7 +122,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     groups = ", ".join(f"{len(group.layers)} layers in pages of {group.page_tokens} tokens" for group in layout.groups)
     return [
         ("model", f"{source.name} ({', '.join(source.config.get('architectures', []))}), {source.path}"),
-        ("computed by", _code_of(source.config["architectures"], config.model_impl)),
+        ("computed by", _code_of(source.reader(), config.model_impl)),
         ("runs as", f"{str(dtype).removeprefix('torch.')} on {device}"),
         ("weights", describe_weights(model.weights())),
         ("memory plan", plan.report() + (f" (without {' and '.join(uncounted)})" if uncounted else "")),
@@ -131,11 +132,11 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def _code_of(architectures: list[str], model_impl: str) -> str:
+def _code_of(reader: ConfigReader, model_impl: str) -> str:
     """The code that computes a model which could be built: a family of this package, or transformers."""
-    from outrider.models.registry import has_family
+    from outrider.models.registry import has_family, named_architectures
 
-    if has_family(architectures) and model_impl != "transformers":
+    if has_family(named_architectures(reader)) and model_impl != "transformers":
         return "a family of outrider"
     return (f"transformers {version_of('transformers')}, with outrider's attention and layers inside "
             "(docs/models.md#through-transformers)")

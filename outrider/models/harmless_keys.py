@@ -6,9 +6,9 @@ from __future__ import annotations
 
 _HARMLESS_BY_REASON: dict[str, str] = {
     "Names, versions and tools, which say where a checkpoint comes from.": """
-        _name_or_path _commit_hash transformers_version model_type architectures auto_map transformers.js_config
-        unsloth_fixed unsloth_version speculators_version is_llama_config has_no_defaults_at_init embed_requires_grad
-        tokenizer_class processor_class finetuning_task model_name
+        _name_or_path _model_name_or_path _commit_hash transformers_version model_type architectures auto_map
+        transformers.js_config unsloth_fixed unsloth_version speculators_version is_llama_config has_no_defaults_at_init
+        embed_requires_grad tokenizer_class processor_class finetuning_task model_name
         """,
     "The type of numbers in the files; the engine's `dtype` decides in which type is computed.": """
         dtype torch_dtype mamba_ssm_dtype mamba_ssm_cache_dtype use_bfloat16

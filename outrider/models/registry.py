@@ -126,13 +126,33 @@ def build_model(
     return model
 
 
+def named_architectures(reader: ConfigReader) -> list[Any]:
+    """The `architectures` of a config; of one that has none the family that its `model_type` names: tools that turn
+    other files into folders write that alone."""
+    if reader.has("architectures"):
+        return reader.required("architectures", list)
+    model_type = reader.get("model_type", str, "")
+    end = "ForConditionalGeneration" if reader.has("text_config") else "ForCausalLM"
+    wanted = _plain(model_type.removesuffix("_text") + end)
+    found = [name for name in _ARCHITECTURES if _plain(name) == wanted]
+    if len(found) != 1:
+        named = f", and model_type={model_type!r} names no family here" if model_type else ""
+        raise ConfigError(f"{reader.source}: architectures is missing{named}; known are "
+                          f"{', '.join(sorted(_ARCHITECTURES))}")
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
 def has_family(architectures: Sequence[object]) -> bool:
     """Whether a family here computes the model of a config with these `architectures`, unless transformers is asked."""
     return bool(architectures) and str(architectures[0]) in _ARCHITECTURES
 
 
 def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
-    architectures = reader.required("architectures", list)
+    architectures = named_architectures(reader)
     if has_family(architectures) and model_impl != "transformers":
         return _class_of(architectures[0])
     if not architectures or model_impl == "outrider":

@@ -20,6 +20,7 @@ from outrider.runner.cache_plan import check_cache_types
 from outrider.runner.device import gpu_bytes
 
 GIB = 1 << 30
+MOST_COUNTED = 100_000  # tensors of weights that are too large already: there may be millions
 TABLE_COPIES = 2  # a table of positions is computed in blocks, which are then joined
 
 
@@ -46,15 +47,19 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
 
 
 def _check_weights(outline: Model, device: torch.device) -> None:
-    held, total, counted = device_bytes(device), 0, set[str]()
+    held, total, counted, is_whole = device_bytes(device), 0, set[str](), True
     for prefix, part in outline.parts():
+        if total > held and len(counted) > MOST_COUNTED:
+            is_whole = False
+            break
         for name, slot in part.weights(prefix).items():
             if name not in counted:
                 total += slot.nbytes
                 counted.add(name)
-        if total > held:  # before the names of what follows are listed: there may be millions
-            raise ValueError(f"the weights take {total / GIB:.0f} GiB or more as {str(outline.dtype)[6:]}, and the "
-                             f"device has {held / GIB:.0f}: choose a smaller model or dtype, or another device")
+    if total > held:
+        least = "" if is_whole else "at least "
+        raise ValueError(f"the weights take {least}{total / GIB:.1f} GiB as {str(outline.dtype)[6:]}, and the device "
+                         f"has {held / GIB:.1f}: choose a smaller model or dtype, or another device")
 
 
 def device_bytes(device: torch.device) -> int:

@@ -57,7 +57,6 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("llama", "rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
         ("llama", "architectures", [], "architectures=.. is not supported; known are .*Gemma3ForCausalLM, .*Llama"),
         ("llama", "architectures", ["GPT2"], "architectures=.'GPT2'. is not supported; neither a family here nor"),
-        ("llama", "architectures", None, "architectures is missing"),
     ],
 )
 def test_unsupported_values_are_refused_by_key_and_value(family: str, key: str, value: Any, says: str) -> None:
@@ -65,8 +64,19 @@ def test_unsupported_values_are_refused_by_key_and_value(family: str, key: str, 
         build(config_of(family, **{key: value}))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_config_without_architectures_is_of_the_family_that_its_type_names(family: str) -> None:
+    config = config_of(family, architectures=None)
+    assert type(build(config)) is type(build(config_of(family)))
+    with pytest.raises(ConfigError, match="architectures is missing, and model_type='other' names no family here; kn"):
+        build(config | {"model_type": "other"})
+    with pytest.raises(ConfigError, match="architectures is missing; known are "):
+        build(config | {"model_type": None})
+
+
 def test_keys_without_effect_on_inference_are_let_through() -> None:
-    build(config_of("llama", attention_dropout=0.3, initializer_range=1.0, use_cache=False, torch_dtype="float16"))
+    build(config_of("llama", attention_dropout=0.3, initializer_range=1.0, use_cache=False, torch_dtype="float16",
+                    _model_name_or_path="model.gguf"))
 
 
 def test_dynamic_rope_is_refused_beyond_its_original_length() -> None:
