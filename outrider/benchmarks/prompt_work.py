@@ -6,7 +6,7 @@ over the keys that it sees; not what recurrent layers, norms and a drafter add, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -75,11 +75,12 @@ def four_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def prompt_speed(operations: float, outputs: Sequence[RequestOutput], product: float) -> dict[str, Any]:
-    """Operations per second until every request had its first token, and their share of a large product's. operations:
-    those of all prompts."""
+def prompt_speed(operations: float, outputs: Sequence[RequestOutput],
+                 product: Callable[[float], float]) -> dict[str, Any]:
+    """Operations per second until every request had its first token, and that over a large product's. operations: those
+    of all prompts. product: divides a speed by that of the product."""
     first = [output.metrics.first_token_time for output in outputs]
     seconds = max(t for t in first if t is not None) - min(output.metrics.arrival_time for output in outputs)
     speed = operations / seconds
     return {"prompts_s": round(seconds, 4), "prompt_tflop_s": four_digits(speed / 1e12),
-            "of_product": round(speed / product, 3)}
+            "of_product": round(product(speed), 3)}

@@ -18,7 +18,10 @@ from typing import Annotated, Any, Protocol, TypeAlias, Union, get_args, get_ori
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the largest integers that device tensors hold
 FLOAT32 = 3.4e38
-SURE = 0.7  # how alike a value and a name must be, where most names are short
+CLOSE = 0.6  # how alike a word and the name must be that it is taken for: other words share half of their letters
+SURE = 0.7  # the same of a value, where most names are short
+LEAST_BEGINNING = 4  # letters of a word that may stand for a longer name
+MARKS = "-/"  # before a flag, a command and a route
 MOST_LISTED = 10  # names in a message
 
 
@@ -134,16 +137,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | None:
     """The known name that was probably meant by a misspelt one."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, if there is one."""
-    near = nearest(word, known)
-    return f": did you mean {near}?" if near else ""
+    """The end of an error message: the name that was probably meant, if there is one, or the first name that begins
+    with the word. The marks before flags and routes make no two of them alike."""
+    names = {name.lstrip(MARKS): name for name in reversed(list(known))}
+    bare = word.lstrip(MARKS)
+    begun = (name for name in reversed(names) if len(bare) >= LEAST_BEGINNING and name.startswith(bare))
+    near = nearest(bare, names) or next(begun, None)
+    return f": did you mean {names[near]}?" if near else ""
 
 
 def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:

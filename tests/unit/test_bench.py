@@ -15,7 +15,7 @@ import torch
 from outrider.benchmarks import roofline
 from outrider.benchmarks.prompt_work import PromptWork, visible_pairs
 from outrider.benchmarks.roofline import Decoding, Traffic, mean_context
-from outrider.benchmarks.throughput import _decoding
+from outrider.benchmarks.throughput import BestSpeed, _decoding
 from outrider.cli import main
 from outrider.commands import env
 from outrider.config import EngineConfig
@@ -152,6 +152,13 @@ def test_a_processor_known_by_numbers_has_a_name(tmp_path: Path, monkeypatch: py
     assert env._listed_cpu_name() == "Cortex-A53 and Cortex-A73"
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert env._listed_cpu_name() == "" and env.cpu_name()
+
+
+def test_the_best_speed_is_measured_again_before_it_is_exceeded() -> None:
+    looks = iter([10.0, 5.0, 30.0])
+    speed = BestSpeed(lambda: next(looks))
+    speed.measure()
+    assert speed.share(5.0) == 0.5 and speed.share(12.0) == 1.2 and speed.share(15.0) == 0.5 and speed.best == 30.0
 
 
 def test_bench_prints_floor_and_experts_and_saves_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
