@@ -46,6 +46,7 @@ LARGE_GPU_BYTES = 64 << 30  # total memory of a GPU that serves twice as many re
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 ADAPT_MEMORY_BYTES = 256 << 20  # default of adapt_memory_bytes
 CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
+Quantization: TypeAlias = Annotated[str, OneOf(QUANTIZATIONS, "|".join(FILE_FORMS))]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class EngineConfig:
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
-    quantization: Annotated[str, OneOf(QUANTIZATIONS, "|".join(FILE_FORMS))] | None = None  # codes unquantised products
+    quantization: Quantization | None = None  # fp8, int4: codes products at load; awq, gptq ...: the form of the files
     activation_bits: Annotated[int, OneOf((8, 16, 32))] = 16  # CPU, weights in 2 to 8 bits: 8 is faster, 32 as float32
     index_key_dtype: Annotated[str, OneOf(INDEX_KEY_DTYPES)] = "auto"  # indexers' keys: the model's dtype, or fp8
     ignore_config_keys: tuple[Text, ...] = ()  # keys of config.json that count as absent: harmless ones, unknown here

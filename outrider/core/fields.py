@@ -61,6 +61,19 @@ class OneOf:
         return f"one of {', '.join(map(str, self.names))}" + (f" or {self.also}" if self.also else "")
 
 
+@dataclasses.dataclass(frozen=True)
+class Finite:
+    """Says of a number that it must be finite, as every number here must, and what stands in the place of infinity."""
+
+    instead: str
+
+    def holds(self, value: Any) -> bool:
+        return True
+
+    def words(self, kind: str) -> str:
+        return f"{kind} that is finite ({self.instead})"
+
+
 class NotEmpty:
     @staticmethod
     def holds(value: Any) -> bool:

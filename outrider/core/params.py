@@ -16,6 +16,7 @@ from outrider.core.fields import (
     INT32,
     INT64,
     Count,
+    Finite,
     NotEmpty,
     Range,
     Text,
@@ -29,6 +30,7 @@ from outrider.core.structured import StructuredOutputsParams
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # most samples of one prompt
 MAX_BIAS = 1e9  # a larger bias decides as much, and stays finite when it is divided by a temperature
+Bias: TypeAlias = Annotated[float, Finite("-1e9 forbids a token, 1e9 forces it")]
 Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
 Priority: TypeAlias = Annotated[int, Range(-INT32, INT32)]  # requests with smaller numbers come first
 
@@ -109,7 +111,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
     bad_words: list[Text] | None = None
     allowed_token_ids: Annotated[list[TokenId], NotEmpty] | None = None
     logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None

@@ -52,18 +52,21 @@ class _Reads:
 class ConfigReader:
     """One config dict and the file it came from. A key that is null counts as absent."""
 
-    def __init__(self, values: Mapping[str, Any], source: str = "config.json", reads: _Reads | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json", reads: _Reads | None = None,
+                 file_names: Mapping[str, str] | None = None) -> None:
+        """file_names: what the file calls keys, where a family has read them under other names (`with_names`)."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source} must hold a dict, got {shown(values)}")
         self.values = values  # unnoted: families read by the methods below
         self.source = source
         self._reads = _Reads(values, source) if reads is None else reads
+        self._file_names = file_names or {}
 
     def required(self, key: str, kind: type[T], least: float = 1) -> T:
         """The value of a key that must be there. `least`: the smallest integer allowed; required ones are sizes or
         counts, so it is 1."""
         if not self.has(key):
-            raise ConfigError(f"{self.source}: {key} is missing")
+            raise ConfigError(f"{self.source}: {self._name(key)} is missing")
         return self._typed(key, kind, least if kind is int else None, None)
 
     def get(self, key: str, kind: type[T], default: T, least: float | None = None, most: float | None = None) -> T:
@@ -94,7 +97,7 @@ class ConfigReader:
         self._reads.keys.update(keys)
 
     def refusal(self, key: str, why: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {key}={shown(self.values.get(key))} is not supported; {why}")
+        return ConfigError(f"{self.source}: {self._name(key)}={shown(self.values.get(key))} is not supported; {why}")
 
     def section(self, key: str) -> ConfigReader:
         """The dict under `key`, with messages that name the path. All of its keys must be read too."""
@@ -110,11 +113,28 @@ class ConfigReader:
     def with_values(self, values: Mapping[str, Any]) -> ConfigReader:
         """The config with some values replaced or added, for families with other names or defaults. What is read of it
         counts as read of this one."""
-        return ConfigReader({**self.values, **values}, self.source, self._reads)
+        return ConfigReader({**self.values, **values}, self.source, self._reads, self._file_names)
+
+    def with_names(self, names: Mapping[str, str]) -> ConfigReader:
+        """The config with the keys of other families, by which it is read from now on. names: what the file calls each;
+        messages have these names. A file may have either name, and not both with different values."""
+        values, file_names = {}, dict(self._file_names)
+        for name, file_name in names.items():
+            if not self.has(file_name):
+                file_names |= {} if self.has(name) else {name: f"{file_name} (or {name})"}
+                continue
+            if self.has(name) and self.raw(file_name) != self.raw(name):
+                raise self.refusal(file_name, f"{name}={shown(self.raw(name))} says something else")
+            values[name], file_names[name] = self.raw(file_name), file_name
+        return ConfigReader({**self.values, **values}, self.source, self._reads, file_names)
 
     def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
         """The config with values for keys that the file leaves out. A key that the file has as null stays null."""
         return self.with_values({key: value for key, value in values.items() if key not in self.values})
+
+    def _name(self, key: str) -> str:
+        """The name that the file has for a key."""
+        return self._file_names.get(key, key)
 
     def refuse_unread(self) -> None:
         """Raise ConfigError for keys of the file that nothing has read and that are not known to be harmless."""
@@ -140,7 +160,7 @@ class ConfigReader:
             low, high = (-FLOAT32 if least is None else least), (FLOAT32 if most is None else most)
             declared = Annotated[float, Range(low, high)]
         try:
-            check_value(key, declared, value)
+            check_value(self._name(key), declared, value)
         except ValueError as error:
             raise ConfigError(f"{self.source}: {error}") from None
         return kind(value) if kind is float else value

@@ -40,7 +40,6 @@ OTHER_NAMES = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
     "n_group": "num_expert_group",
-    "n_routed_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
@@ -183,13 +182,6 @@ class KimiLinear(HybridDecoder):
 
 
 def with_common_names(config: ConfigReader) -> ConfigReader:
-    """The config with the names of keys that other families have. Files may have either name, not both."""
-    values = {}
-    for common, other in OTHER_NAMES.items():
-        if config.has(other) and config.has(common) and config.raw(other) != config.raw(common):
-            raise config.refusal(other, f"{common}={config.raw(common)} says something else")
-        if config.has(other):
-            values[common] = config.raw(other)
-    if config.has("num_local_experts"):
-        values["n_routed_experts"] = config.raw("num_local_experts")
-    return config.with_values(values)
+    """The config with the names of keys that other families have."""
+    experts = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers' name wins
+    return config.with_names(OTHER_NAMES | {"n_routed_experts": experts})

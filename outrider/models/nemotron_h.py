@@ -248,7 +248,8 @@ def read_rule(config: ConfigReader, scale: float = 1.0) -> moe.RouteRule:
     top_k = config.required("num_experts_per_tok", int)
     num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
     if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise config.refusal("n_group", f"it must divide n_routed_experts ({num_experts}), topk_group not exceed it")
+        raise config.refusal("n_group", f"it must divide the number of experts ({num_experts}), and topk_group must "
+                             "not exceed it")
     if num_groups > 1 and num_experts < 2 * num_groups:
         raise config.refusal("n_group", "a group is worth its two best experts, so it must have two")
     if not 1 <= top_k <= top_groups * (num_experts // num_groups):

@@ -112,6 +112,8 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "nothing allowed": ({"allowed_token_ids": []}, r"must be a list \(not empty\), each .* or None, got \[\]"),
     "no tokens": ({"max_tokens": 0}, "max_tokens must be an integer from 1 to 2147483647 or None, got 0"),
     "bias by text": ({"logit_bias": {"5": 1.0}}, "logit_bias must be a dict, each key an integer from 0 to"),
+    "infinite bias": ({"logit_bias": {5: float("-inf")}},
+                      r"logit_bias must be .* each value a number that is finite \(-1e9 forbids a token, 1e9 forces"),
     "bias of text": ({"logit_bias": {5: "x"}}, "logit_bias must be .* each value a number"),
     "cold": ({"temperature": -1}, r"temperature must be a number from 0 to 1e\+30, got -1"),
     "infinite": ({"temperature": float("inf")}, "temperature must be a number from 0 to .*, got inf"),
