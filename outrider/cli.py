@@ -29,6 +29,7 @@ from outrider.commands.parser import (
 )
 from outrider.commands.simulation_flags import SIMULATE_EXAMPLES, add_simulate_flags
 from outrider.commands.training_flags import TRAIN_EXAMPLES, add_training_flags
+from outrider.commands.word_wrap import wrapped
 from outrider.core.foreign_text import log_lines
 from outrider.core.status_line import CLEAR, is_terminal, say, write_stderr
 from outrider.kernels.compiler_start import hash_compiler_ahead
@@ -400,9 +401,9 @@ def _give_up_lost_lines() -> None:
 def _report(error: Exception, parser: Parser) -> int:
     text = with_flags(" ".join(str(error).split()), parser) or type(error).__name__
     if isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
-        say(f"outrider: error: {text}")
+        say(wrapped(f"outrider: error: {text}", sys.stderr))
         return BAD_INPUT
-    say(f"outrider: error: {type(error).__name__}: {text} (OUTRIDER_DEBUG=1 shows where)")
+    say(wrapped(f"outrider: error: {type(error).__name__}: {text} (OUTRIDER_DEBUG=1 shows where)", sys.stderr))
     return FAILED
 
 

@@ -17,7 +17,7 @@ from outrider.commands.parser import engine_config, named_adapter, sampling_para
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
 from outrider.commands.serve_files import chat_template, check_template_name
-from outrider.commands.word_wrap import WordWrap
+from outrider.commands.word_wrap import WordWrap, wrapped
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
 from outrider.core.lora_request import LoRARequest
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
     lines = LineInput("> ")
     if lines.on_terminal:
-        print(f"{args.url or args.model}: {HELP}")
+        _say(f"{args.url or args.model}: {HELP}")
     if args.stats is None:
         args.stats = lines.on_terminal
     was_interrupted = False
@@ -135,10 +135,10 @@ def _obey(command: str, conversation: Conversation) -> bool:
             conversation.reset()
             print("(forgotten)")
         case "/help" | "/?":
-            print(HELP)
+            _say(HELP)
         case _:
-            print(f"there is no command {command}{did_you_mean(command, COMMANDS)} (/help lists them; a text that "
-                  "begins with a space is sent as it is)")
+            _say(f"there is no command {command}{did_you_mean(command, COMMANDS)} (/help lists them; a text that "
+                 "begins with a space is sent as it is)")
     return False
 
 
@@ -149,11 +149,17 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
     try:
         output = conversation.answer(text, _shower(), args.priority)
     except (ValueError, RuntimeError) as error:  # too long a conversation, mostly
-        say(f"outrider: error: {with_flags(str(error), args.parser)} (/reset starts over)")
+        error_text = f"outrider: error: {with_flags(str(error), args.parser)} (/reset starts over)"
+        say(wrapped(error_text, sys.stderr))
         return
     print()
     if args.stats:
         write_stderr(f"{_stats(output, time.perf_counter() - start)}\n")
+
+
+def _say(text: str) -> None:
+    """Print a line of the chat's own, not of the model."""
+    print(wrapped(text, sys.stdout))
 
 
 def _shower() -> Callable[[str], None]:
@@ -174,5 +180,5 @@ def _stats(output: RequestOutput, seconds: float) -> str:
     if metrics.num_draft_tokens:
         line += (f"; {metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "
                  f"{metrics.mean_run_length:.2f} tokens a step")
-    line += "]"
+    line = wrapped(line + "]", sys.stderr)
     return f"\x1b[2m{line}\x1b[0m" if is_terminal(sys.stderr) else line

@@ -1,5 +1,5 @@
 """`outrider demo`: the default model answers four prompts at once, streamed; then one alone and a list to copy, each
-without drafts and with them."""
+without drafts and with them in turns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from outrider.commands.loading import Loaded, load
 from outrider.commands.run_prompts import Ask, chat_ids, run_prompts
+from outrider.commands.turns import Turns
+from outrider.commands.word_wrap import wrapped
 from outrider.config import AUTO_DRAFTER, EngineConfig
 from outrider.core import RequestOutput, SamplingParams
-from outrider.core.status_line import is_terminal
+from outrider.core.status_line import is_terminal, status_line
 
 MODEL = "smollm2"
 PROMPTS = [
@@ -43,9 +45,10 @@ class Shown:
 
 
 SHOWN = (
-    Shown("A question", FREE, "the drafter that comes with the model", AUTO_DRAFTER),
+    Shown("A question", FREE, "its own drafter", AUTO_DRAFTER),
     Shown("A list to copy", COPY, "n-gram drafts", {"method": "ngram", "num_speculative_tokens": 4}),
 )
+SAME, OTHER = "The text is the same every time.", "THE TEXTS DIFFER."
 WIDTH = 88
 COLORS = (36, 33, 32, 35)
 
@@ -108,28 +111,33 @@ def _mark(index: int, line: str) -> str:
 
 
 def _with_drafts(loaded: Loaded, config: EngineConfig, shown: Shown) -> None:
-    """Run one request without drafts and with them. A short run comes first, so that neither pays for the start."""
+    """Run one request without drafts and with them, in turns. Short runs come first, so that no turn pays for the
+    start."""
     params = SamplingParams(temperature=0.0, max_tokens=96)
     ids = chat_ids(loaded.need_tokenizer(), shown.prompt)
-    speeds: list[float] = []
-    texts: list[str] = []
-    for drafts in (None, shown.drafts):
-        steps = _Steps()
-        with loaded.llm(replace(config, speculative_config=drafts, enable_prefix_caching=False)) as llm:
+    config = replace(config, enable_prefix_caching=False)
+    turns, shows, texts = Turns(), _Steps(), set()
+    with (loaded.llm(config.without_drafts()) as plain,
+          loaded.llm(replace(config, speculative_config=shown.drafts)) as drafting):
+        for llm in (plain, drafting):
             run_prompts(llm, [Ask(ids, replace(params, max_tokens=4))])
-            ran = run_prompts(llm, [Ask(ids, params)], on_output=steps.add)
-        speeds.append(ran.tokens_per_second)
-        texts.append(ran.outputs[0].outputs[0].text)
-        if drafts is None:
-            print(f"{shown.title}, without drafts: {ran.tokens_per_second:.1f} tokens/s")
-        else:
-            same = "the same text" if texts[0] == texts[1] else "OTHER TEXT"
-            accepted = ran.outputs[0].metrics.num_accepted_tokens / max(1, ran.num_steps)
-            print(f"The same with {shown.drafter}: {ran.tokens_per_second:.1f} tokens/s, "
-                  f"{speeds[1] / speeds[0]:.2f}x, {same}.\n{ran.num_tokens} tokens in {ran.num_steps} steps, "
-                  f"{accepted:.2f} accepted guesses a step; | ends a step:\n")
-            print(textwrap.indent("\n".join(part for line in steps.text.strip().splitlines()
-                                            for part in textwrap.wrap(line, WIDTH)), "    ") + "\n")
+        begin = time.perf_counter()
+        while not turns.is_over(time.perf_counter() - begin):
+            with status_line(f"{shown.title}: turn {len(turns.speeds) + 1} without drafts and with them"):
+                # Who goes first alternates, so that work that comes and goes favours neither.
+                order = (plain, drafting) if len(turns.speeds) % 2 == 0 else (drafting, plain)
+                steps = {llm: _Steps() for llm in order}
+                ran = {llm: run_prompts(llm, [Ask(ids, params)], on_output=steps[llm].add) for llm in order}
+            turns.add(ran[plain].tokens_per_second, ran[drafting].tokens_per_second)
+            texts |= {own.outputs[0].outputs[0].text for own in ran.values()}
+            shows = steps[drafting]
+    last = ran[drafting]
+    accepted = last.outputs[0].metrics.num_accepted_tokens / max(1, last.num_steps)
+    print(wrapped(f"{shown.title}: {turns.line(shown.drafter)}. {SAME if len(texts) == 1 else OTHER}", sys.stdout))
+    print(f"{last.num_tokens} tokens in {last.num_steps} steps, {accepted:.2f} accepted guesses a step; | ends a step:"
+          "\n")
+    print(textwrap.indent("\n".join(part for line in shows.text.strip().splitlines()
+                                    for part in textwrap.wrap(line, WIDTH)), "    ") + "\n")
 
 
 class _Steps:

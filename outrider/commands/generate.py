@@ -17,6 +17,7 @@ from outrider.commands.loading import load_or_find
 from outrider.commands.parser import UsageError, engine_config, named_adapter, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.commands.serve_files import chat_template, check_template_name
+from outrider.commands.word_wrap import WordWrap, wrapped
 from outrider.core import RequestOutput
 from outrider.core.fields import shown
 from outrider.core.status_line import is_terminal, say
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         ran = run_prompts(llm, asks, on_output=show, priority=args.priority, adapter=adapter,
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if args.stats:
-        say(stats_line(ran))
+        say(wrapped(stats_line(ran), sys.stderr))
     raise_failed(ran.outputs)  # after the outputs that succeeded are shown
     return 0
 
@@ -104,14 +105,14 @@ def _prompt_of(place: str, item: Any) -> str:
 
 
 class _Stream:
-    """Prints a growing text as it grows."""
+    """Prints a growing text on a terminal as it grows."""
 
     def __init__(self) -> None:
-        self._shown = 0
+        self._shown, self._wrap = 0, WordWrap()
 
     def __call__(self, output: RequestOutput) -> None:
         text = output.outputs[0].text
-        sys.stdout.write(text[self._shown :])
+        sys.stdout.write(self._wrap.write(text[self._shown :]))
         sys.stdout.flush()
         self._shown = len(text)
 

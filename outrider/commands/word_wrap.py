@@ -1,14 +1,30 @@
-"""Text on a terminal as it streams in, broken between words: a terminal itself breaks in the middle of one."""
+"""Text on a terminal, as it streams in or at once, broken between words: a terminal itself breaks within words."""
 
 from __future__ import annotations
 
 import shutil
+import textwrap
 import unicodedata
+from typing import Any
+
+from outrider.core.status_line import is_terminal
+
+TAB = 8  # columns between the stops of a terminal
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """The text for a stream, with its lines broken between words if that is a terminal."""
+    if not is_terminal(stream):
+        return text
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+                     for line in text.split("\n"))
 
 
 class WordWrap:
     """Turns pieces of a text into what a terminal is sent for them. A word that reaches the edge is taken back from the
-    end of its line and written on the next one. A word longer than a line is left to the terminal."""
+    end of its line and written on the next one. A word longer than a line is left to the terminal. Characters that
+    control a terminal are not sent: a model may write any, and some change what a terminal does from then on."""
 
     def __init__(self, columns: int | None = None) -> None:
         self._columns = columns or shutil.get_terminal_size().columns
@@ -22,6 +38,10 @@ class WordWrap:
         if character == "\n":
             self._column, self._word = 0, ""
             return character
+        if character == "\t":
+            return "".join(map(self._place, " " * (TAB - self._column % TAB)))
+        if unicodedata.category(character) == "Cc":
+            return ""
         width = _width(character)
         if self._column + width <= self._columns:
             self._column += width

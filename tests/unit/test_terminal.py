@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM
+from outrider.commands import chat as chat_command
 from outrider.commands.chat import PromptProgress
-from outrider.commands.word_wrap import WordWrap
+from outrider.commands.word_wrap import WordWrap, wrapped
+from outrider.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.engine.stats import EngineStats
 from outrider.kernels.native import build
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
@@ -205,13 +207,29 @@ def test_a_long_paste_becomes_a_line_with_its_length(chat: Terminal) -> None:
     ("one two three four", ["one two", "three four"]), ("a bb ccc dddd eeeee", ["a bb ccc", "dddd eeeee"]),
     ("0123456789 next", ["0123456789", "next"]), ("0123456789abcde word", ["0123456789", "abcde word"]),
     ("line\nnext line is", ["line", "next line", "is"]), ("漢字漢字 漢字", ["漢字漢字", "漢字"]),
-    ("x" * 10 + "\ny", ["x" * 10, "y"]),
+    ("x" * 10 + "\ny", ["x" * 10, "y"]), ("a\tb c d", ["a       b", "c d"]), ("a\x1b[31m\x07b\x9bc", ["a[31mbc"]),
 ])
 def test_words_are_wrapped_whole(text: str, rows: list[str], pieces: int) -> None:
     wrap, screen = WordWrap(10), Screen(10)
     for start in range(0, len(text), pieces):
         screen.write(wrap.write(text[start : start + pieces]))
     assert [row.rstrip() for row in screen.rows] == rows
+
+
+def test_what_the_chat_says_of_itself_breaks_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The banner, answers to commands, errors and counts, on a terminal that is narrower than each of them."""
+    assert wrapped("some words " * 20, io.StringIO()) == "some words " * 20, "a file has the line as it is"
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "stdout", out := FakeTerminal())
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    chat_command._say(f"smollm2: {chat_command.HELP}")
+    output = RequestOutput("0", None, [1] * 5000, [CompletionOutput(0)])
+    output.metrics = RequestMetrics(num_steps=100, num_draft_tokens=200, num_accepted_tokens=100)
+    counts = re.sub(r"\x1b\[\dm", "", chat_command._stats(output, 1.0))
+    shown = {chat_command.HELP: out.getvalue(), "from the cache": counts}
+    for said, text in shown.items():
+        rows = text.split("\n")
+        assert len(rows) > 1 and max(map(len, rows)) <= 60 and said in " ".join(rows)
 
 
 def test_a_long_prompt_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

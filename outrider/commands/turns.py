@@ -1,0 +1,65 @@
+"""Turns: two ways to run one thing, measured one after the other until their ratio is settled.
+
+Other work on the machine slows both ways, but not each turn alike. A single measurement of each then says more of the
+machine than of the ways, so they take turns, and the spread of the turns' ratios tells how far the figure is known.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+LEAST_TURNS = 3
+CLIPPED_TURNS = 5  # from so many turns on the largest and the smallest ratio count as much as the ones next to them
+SETTLED = 0.1  # the most that the ratio may be off by, as a share of it
+STANDARD_ERRORS = 2.5  # that it may be off by: turns end when their ratios happen to agree
+MOST_SECONDS = 20.0  # for all turns, beyond the least number of them
+MOST_TURNS = 20
+
+
+@dataclass
+class Turns:
+    speeds: list[tuple[float, float]] = field(default_factory=list)  # of each turn: without, with; each above 0
+
+    def add(self, without: float, with_it: float) -> None:
+        self.speeds.append((without, with_it))
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether no more turns are needed, or no more are worth their time. seconds: all turns have taken so far."""
+        count = len(self.speeds)
+        return count >= LEAST_TURNS and (self.is_settled or seconds >= MOST_SECONDS or count >= MOST_TURNS)
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the second way is."""
+        return math.exp(statistics.mean(self._logarithms))
+
+    @property
+    def margin(self) -> float:
+        """How far the ratio may be off, as a share of it."""
+        found = self._logarithms
+        share = 1 - 2 / len(found) if len(found) >= CLIPPED_TURNS else 1.0  # of the turns that are not clipped
+        return STANDARD_ERRORS * statistics.stdev(found) / (share * math.sqrt(len(found)))
+
+    @property
+    def is_settled(self) -> bool:
+        return len(self.speeds) >= LEAST_TURNS and self.margin <= SETTLED
+
+    @property
+    def _logarithms(self) -> list[float]:
+        found = sorted(math.log(with_it / without) for without, with_it in self.speeds)
+        if len(found) >= CLIPPED_TURNS:
+            found[0], found[-1] = found[1], found[-2]
+        return found
+
+    def line(self, with_it: str) -> str:
+        """The result in words. with_it: what the second way has."""
+        without, others = zip(*self.speeds, strict=True)
+        speed, count = statistics.median(without), len(self.speeds)
+        if self.is_settled or abs(math.log(self.ratio)) > self.margin:
+            return (f"{speed:.1f} tokens/s without drafts, {speed * self.ratio:.1f} with {with_it}: {self.ratio:.2f}x "
+                    f"(± {self.ratio * self.margin:.2f}, {count} turns)")
+        return (f"{min(without):.1f} to {max(without):.1f} tokens/s without drafts, {min(others):.1f} to "
+                f"{max(others):.1f} with {with_it} in {count} turns: other programs keep this machine too busy to tell "
+                "which is faster")
