@@ -89,6 +89,7 @@ class DrafterTries:
 
     def __init__(self, costs: StepCosts, times: ObservedTimes) -> None:
         self._costs, self._times = costs, times
+        self.slowness = 1.0  # factor on the time that drafts add
         self._saved = 0.0  # seconds that tries may cost
         self._token_seconds = 0.0  # that an accepted draft of the last try saves
         self._left: dict[int, int] = {}  # steps of tries by request
@@ -98,17 +99,23 @@ class DrafterTries:
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
+    def allow(self, num_requests: int) -> None:
+        """Something has changed, so that drafts may pay by now: tries need not wait until time for them is saved."""
+        step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
+        self._saved = max(self._saved, MOST_SAVED * step)
+
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
         """Let these of so many requests try drafts, if there is time. rate: at which drafts were accepted lately.
         num_reading: steps without drafts before the try."""
         costs, count = self._costs, len(request_ids)
         plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))
         step, drafting = plain * costs.step(num_requests, num_requests), costs.draft(1, num_requests)
-        most = drafted * (costs.step(num_requests + count, num_requests) + drafting) - step
+        most = self.slowness * (drafted * (costs.step(num_requests + count, num_requests) + drafting) - step)
         token_seconds = step / num_requests  # what an accepted draft saves
         if most > HOPELESS * count * token_seconds:
             return False
-        read = max(0.0, reading * (costs.step(num_requests, num_requests) + drafting) - step) * (1 + num_reading)
+        each_read = self.slowness * max(0.0, reading * (costs.step(num_requests, num_requests) + drafting) - step)
+        read = each_read * (1 + num_reading)
         if TRY_STEPS * max(LEAST_COST * most, most - rate * count * token_seconds) + read > self._saved:
             return False
         self._saved -= TRY_STEPS * most + read

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
 from outrider.sched.acceptance import PATIENT, QUICK, Acceptance
+from outrider.sched.draft_slowness import DraftSlowness
+from outrider.sched.draft_tries import HOPELESS
 from outrider.sched.drafts import DraftPlan, SettledDrafts, clamp_drafts
 from outrider.sched.learned_drafts import LearnedDrafts
 from outrider.sched.request import Request
@@ -20,8 +23,20 @@ class IndividualDrafts(LearnedDrafts):
         acceptance = Acceptance(k, QUICK if always_propose else PATIENT)
         super().__init__(k, costs, acceptance, misses_rests=not always_propose)
         self._always_propose = always_propose
+        self._slowness = DraftSlowness()
 
     def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+        plan = self._plan(requests, is_exact)
+        if self._slowness.wants_rest and not self._always_propose:
+            self._depth.proposed = 0
+            return DraftPlan([0] * len(requests), 0)
+        if not self._slowness.wants_look or not plan.num_wanted:
+            return plan
+        if not self._always_propose:  # a drafter that rested for a step would miss what it has
+            self._depth.proposed = 1
+        return DraftPlan([0] * len(requests), self._k if self._always_propose else 1)
+
+    def _plan(self, requests: list[Request], is_exact: bool) -> DraftPlan:
         new = self._next_step(requests)
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
         if self._always_propose:
@@ -56,6 +71,17 @@ class IndividualDrafts(LearnedDrafts):
                                  if num_scheduled and not request.checked_levels])
         self._expect_waiting(settled)
 
+    def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
+        if max(batch.num_known, default=0) != 1:
+            return
+        count = batch.num_requests
+        plain = self._costs.step(count, count)
+        added = self._costs.step(batch.num_tokens, count) - plain + self._costs.draft(batch.num_wanted, count)
+        checks_drafts = batch.num_tokens > count
+        if self._slowness.observe(plain, added, seconds, checks_drafts=checks_drafts) and not self._depth.proposed:
+            self._tries.allow(count)
+        self._tries.slowness = self._slowness.factor
+
     def begin(self, requests: list[Request]) -> int:
         return self._k if self._always_propose else super().begin(requests)
 
@@ -65,6 +91,9 @@ class IndividualDrafts(LearnedDrafts):
     def _counts_of_guesses(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
         """Counts of drafts that cost nothing to guess: a request that has had none for a while tries one."""
         wanted = self._counts(requests, running, is_exact)
+        plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
+        if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay
+            return wanted
         for index in running:
             if not wanted[index] and self._gains(requests[index], is_exact):
                 wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
@@ -78,14 +107,13 @@ class IndividualDrafts(LearnedDrafts):
         if not running:
             return counts
         gains = [(index, self._gains(requests[index], is_exact)) for index in running]
-        steps = [self._costs.step(num_running + count, num_running)
-                 for count in range(1 + sum(len(own) for _, own in gains))]
+        steps = [self._step_seconds(count, num_running) for count in range(1 + sum(len(own) for _, own in gains))]
         best: list[tuple[float, int]] = []
         best_rate = num_running / steps[0] * self._least_gain
         for depth in range(1, self._k + 1) if self._costs.drafting else (self._k,):
             drafts = [(gain, index) for index, own in gains for gain in own[:depth]]
             drafts.sort(key=lambda pair: -pair[0])
-            drafting, expected = self._costs.draft(depth, num_running), float(num_running)
+            drafting, expected = self._draft_seconds(depth, num_running), float(num_running)
             for count, (gain, _) in enumerate(drafts, start=1):
                 expected += gain
                 rate = expected / (steps[count] + drafting)
@@ -107,8 +135,8 @@ class IndividualDrafts(LearnedDrafts):
                               else self._gains(requests[index], True))]
         found.sort(key=lambda pair: -pair[0])
         count, most = len(running), max(len(usual), len(found))
-        step = [self._costs.step(count + n, count) for n in range(1 + most)]
-        drafting = self._costs.draft(depth, count)
+        step = [self._step_seconds(n, count) for n in range(1 + most)]
+        drafting = self._draft_seconds(depth, count)
         rate = max(expected / (step[n] + (drafting if n else 0.0))
                    for n, expected in enumerate(accumulate(usual, initial=float(count))))
         values = [expected - rate * step[n]
@@ -117,3 +145,11 @@ class IndividualDrafts(LearnedDrafts):
         for _, index in found[: values.index(max(values))]:
             counts[index] += 1
         return counts
+
+    def _step_seconds(self, num_drafts: int, num_running: int) -> float:
+        """Seconds of a step of so many requests, where one without drafts takes what was foreseen."""
+        plain = self._costs.step(num_running, num_running)
+        return plain + self._slowness.factor * (self._costs.step(num_running + num_drafts, num_running) - plain)
+
+    def _draft_seconds(self, depth: int, num_running: int) -> float:
+        return self._slowness.factor * self._costs.draft(depth, num_running)
