@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
+TOOLS := build/tools
 
 # Tests and mutants start dozens of processes that import the package: without its bytecode each compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,7 +14,8 @@ QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/te
 	tests/unit/test_scheduler.py tests/unit/test_draft_counts.py tests/unit/test_sample_accept.py tests/unit/test_text.py \
 	tests/engine/test_generate.py tests/compat/test_examples.py
 
-.PHONY: help setup quick test test-long test-ray test-browser lint types site dist try-dist try-docs mutants demo bench clean
+.PHONY: help setup hooks quick test test-long test-ray test-browser test-gpu lint types site dist lock try-dist try-docs mutants demo
+.PHONY: bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +24,7 @@ help:
 	@echo "make test       quick tests          make test-long  all tests"
 	@echo "make test-browser  the server's page in a headless Chromium"
 	@echo "make test-ray   replicas on a Ray cluster of this machine"
+	@echo "make test-gpu   the tests of kernels and engines on an NVIDIA card"
 	@echo "make lint       ruff                 make types      mypy"
 	@echo "make site       the site from docs/, into build/site; warnings are errors"
 	@echo "make dist       wheel and sdist      make try-dist   installs both in empty environments"
@@ -39,7 +42,12 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test]'
+	@$(MAKE) --no-print-directory hooks
 	@touch $@
+
+# Git's hooks of this project, unless the clone has others. A folder that is no clone has none.
+hooks:
+	@if test -e .git && ! git config --get core.hooksPath >/dev/null; then git config core.hooksPath .githooks; fi
 
 quick: $(READY)
 	$(BIN)/ruff check .
@@ -60,6 +68,13 @@ test-browser: $(READY)
 		echo "the browser tests need Chromium and its driver: apt-get install -y chromium chromium-driver" >&2; exit 1; }
 	OUTRIDER_BROWSER=1 $(BIN)/python -m pytest -n 0 tests/browser
 
+# GPU_TESTS: a file or folder instead of all of them.
+test-gpu: export GPU_TESTS ?= tests/gpu
+test-gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+		echo "the tests on a GPU need an NVIDIA card, and torch for its CUDA" >&2; exit 1; }
+	$(BIN)/python -m pytest -n 0 "$$GPU_TESTS"
+
 lint: $(READY)
 	$(BIN)/ruff check .
 
@@ -71,13 +86,22 @@ site: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-dist: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,release]'
-	rm -rf dist build/lib build/bdist.*
-	$(BIN)/python -m build --outdir dist .
+# A release is made by tools whose files have the hashes of requirements/release.txt, and by nothing else.
+$(TOOLS)/.ready: requirements/release.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/release.txt
+	@touch $@
 
-try-dist: $(READY)
-	$(BIN)/python -m tests.compat.packages dist
+dist: $(TOOLS)/.ready
+	rm -rf dist build/lib build/bdist.*
+	$(TOOLS)/bin/python -m build --no-isolation --outdir dist .
+
+lock: $(TOOLS)/.ready
+	$(TOOLS)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" -c constraints.txt requirements/release.in -o requirements/release.txt
+
+try-dist: $(TOOLS)/.ready
+	$(TOOLS)/bin/python -m tests.compat.packages dist
 
 # Every command of README.md and docs/ that needs no GPU, from the wheel in an empty environment: half an hour.
 try-docs: $(READY)

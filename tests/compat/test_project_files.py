@@ -29,8 +29,62 @@ def test_forms_and_workflows_are_whole(path: Path) -> None:
     found = read_yaml(path)
     if path.parent.name == "workflows":
         assert found["jobs"] and all(job["steps"] and job["runs-on"] for job in found["jobs"].values())
-    elif path.stem != "config":
+    elif path.stem not in ("config", "dependabot"):
         assert found["name"] and found["description"] and all(part["type"] for part in found["body"])
+
+
+def test_actions_are_pinned_by_digest() -> None:
+    """A tag can be moved to other code, which would then run with the rights of the workflow."""
+    for path in sorted((GITHUB / "workflows").glob("*.yml")):
+        used = re.findall(r"uses: (.+)", path.read_text())
+        assert used, path
+        for one in used:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", one), (path, one)
+
+
+def test_release_tools_have_hashes_and_the_versions_of_the_tests() -> None:
+    constraints = (ROOT / "constraints.txt").read_text().lower()
+    known = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
+    text = (ROOT / "requirements/release.txt").read_text().replace("\\\n", "")
+    tools = [line for line in text.splitlines() if not line.startswith("#")]
+    pins = {re.split("[ =]", line)[0]: line for line in tools}
+    assert {"build", "uv", "setuptools"} <= pins.keys()
+    for name, line in pins.items():
+        assert re.match(r"[\w-]+==[\w.]+ .*--hash=sha256:[0-9a-f]{64}", line), line
+        version = known.get(name.replace("-", "_"), known.get(name))
+        assert version is None or line.startswith(f"{name}=={version} "), line
+    for wanted in re.findall(r"^\w.*==.*", (ROOT / "requirements/release.in").read_text(), re.M):
+        assert any(line.startswith(wanted + " ") for line in tools), "make lock"
+
+
+@pytest.mark.parametrize(("message", "is_taken"), [
+    ("x" * 72, True), ("x" * 73, False), ("\n\n# a comment that git put there\n" + "x" * 73, False), ("é" * 72, True),
+    ("short\n\n" + "a long body " * 20, True), ("Merge branch " + "x" * 80, True), ("# " + "x" * 80, True), ("", True)])
+def test_the_hook_refuses_long_subjects(tmp_path: Path, message: str, is_taken: bool) -> None:
+    (tmp_path / "message").write_text(message + "\n")
+    ran = subprocess.run([ROOT / ".githooks/commit-msg", tmp_path / "message"], capture_output=True, text=True)
+    assert (ran.returncode == 0) == is_taken and ("72 are shown" in ran.stderr) == (not is_taken)
+
+
+def test_hooks_are_wired_in_a_clone_alone(tmp_path: Path) -> None:
+    def run(*command: str | Path, status: int = 0) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "MAKE"))}
+        ran = subprocess.run(command, cwd=inner, env=environment, capture_output=True, text=True)
+        assert ran.returncode == status, ran.stderr
+        return ran.stdout
+
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "Makefile").write_text((ROOT / "Makefile").read_text())
+    run("git", "init", "-q", str(tmp_path))  # an unpacked package inside another project's clone
+    run("make", "hooks")
+    run("git", "config", "--get", "core.hooksPath", status=1)
+    run("git", "init", "-q", ".")
+    run("make", "hooks")
+    assert run("git", "config", "--get", "core.hooksPath") == ".githooks\n"
+    run("git", "config", "core.hooksPath", "own")
+    run("make", "hooks")
+    assert run("git", "config", "--get", "core.hooksPath") == "own\n"
 
 
 def test_make_targets_that_are_named_are_there() -> None:
