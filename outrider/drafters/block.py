@@ -9,6 +9,17 @@ target like those of a draft model:
 
 The block's own keys and values lie behind the context until the next step, which overwrites them before it reads any.
 Slots before `valid_from[row]` were never filled (the drafter skipped a step) or were evicted, and are not attended.
+
+- A sliding layer is causal within its block if `layer_types` names it, and sees its whole block with `use_swa` or
+  `sliding_window_non_causal`; `causal` or `is_causal` decides for all layers. A row at p sees nothing before p -
+  window + 1.
+- DSpark's Markov head adds to the logits of a draft what the draft before it says, left to right.
+- `"min_draft_confidence": 0.3` leaves out the drafts of a request from the first one on that DSpark's confidence head
+  thinks
+  is reached and accepted less often than that. The default, 0, leaves out none: the number of drafts is chosen by
+  what was
+  accepted and by measured costs. Files without a confidence head are refused with it.
+- Fewer drafts than `block_size` allows make a smaller block, which is not what the drafter was trained with.
 """
 
 from __future__ import annotations

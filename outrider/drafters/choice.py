@@ -3,6 +3,15 @@
 Every proposal is graded, also those that were not checked: the tokens that a step yields are the true ones, so the
 leading drafts that equal them would have been accepted. A drafter that is right more often for a request is taken for
 it within a few steps, and no step is spent on trying the others. All of it happens on the device, by row.
+
+Every drafter proposes for every request, and each proposal is graded by the tokens that the next step yields, also if
+it
+was not the one that was checked: the leading drafts that equal these tokens would have been accepted. From its rate
+for a
+request follows how many of a drafter's drafts will probably be accepted; the most wins, the first in the list among
+equals
+(`drafters/choice.py`). All of it happens on the device, so that steps stay captured. A new request begins with equal
+rates.
 """
 
 from __future__ import annotations

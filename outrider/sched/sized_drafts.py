@@ -1,4 +1,16 @@
-"""SizedDrafts: counts of drafts for captured steps, which have sizes."""
+"""SizedDrafts: counts of drafts for captured steps, which have sizes.
+
+On a GPU steps are captured, so they have sizes: with more than 32 requests at most 32 token rows apart, with 9 to 32 a
+multiple of the requests. The scheduler compares two ways to fill a step. One gives all requests the same number of
+drafts. The other takes the token rows of a size and gives them to the drafts that are most likely to be accepted, each
+request's by its own acceptance, so that a request whose drafts hold gets five and another none. Requests count as
+different only if their acceptance differs by more than chance would make it differ, and unequal numbers must gain 0.8%,
+counted by how many of the drafts that they expected to be accepted were; otherwise it is one number for all. Up to 8
+requests have the same number, because token rows are free there. A request without drafts tries one now and then, and
+all
+requests now and then try one more than has paid. If none pay and the drafter is a lookup, all requests try one every 64
+steps.
+"""
 
 from __future__ import annotations
 
