@@ -241,7 +241,7 @@ def test_the_table_of_the_document_is_that_of_the_results() -> None:
     lines = (root / "docs/benchmarks.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines
              if line.startswith("| ") and " / " in line]
-    shown = {model.partition(" (")[0]: (ours, peer) for model, ours, peer, *_ in cells if ours[0].isdigit()}
+    shown = {model.partition(" (")[0]: (ours, peer) for model, ours, peer, *_ in cells if ours[:1].isdigit()}
     for series in json.loads((root / "bench/results/h200.json").read_text())["series"]:
         if all("peer" in row for row in series["rows"]):
             wanted = tuple(" / ".join(f"{row[key]:.0f}" for row in series["rows"]) for key in ("tok_s", "peer"))
