@@ -68,10 +68,11 @@ class AsyncLLM(Front):
                 yield cast(PoolingRequestOutput, output)
 
     async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0,
-                    lora_request: LoRARequest | None = None) -> list[CheckedRequest]:
+                    lora_request: LoRARequest | None = None, tenant: str | None = None) -> list[CheckedRequest]:
         """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, a long text is
-        tokenized, and an adapter that is not there is loaded, beside the engine."""
-        checked = await self._check(prompts, params, priority)
+        tokenized, and an adapter that is not there is loaded, beside the engine. tenant: on whose behalf the requests
+        run. Tenants share the engine equally, and `priority` orders the requests of each."""
+        checked = [replace(request, tenant=tenant) for request in await self._check(prompts, params, priority)]
         (asked,) = one_for_each(lora_request, 1)
         if asked is None:
             return checked

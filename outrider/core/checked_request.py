@@ -41,12 +41,13 @@ class CheckedRequest:
     token_ids: tuple[int, ...]  # zeros if the prompt is embeddings without ids
     params: RequestParams  # the request's own copy, with its words as tokens
     text: str | None = None  # the prompt's, if the caller gave any
-    priority: int = 0
+    priority: int = 0  # within its tenant
     cache_salt: str | None = None
     spans: PromptSpans = NO_SPANS
     embeds: PromptEmbeds | None = None
     has_ids: bool = True  # False: the prompt is embeddings without ids
     adapter: int | None = None  # number of the load of the adapter that changes the model's products
+    tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
 
     @property
     def sampling(self) -> SamplingParams:

@@ -98,20 +98,26 @@ class PromptLine(NamedTuple):
 
     @property
     def first(self) -> Request:
-        return self.begun[0] if self.begun else self.waiting.next
+        return self.begun[0] if self.begun else self.waiting.first_arrived
 
     def short_tokens(self, behind: Request, most: int) -> int:
         """How many tokens the short prompts behind a request still have to compute, `most` at most. A prompt is short
-        if at most `most` of its tokens are left. Prompts that are less urgent than the request do not count."""
+        if at most `most` of its tokens are left. Prompts of the same tenant that are less urgent than the request do
+        not count."""
         begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
         total = 0
         for other in chain(begun, self.waiting.ready if self.num_startable else ()):
             num_left = len(other.token_ids) - other.bound.at_most
-            if other is not behind and num_left <= most and other.input.priority <= behind.input.priority:
+            if other is not behind and num_left <= most and not _is_less_urgent(other, behind):
                 total += num_left
                 if total >= most:
                     return most
         return total
+
+
+def _is_less_urgent(request: Request, other: Request) -> bool:
+    one, two = request.input, other.input
+    return one.tenant == two.tenant and one.priority > two.priority
 
 
 class FullStep:

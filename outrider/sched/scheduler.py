@@ -8,6 +8,7 @@ use a token or an exact length of a step in flight.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
@@ -27,9 +28,11 @@ from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
 from outrider.sched.faults import Suspects
+from outrider.sched.giving_way import held_tokens, least_important
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
 from outrider.sched.request import Request, State
+from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
 
@@ -57,6 +60,7 @@ class Scheduler:
             self._host_drafts = HostDrafts(host_drafter, limits.vocab_size, host_faults, limits.max_drafts)
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
+        self._shares = TenantShares(limits.max_requests, limits.max_batched_tokens)
         self._running: list[Request] = []
         self._num_with_form = 0  # running requests that ask for structured output
         self._requests: dict[int, Request] = {}
@@ -119,19 +123,24 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute before a result comes back."""
         if self._suspects:
             self._try_suspects()
+        if self._waiting.has_next:
+            self._make_way()
         batch = BatchBuilder(self.stats.num_steps, self._generation)
         plan = self._plan_drafts()
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills, budget, short = self._schedule_decoding(batch, plan)
         step = self._begin_prompts(batch, budget, prefills)
-        for request in prefills:
-            if request.state is State.RUNNING and step.room_for(request) > 0:
-                short |= self._schedule_known(request, step, batch) == 0
-        if not short and self.stats.num_preemptions == num_preemptions:
-            started = self._admit(step, batch)
-            if started and self._drafts is not None:
-                plan = plan._replace(num_wanted=max(plan.num_wanted, self._drafts.begin(started)))
+        started: list[Request] = []
+        without_pages: list[Tenant] = []  # tenants whose next requests wait for pages
+        for tenant in self._tenants_in_line(prefills):
+            for request in prefills:
+                if request.input.tenant == tenant and request.state is State.RUNNING and step.room_for(request) > 0:
+                    short |= self._schedule_known(request, step, batch) == 0
+            if not short and self.stats.num_preemptions == num_preemptions:
+                started += self._admit(tenant, step, batch, without_pages)
+        if started and self._drafts is not None:
+            plan = plan._replace(num_wanted=max(plan.num_wanted, self._drafts.begin(started)))
         return self._finish_batch(batch, plan)
 
     def update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
@@ -263,6 +272,12 @@ class Scheduler:
             batch.add(request, 1, num_drafts, True, bound)
         return prefills, budget, is_short
 
+    def _tenants_in_line(self, prefills: Sequence[Request]) -> list[Tenant]:
+        """Tenants with prompts to compute, in the order in which the step serves them."""
+        if not (prefills or self._waiting.has_next):
+            return []
+        return self._shares.in_turn({request.input.tenant for request in prefills} | self._waiting.tenants.keys())
+
     def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep:
         """The room that the requests which decode leave for prompts."""
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
@@ -283,6 +298,7 @@ class Scheduler:
             return 0
         batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
         request.prompt_done_at = self.stats.num_steps
+        self._shares.compute(request.input.tenant, chunk)
         for start, end in spans.within(context, bound) if spans else ():
             batch.mark(start, end)
         step.add(chunk, context)
@@ -290,43 +306,53 @@ class Scheduler:
             self.cache.promise(batch.step, request.id, request.token_ids, bound)
         return chunk
 
-    def _admit(self, step: FullStep, batch: BatchBuilder) -> list[Request]:
-        """Give rows to requests that wait; returns these requests. A request whose beginning others are computing, or
-        whose long prompt gets no room beside short ones, waits for a later step, and holds up none of those behind it.
-        So does a request for whose adapter the device has no room, which needs no row meanwhile; once it has waited for
-        long, no other adapter starts before it."""
+    def _admit(self, tenant: Tenant, step: FullStep, batch: BatchBuilder,
+               without_pages: list[Tenant]) -> list[Request]:
+        """Give rows to requests of a tenant that wait; returns these requests. A request whose beginning others are
+        computing, or whose long prompt gets no room beside short ones, waits for a later step, and holds up none of
+        those behind it. So does a request for whose adapter the device has no room, which needs no row meanwhile; once
+        it has waited for long, no other adapter starts before it."""
+        waiting = self._waiting
         passed_over: list[Request] = []
         without_adapter: list[Request] = []
         started: list[Request] = []
         is_full = False  # for requests with adapters
-        while (self._waiting.has_next and len(self._free_rows) > len(passed_over) and step.most_tokens(0) > 0
-               and len(without_adapter) < MAX_WITHOUT_ADAPTER):
-            request = self._waiting.next
+        if without_pages:  # else the pages that they wait for would go to others for ever
+            held = held_tokens(self._running)
+            if any(held[other] < held[tenant] for other in without_pages):
+                return []
+        while (waiting.has_next_of(tenant) and self._num_free_rows(tenant) > len(passed_over)
+               and step.most_tokens(0) > 0 and len(without_adapter) < MAX_WITHOUT_ADAPTER):
+            request = waiting.next_of(tenant)
             if step.room_for(request) == 0:
-                passed_over.append(self._waiting.pop())
+                passed_over.append(waiting.pop(tenant))
                 continue
             number = request.input.adapter
             if number is not None and self.adapters is not None and (is_full or not self.adapters.may_start(number)):
                 is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
-                without_adapter.append(self._waiting.pop())
+                without_adapter.append(waiting.pop(tenant))
                 continue
             start = self._find_start(request, batch.step)
             if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
-                passed_over.append(self._waiting.pop())
+                passed_over.append(waiting.pop(tenant))
                 continue
             if not self.cache.can_start(start):
+                without_pages.append(tenant)
                 break
             if number is not None and self.adapters is not None and not self.adapters.start(number):
                 is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
-                without_adapter.append(self._waiting.pop())
+                without_adapter.append(waiting.pop(tenant))
                 continue
-            self._start(self._waiting.pop(), start)
+            self._start(waiting.pop(tenant), start)
             started.append(request)
             if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
         for request in (*passed_over, *without_adapter):
-            self._waiting.push(request)
+            waiting.push(request)
         return started
+
+    def _num_free_rows(self, tenant: Tenant) -> int:
+        return len(self._free_rows) - self._shares.num_reserved(tenant, self._waiting.tenants)
 
     def _find_start(self, request: Request, step: int) -> Start:
         asked = request.input
@@ -339,8 +365,32 @@ class Scheduler:
         request.take_row(row, self.cache.admit(request.id, row, start))
         request.next_event = self.cache.next_event(request.settled)
         self._running.append(request)
+        self._shares.take_row(request.input.tenant)
         self._num_with_form += request.input.has_form
         self._admissions.append(request.admission(self.cache.restored(request.id)))
+
+    def _make_way(self) -> None:
+        """Preempt a request of the tenant with the most, if a request of another tenant waits for want of rows or of
+        pages. Not if the two tenants would only swap places."""
+        waiting = self._waiting.tenants
+        if not self._running or len(waiting.keys() | self._shares.rows.keys()) < 2:
+            return
+        if not self._free_rows:
+            giver = self._shares.row_giver(waiting)
+            if giver is not NO_TENANT:
+                own = [r for r in self._running if r.input.tenant == giver]
+                self._preempt(least_important(own, own, self._waiting.rank))
+            return
+        held = held_tokens(self._running)
+        tenant = min(waiting, key=lambda each: held[each])
+        request = self._waiting.next_of(tenant)
+        victim = least_important(self._running, self._running, self._waiting.rank)
+        giver = victim.input.tenant
+        if giver == tenant or held[giver] - victim.covered < held[tenant] + len(request.token_ids):
+            return
+        start = self._find_start(request, self.stats.num_steps)
+        if not (start.must_wait or self.cache.can_start(start)):
+            self._preempt(victim)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
         """Get pages up to `bound`. Waits for outstanding results, then preempts the least important request, perhaps
@@ -350,7 +400,8 @@ class Scheduler:
             if self._in_flight:
                 return False
             scheduled = batch.request_ids
-            victim = max((r for r in self._running if r.id not in scheduled), key=self._waiting.rank)
+            left = [r for r in self._running if r.id not in scheduled]
+            victim = least_important(left, self._running, self._waiting.rank)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -453,6 +504,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.cache.free(request.id)
         self._running.remove(request)
+        self._shares.give_row(request.input.tenant)
         self._num_with_form -= request.input.has_form
         if self.adapters is not None and request.input.adapter is not None:
             self.adapters.end(request.input.adapter)

@@ -1,14 +1,16 @@
-"""WaitingRequests: requests without a row, by priority, then arrival."""
+"""WaitingRequests: requests without a row, in a line for each tenant: by priority, then arrival."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import count
 
 from outrider.sched.request import Request
+from outrider.sched.shares import Tenant
 
 Rank = tuple[int, int]  # priority, number of arrival: the least comes first
+Line = list[tuple[Rank, Request]]  # a heap
 
 
 class WaitingRequests:
@@ -17,35 +19,44 @@ class WaitingRequests:
     def __init__(self) -> None:
         self._arrivals = count()
         self._ranks: dict[int, Rank] = {}  # rank of every request that has not ended, whether it waits or runs
-        self._heap: list[tuple[Rank, Request]] = []
-        self._held_back: list[tuple[Rank, Request]] = []
+        self._lines: dict[Tenant, Line] = {}  # none of them is empty
+        self._held_back: Line = []  # no heap
         self._on_trial: Container[int] | None = None  # requests; None if all may run
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._held_back)
+        return self.num_ready + len(self._held_back)
 
     @property
     def has_next(self) -> bool:
-        return bool(self._heap)
+        return bool(self._lines)
 
     @property
     def num_ready(self) -> int:
-        return len(self._heap)
+        return sum(map(len, self._lines.values()))
 
     @property
-    def next(self) -> Request:
-        return self._heap[0][1]
+    def tenants(self) -> Mapping[Tenant, int]:
+        """How many requests of each tenant wait and may run."""
+        return {tenant: len(line) for tenant, line in self._lines.items()}
+
+    def has_next_of(self, tenant: Tenant) -> bool:
+        return tenant in self._lines
+
+    def next_of(self, tenant: Tenant) -> Request:
+        return self._lines[tenant][0][1]
+
+    @property
+    def first_arrived(self) -> Request:
+        """Of the requests that are next of their tenants."""
+        return min((line[0][1] for line in self._lines.values()), key=lambda request: request.arrived_at)
 
     @property
     def ready(self) -> Iterator[Request]:
         """The waiting requests that may run, in no particular order."""
-        return (request for _, request in self._heap)
-
-    def first(self, most: int) -> list[Request]:
-        return [request for _, request in heapq.nsmallest(most, self._heap)]
+        return (request for line in self._lines.values() for _, request in line)
 
     def rank(self, request: Request) -> Rank:
-        """The greater it is, the less the request matters."""
+        """The greater it is, the less the request matters to its tenant."""
         return self._ranks[request.id]
 
     def arrive(self, request: Request) -> None:
@@ -56,30 +67,42 @@ class WaitingRequests:
         """The request, which has arrived before, waits again in its old place."""
         entry = (self._ranks[request.id], request)
         if self._may_run(request):
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self._lines.setdefault(request.input.tenant, []), entry)
         else:
             self._held_back.append(entry)
 
-    def pop(self) -> Request:
-        return heapq.heappop(self._heap)[1]
+    def pop(self, tenant: Tenant) -> Request:
+        line = self._lines[tenant]
+        request = heapq.heappop(line)[1]
+        if not line:
+            del self._lines[tenant]
+        return request
 
     def hold_back_all_but(self, on_trial: Container[int] | None) -> None:
         """`None`: hold back no request any more."""
         self._on_trial = on_trial
-        entries = [*self._heap, *self._held_back]
-        self._heap = [entry for entry in entries if self._may_run(entry[1])]
-        self._held_back = [entry for entry in entries if not self._may_run(entry[1])]
-        heapq.heapify(self._heap)
+        self._line_up([*self.ready, *(request for _, request in self._held_back)])
 
     def remove(self, request: Request) -> None:
         """The request ends while it waits."""
-        self._heap = [entry for entry in self._heap if entry[1] is not request]
-        self._held_back = [entry for entry in self._held_back if entry[1] is not request]
-        heapq.heapify(self._heap)
+        line = self._lines.get(request.input.tenant, [])
+        left = [entry for entry in line if entry[1] is not request]
+        if len(left) == len(line):
+            self._held_back = [entry for entry in self._held_back if entry[1] is not request]
+        elif left:
+            heapq.heapify(left)
+            self._lines[request.input.tenant] = left
+        else:
+            del self._lines[request.input.tenant]
 
     def forget(self, request: Request) -> None:
         """The request has ended, and has no rank any more."""
         del self._ranks[request.id]
+
+    def _line_up(self, requests: Iterable[Request]) -> None:
+        self._lines, self._held_back = {}, []
+        for request in requests:
+            self.push(request)
 
     def _may_run(self, request: Request) -> bool:
         return self._on_trial is None or request.id in self._on_trial

@@ -1,12 +1,14 @@
 """QueueBound: how many samples may be in the engine at once, and what a request that came too late is told.
 
 The queue is bounded by samples, because a request for n samples takes n rows. Counted here, in the event loop, so that
-a request is refused before anything is tokenized for it.
+a request is refused before anything is tokenized for it. A full queue refuses only tenants that have their equal part
+of it: one tenant's requests never keep another's out.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,22 +20,34 @@ MAX_WAIT = 60  # seconds, the most that Retry-After says
 class QueueBound:
     def __init__(self, max_queued: int) -> None:
         self.num_live = 0  # samples of requests that have not been answered
+        self._live: Counter[str | None] = Counter()  # samples by tenant; none of them is 0
         self._max_queued = max_queued
         self._mean_seconds = 1.0  # a request takes, over the last few
 
     @contextmanager
-    def admit(self, num_samples: int, max_running: int) -> Iterator[None]:
-        """Raises the 429 if the samples would make the queue longer than allowed."""
-        if self.num_live and self.num_live + num_samples > max_running + self._max_queued:
+    def admit(self, num_samples: int, max_running: int, tenant: str | None = None) -> Iterator[None]:
+        """Raises the 429 if the samples would make the queue longer than allowed. tenant: the API key that sent them;
+        None where there are no keys, or none is known."""
+        if self._is_full(num_samples, max_running + self._max_queued, tenant):
             raise ApiError(429, f"{self.num_live} samples are running or waiting, and at most {max_running} run and "
                                 f"{self._max_queued} wait: try again later", retry_after=self._wait(max_running))
         self.num_live += num_samples
+        self._live[tenant] += num_samples
         began = time.monotonic()
         try:
             yield
         finally:
             self.num_live -= num_samples
+            self._live[tenant] -= num_samples
+            if not self._live[tenant]:
+                del self._live[tenant]
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+
+    def _is_full(self, num_samples: int, most: int, tenant: str | None) -> bool:
+        if not self.num_live or self.num_live + num_samples <= most:
+            return False
+        share = most // len(self._live.keys() | {tenant})
+        return tenant is None or self._live[tenant] + num_samples > max(1, share)
 
     def _wait(self, max_running: int) -> int:
         """Seconds until the queue has moved by about one batch."""

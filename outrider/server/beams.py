@@ -65,15 +65,15 @@ async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[C
 
 async def _search(llm: AsyncLLM, params: BeamSearchParams, requests: Sequence[CheckedRequest],
                   request_id: str) -> list[BeamSearchOutput]:
-    first = requests[0]  # of one body, so all of them have its adapter, salt and priority
+    first = requests[0]  # of one body, so all of them have its adapter, salt, priority and tenant
     rounds = beam_rounds([request.token_ids for request in requests], params, None, llm.engine.eos_ids,
                          llm.engine.limits)
     names = (f"{request_id}-{number}" for number in count())
     try:
         asked = next(rounds)
         while True:
-            checked = await llm.check([{"prompt_token_ids": beam, "cache_salt": first.cache_salt}
-                                       for beam in asked.token_ids], asked.sampling, first.priority)
+            prompts = [{"prompt_token_ids": beam, "cache_salt": first.cache_salt} for beam in asked.token_ids]
+            checked = await llm.check(prompts, asked.sampling, first.priority, tenant=first.tenant)
             async with asyncio.TaskGroup() as group:  # if one fails, the others are aborted
                 tasks = [group.create_task(_followed(llm, replace(request, adapter=first.adapter), next(names)))
                          for request in checked]

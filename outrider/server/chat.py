@@ -46,7 +46,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     body = with_allowed_tools(body)
     _check(body, service.config.tool_call_parser)
     forced = forced_calls(body, service.config.tool_call_parser)
-    service.check_load()
+    service.check_load(tenant)
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await service.encode_chat(body.messages, tools, body.template_variables, body.add_generation_prompt,
                                        body.continue_final_message, body.add_special_tokens,

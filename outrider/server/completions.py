@@ -23,7 +23,7 @@ NEEDS_TOKENS = ("echo", "truncate_prompt_tokens", "truncation_side", "add_specia
 
 async def completions(service: Service, body: CompletionRequest, tenant: str | None) -> Work:
     model, body = service.check_model(body.model), service.with_defaults(body)
-    service.check_load()
+    service.check_load(tenant)
     prompts = await _read_prompts(service, body)
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:

@@ -67,7 +67,7 @@ async def create_pooling(service: Service, body: PoolingRequest, tenant: str | N
 async def _prepared(service: Service, body: EmbeddingRequest, tenant: str | None,
                     **more: str) -> tuple[str, list[CheckedRequest]]:
     model = service.check_model(body.model)
-    service.check_load()
+    service.check_load(tenant)
     prompts = await _encoded(service, body)
     params = pooling_params(service, body, normalize=body.normalize is not False, dimensions=body.dimensions, **more)
     return model, await service.check(body, prompts, params, tenant)

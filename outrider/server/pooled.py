@@ -45,7 +45,7 @@ def pooling_params(service: Service, body: PooledRequest, **more: Any) -> Poolin
 
 async def pooled_vectors(service: Service, requests: Sequence[CheckedRequest], request_id: str) -> list[Vectors]:
     """The pooled hidden states of each request. If one fails, the others are aborted."""
-    with service.admission.admit(len(requests), service.host.llm.engine.limits.max_requests):
+    with service.admission.admit(len(requests), service.host.llm.engine.limits.max_requests, requests[0].tenant):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_pooled(service, request, f"{request_id}-{i}"))

@@ -51,7 +51,7 @@ class RerankRequest(PooledRequest):
 async def create_score(service: Service, body: ScoreRequest, tenant: str | None) -> Work:
     names = _pair(body)
     model = service.check_model(body.model)
-    service.check_load()
+    service.check_load(tenant)
     truncation = service.truncation(body)
     ones, others = [await service.encode_prompts(getattr(body, name), name, truncation=truncation) for name in names]
     if len(ones) not in (1, len(others)):
@@ -78,7 +78,7 @@ async def _score_answer(service: Service, body: ScoreRequest, model: str, asked:
 
 async def create_rerank(service: Service, body: RerankRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
-    service.check_load()
+    service.check_load(tenant)
     _check_number(service, 1 + len(body.documents), "documents")
     texts = [_text(each) for each in body.documents]
     truncation = service.truncation(body)

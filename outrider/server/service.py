@@ -188,7 +188,8 @@ class Service:
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]
         try:
-            return await self.host.llm.check(given, params, body.priority or 0, self.adapters.find(body.model_name))
+            return await self.host.llm.check(given, params, body.priority or 0, self.adapters.find(body.model_name),
+                                             tenant)
         except ValueError as error:
             raise bad_value(error, type(body).model_fields, names) from None
 
@@ -202,7 +203,7 @@ class Service:
         """Increments with the index of their prompt."""
         llm = self.host.llm
         num_samples = sum(request.num_samples for request in requests)
-        with self.admission.admit(num_samples, llm.engine.limits.max_requests):
+        with self.admission.admit(num_samples, llm.engine.limits.max_requests, requests[0].tenant):
             async with aclosing(generate(llm, requests, request_id, self.metrics)) as pairs:
                 async for pair in pairs:
                     yield pair
@@ -213,14 +214,15 @@ class Service:
         if not body.use_beam_search:
             return await whole_outputs(self.run(requests, request_id), requests, usage)
         llm = self.host.llm
-        with self.admission.admit(sum(request.num_samples for request in requests), llm.engine.limits.max_requests):
+        num_samples = sum(request.num_samples for request in requests)
+        with self.admission.admit(num_samples, llm.engine.limits.max_requests, requests[0].tenant):
             outputs = await beam_outputs(llm, body, requests, request_id, skip_special_tokens=skip_special_tokens)
         usage.count_completions(outputs)
         return outputs
 
-    def check_load(self) -> None:
-        """Refuse before anything is tokenized, if not even one more sample could wait."""
-        with self.admission.admit(1, self.host.llm.engine.limits.max_requests):
+    def check_load(self, tenant: str | None = None) -> None:
+        """Refuse before anything is tokenized, if not even one more sample of the tenant could wait."""
+        with self.admission.admit(1, self.host.llm.engine.limits.max_requests, tenant):
             pass
 
     def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:

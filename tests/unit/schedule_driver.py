@@ -44,6 +44,7 @@ class Scenario:
     preempt_rate: float = 0.0
     fail_rate: float = 0.0  # of requests whose values are not finite as soon as they sample
     num_priorities: int = 1
+    num_tenants: int = 1
     host_drafts: bool = False
     is_lazy: bool = False  # the device runs a step only when its result is read
     state_pages: int = 0  # of a checkpoint; 0: no recurrent layer
@@ -278,10 +279,14 @@ class Driver:
         params = NO_HITS if rng.random() < 0.1 else PLAIN
         eos_ids = (STOP_ID,) if rng.random() < 0.5 else ()
         asked = made_request(prompt, params, seed=seed, priority=rng.randrange(scenario.num_priorities),
-                             cache_salt=salt_of(seed))
+                             cache_salt=salt_of(seed), tenant=self._tenant_of(index))
         request = Request(index, asked, end_len, eos_ids)
         self.requests.append(request)
         self.expected[index] = reference(prompt, seed, end_len, request.eos_ids)
+
+    def _tenant_of(self, index: int) -> str | None:
+        """The first tenant has none of a name. No number is drawn: with one tenant a schedule is what it was."""
+        return f"tenant {index % self.scenario.num_tenants}" if index % self.scenario.num_tenants else None
 
     def _disturb(self) -> None:
         scenario, rng, scheduler = self.scenario, self.rng, self.scheduler

@@ -26,8 +26,8 @@ def any_of(groups: st.SearchStrategy[tuple[tuple[int, int], ...]]) -> st.SearchS
         prefix_caching=st.booleans(), max_requests=st.integers(1, 4), budget=st.integers(1, 16),
         num_requests=st.integers(1, 7), spare_pages=st.sampled_from([0, 3, 10, 30]),
         abort_rate=st.sampled_from([0, 0.05]), preempt_rate=st.sampled_from([0, 0.05]),
-        num_priorities=st.integers(1, 3), host_drafts=st.booleans(), is_lazy=st.booleans(),
-        prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
+        num_priorities=st.integers(1, 3), num_tenants=st.integers(1, 3), host_drafts=st.booleans(),
+        is_lazy=st.booleans(), prompt_seconds=st.sampled_from([0, 0, 3, 9]), fail_rate=st.sampled_from([0, 0, 0.2]),
     )
 
 

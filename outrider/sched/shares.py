@@ -1,0 +1,72 @@
+"""TenantShares: what each tenant has of the engine, so that no tenant's requests can stop another's. Pure accounting.
+
+A tenant is whoever a request counts for: a server's API key, or None for all callers of one process. Tenants share two
+things, rows and tokens of prompts:
+
+    rows      a free row goes to the tenant that has the fewest of those that wait; where none is free, the tenant
+              with the most gives one up, unless the two would only swap places
+    prompts   the tenant that has had fewer tokens of its prompts computed goes first in a step
+
+A request's priority orders the requests of its own tenant alone. With one tenant nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+Tenant = str | None
+
+
+class NoTenant(enum.Enum):
+    """None is a tenant."""
+
+    NO_TENANT = enum.auto()
+
+
+NO_TENANT = NoTenant.NO_TENANT
+
+
+class TenantShares:
+    def __init__(self, max_rows: int, max_lag: int) -> None:
+        """max_lag: tokens of prompts that a tenant may at most be behind another one. A tenant that had no prompts for
+        long is not owed those that others computed meanwhile."""
+        self.rows: Counter[Tenant] = Counter()  # of running requests
+        self._max_rows, self._max_lag = max_rows, max_lag
+        self._computed: dict[Tenant, int] = {}  # tokens of prompts
+
+    def take_row(self, tenant: Tenant) -> None:
+        self.rows[tenant] += 1
+
+    def give_row(self, tenant: Tenant) -> None:
+        self.rows[tenant] -= 1
+        if not self.rows[tenant]:
+            del self.rows[tenant]
+
+    def compute(self, tenant: Tenant, num_tokens: int) -> None:
+        self._computed[tenant] = self._computed.get(tenant, 0) + num_tokens
+
+    def in_turn(self, tenants: Collection[Tenant]) -> list[Tenant]:
+        """Tenants with prompts to compute, in the order in which a step serves them."""
+        if len(tenants) < 2:
+            return list(tenants)
+        computed = self._computed
+        least = max(computed.get(tenant, 0) for tenant in tenants) - self._max_lag
+        for tenant in tenants:
+            if computed.get(tenant, 0) < least:
+                computed[tenant] = least
+        return sorted(tenants, key=lambda tenant: (computed.get(tenant, 0), self.rows[tenant]))
+
+    def num_reserved(self, tenant: Tenant, waiting: Mapping[Tenant, int]) -> int:
+        """Free rows that a tenant must leave to those that have fewer. waiting: requests of each tenant that wait."""
+        if len(waiting) < 2:
+            return 0
+        own = self.rows[tenant]
+        return sum(min(num, max(0, own - self.rows[other])) for other, num in waiting.items())
+
+    def row_giver(self, waiting: Collection[Tenant]) -> Tenant | NoTenant:
+        """The tenant that must give a row up to one that waits, if all rows are taken."""
+        fewest = min(self.rows[tenant] for tenant in waiting)
+        giver, most = max(self.rows.items(), key=lambda held: held[1])
+        return giver if most >= fewest + 2 else NO_TENANT
