@@ -15,6 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -35,6 +36,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/docs"})
 BODILESS_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")  # their bodies are not read: no route uses them
 BODY_SECONDS = 60.0  # for a client to send its body
+# What is read of a body that is refused: a client that is still sending when the connection closes gets no answer.
+UNREAD_BYTES = 1 << 28
+UNREAD_IDLE_SECONDS = 1.0  # without a further piece
+IS_READ = "outrider.body_is_read"  # in the scope: nothing of the body is left to be read
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: nothing that would break a log line
@@ -74,7 +79,7 @@ class Guard:
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             receive = await self._with_body(scope, receive)
         except ApiError as error:
-            await send_error(send, scope["path"], error)
+            await send_error(send, scope["path"], error, _unread(scope, receive))
             return
         except ConnectionResetError:
             return  # the client left while it sent its body
@@ -115,7 +120,9 @@ class Guard:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await self._read(receive)
         except TimeoutError:
+            scope[IS_READ] = True  # nothing more comes
             raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+        scope[IS_READ] = True
         if body:
             _check_kind(scope)
         parts = [{"type": "http.request", "body": body, "more_body": False}]
@@ -165,14 +172,33 @@ def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[in
     return send_with
 
 
-async def send_error(send: Send, path: str, error: ApiError) -> None:
+async def send_error(send: Send, path: str, error: ApiError, unread: Awaitable[None] | None = None) -> None:
+    """unread: reads the rest of the request's body, which must be done before the connection closes."""
     body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
                *((name.lower().encode(), value.encode()) for name, value in error.headers.items())]
     if error.status == 413:
         headers.append((b"connection", b"close"))  # the rest of the body was not read
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": unread is not None})
+    if unread is not None:
+        await unread
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unread(scope: Scope, receive: Receive) -> None:
+    """Read what is left of a body, and keep none of it. Not of one that says it is longer than is read of any."""
+    declared, left = _header(scope, b"content-length"), UNREAD_BYTES
+    if scope["method"] in BODILESS_METHODS or scope.get(IS_READ) or (declared.isdigit() and int(declared) > left):
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while left > 0:
+                async with asyncio.timeout(UNREAD_IDLE_SECONDS):
+                    message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
 
 
 def _check_kind(scope: Scope) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
-from tests.server.rig import MODEL, Served, serving, tiny_engine
+from tests.server.rig import MODEL, PATIENCE, Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"prompt": "x", "max_tokens": 190, "ignore_eos": True, "speculative": False}
@@ -120,6 +120,28 @@ def test_a_body_that_is_too_large_is_refused(served: Served) -> None:
     assert served.error("/v1/completions", 413, prompt="x" * 30_000)["type"] == "RequestTooLargeError"
     chunks = (b'{"prompt": "' if i == 0 else b"x" * 1000 for i in range(40))  # without a declared length
     assert served.http.post("/v1/completions", content=chunks).status_code == 413
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("key", ["first", "wrong"])
+def test_a_client_that_is_still_sending_its_body_gets_the_answer(guarded: Served, is_chunked: bool, key: str) -> None:
+    """A connection that is closed while data comes in is reset, and the client never sees what it was told."""
+    host, port = guarded.url.removeprefix("http://").split(":")
+    size = (16 << 20) + 4_000_000
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {size}"
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {key}\r\n{length}\r\n\r\n")
+    piece = b"x" * 50_000
+    with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
+        raw.sendall(head.encode())
+        for _ in range(size // len(piece)):
+            raw.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece)
+        raw.sendall(b"0\r\n\r\n" if is_chunked else piece[: size % len(piece)])
+        answer = b""
+        while got := raw.recv(1 << 16):
+            answer += got
+    assert answer.startswith(b"HTTP/1.1 413" if key == "first" else b"HTTP/1.1 401"), answer
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 def test_a_full_queue_answers_429_and_the_rest_is_served(served: Served) -> None:
