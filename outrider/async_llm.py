@@ -116,7 +116,7 @@ class AsyncLLM(Front):
 
         if checks.grammars is not None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             return await asyncio.wrap_future(checks.grammars.start_check(check))
-        return await asyncio.to_thread(check) if any(map(_is_long, prompts)) else check()
+        return await asyncio.to_thread(check) if _take_long(prompts) else check()
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
@@ -263,12 +263,18 @@ class AsyncLLM(Front):
         await asyncio.to_thread(self.shutdown)
 
 
-def _is_long(prompt: Prompt) -> bool:
-    """Whether a prompt takes long to check: a text is tokenized, and embeddings are copied and hashed."""
-    if isinstance(prompt, dict) and prompt.get("prompt_embeds") is not None:
-        return True
-    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-    return isinstance(text, str) and len(text) > LONG_TEXT
+def _take_long(prompts: Sequence[Prompt]) -> bool:
+    """Whether prompts take long to check: texts are tokenized, and embeddings are copied and hashed."""
+    num = 0  # characters and token ids
+    for prompt in prompts:
+        if isinstance(prompt, dict):
+            if prompt.get("prompt_embeds") is not None:
+                return True
+            given = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        else:
+            given = prompt
+        num += len(given) if isinstance(given, (str, list, tuple)) else 0
+    return num > LONG_TEXT
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

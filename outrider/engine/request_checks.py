@@ -85,6 +85,9 @@ class RequestChecks:
 
     def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
         given = _as_dict(prompt)
+        max_len = self.limits.max_len - isinstance(params, SamplingParams)
+        if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
+            self._check_length(len(given["prompt_token_ids"]), max_len)
         for key, declared in PROMPT_KEYS.items():
             check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
@@ -101,7 +104,7 @@ class RequestChecks:
             assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
             token_ids = self.need_tokenizer().encode(text)
         token_ids = tuple(token_ids)
-        self._check_tokens(token_ids, max_len=self.limits.max_len - isinstance(params, SamplingParams))
+        self._check_tokens(token_ids, max_len)
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
                               None if values is None else place_embeds(values, positions, len(token_ids)), has_ids)
@@ -142,11 +145,7 @@ class RequestChecks:
     def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
-        if len(token_ids) > max_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {self.limits.max_len}, which leaves no "
-                "room for an answer: shorten the prompt or raise max_model_len"
-            )
+        self._check_length(len(token_ids), max_len)
         if set(map(type, token_ids)) != {int}:
             token = next(token for token in token_ids if type(token) is not int)
             raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
@@ -154,6 +153,13 @@ class RequestChecks:
             if not 0 <= token < self.limits.vocab_size:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of "
                                  f"{self.limits.vocab_size}")
+
+    def _check_length(self, num_tokens: int, max_len: int) -> None:
+        if num_tokens > max_len:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and max_model_len is {self.limits.max_len}, which leaves no "
+                "room for an answer: shorten the prompt or raise max_model_len"
+            )
 
     def _check_spans(self, spans: Sequence[Any], prompt_len: int) -> PromptSpans:
         if not self.takes_spans:

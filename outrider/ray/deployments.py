@@ -40,7 +40,7 @@ from outrider.server.settings import ServerConfig
 from outrider.server.work import DONE, event
 
 MOST_DEATHS = 1  # a request during which more replicas died is not tried again: it may be what killed them
-LONG_BODY = 1 << 18  # bytes; longer bodies are read for the router in a thread
+LONG_BODY = 1 << 14  # bytes; longer bodies are read for the router in a thread
 LOOK_SECONDS = 0.1  # between two looks whether the engine has loaded
 DIED = "the replica that served this request has died; send the request again"
 ADAPTERS_AT_START = ("on Ray adapters are given at start, by lora_modules: replicas that Ray starts later would lack "

@@ -28,7 +28,7 @@ from outrider.server.work import DONE, LAST_SECONDS, event
 
 RETRIED = (429, 503)  # answers that another replica may better: its queue is full, or it has no engine just then
 MOST_DEATHS = 1  # a request during which more replicas died is not tried again: it may be what killed them
-LONG_BODY = 1 << 18  # bytes; longer bodies are read for the router in a thread
+LONG_BODY = 1 << 14  # bytes; longer bodies are read for the router in a thread
 WRITTEN_HERE = (b"x-request-id", b"date")
 log = logging.getLogger("outrider")
 

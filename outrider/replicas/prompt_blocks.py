@@ -10,6 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.server.bodies import parse_bounded
+from outrider.server.errors import ApiError
+
 BLOCK_CHARACTERS = 64  # about a page of 16 tokens
 BLOCK_TOKENS = 16
 MOST_BLOCKS = 1024  # of one prompt: a longer beginning does not change which replica holds it
@@ -21,9 +24,9 @@ def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
     """Hashes of the prompt in a JSON body; none if there is no prompt that can be read. `tenant`: the API key, because
     prefix caches of different keys are separate."""
     try:
-        given = json.loads(body)
+        given = parse_bounded(body)
         return prompt_blocks(given, tenant) if isinstance(given, dict) else []
-    except (ValueError, RecursionError):  # a body may nest as deeply as can be read, and be too deep to be written
+    except (ApiError, ValueError, RecursionError):  # a body may nest as deeply as can be read, and too deep to write
         return []
 
 

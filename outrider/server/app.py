@@ -16,9 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
-from outrider.async_llm import LONG_TEXT
 from outrider.server import admin
-from outrider.server.bodies import BodyRoute
+from outrider.server.bodies import BodyRoute, beside_loop
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.classification import ClassifyRequest, create_classes
@@ -26,6 +25,7 @@ from outrider.server.completions import completions
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
+from outrider.server.fair_threads import FairThreads
 from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
@@ -40,9 +40,11 @@ from outrider.server.reference_page import reference_page
 from outrider.server.responses import response_routes
 from outrider.server.scoring import RerankRequest, ScoreRequest, create_rerank, create_score
 from outrider.server.service import Service
-from outrider.server.work import api_error
+from outrider.server.work import api_error, compact
 
 log = logging.getLogger("outrider")
+LEAST_DETOKENIZED = 1 << 16  # the decoder lets no other thread run until it is done, which takes 20 ms for so many
+WRITTEN_AT_ONCE = 20_000  # token ids
 BODY_FIELDS = "outrider.body_fields"  # in the scope, where the body itself tells which fields it may have
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
@@ -57,6 +59,7 @@ def build_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(FairThreads())
         task = asyncio.create_task(service.host.run())
         try:
             yield
@@ -156,7 +159,7 @@ def _invocation_route(service: Service) -> APIRouter:
         tell which."""
         kind = kind_of(body)
         request.scope[BODY_FIELDS] = sorted(kind.model.model_fields)
-        return await kind.serve(service, read_body(kind, body), request.scope[TENANT])
+        return await kind.serve(service, await beside_loop(partial(read_body, kind, body)), request.scope[TENANT])
 
     return routes
 
@@ -165,7 +168,7 @@ def _text_routes(service: Service) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
@@ -175,9 +178,10 @@ def _text_routes(service: Service) -> APIRouter:
                                             body.add_special_tokens)
         else:
             ids = await service.encode(body.prompt or "", "prompt", body.add_special_tokens is not False)
-        strings = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": service.host.llm.engine.limits.max_len, "tokens": ids,
-                "token_strs": strings}
+        names = service.tokenizer.id_to_token if body.return_token_strs else None
+        head = {"count": len(ids), "max_model_len": service.host.llm.engine.limits.max_len}
+        write = partial(_token_lists, head, ids, names)
+        return Response(await beside_loop(write), media_type="application/json")
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -191,13 +195,25 @@ def _text_routes(service: Service) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
+        most = max(LEAST_DETOKENIZED, service.host.llm.engine.limits.max_len)
+        if len(body.tokens) > most:
+            raise ApiError(400, f"tokens has {len(body.tokens)} ids, and at most {most} are turned into text in one "
+                                "request", param="tokens")
         for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
             if not 0 <= token < service.host.llm.engine.limits.vocab_size:
                 raise ApiError(400, f"token id {str(token)[:30]} is outside the vocabulary", param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return {"prompt": decode() if len(body.tokens) <= LONG_TEXT else await asyncio.to_thread(decode)}
+        return {"prompt": await beside_loop(decode)}
 
     return routes
+
+
+def _token_lists(head: dict[str, Any], ids: list[int], name: Callable[[int], str | None] | None) -> bytes:
+    """The answer of /tokenize as JSON, written in slices: the encoder lets no other thread run until it is done."""
+    slices = [ids[start : start + WRITTEN_AT_ONCE] for start in range(0, len(ids), WRITTEN_AT_ONCE)]
+    numbers = ",".join(compact(part)[1:-1] for part in slices)
+    names = "null" if name is None else f"[{','.join(compact([name(i) for i in part])[1:-1] for part in slices)}]"
+    return f'{compact(head)[:-1]},"tokens":[{numbers}],"token_strs":{names}}}'.encode()
 
 
 def _state_routes(service: Service) -> APIRouter:

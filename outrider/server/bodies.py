@@ -1,7 +1,8 @@
-"""Large bodies: read as JSON in a thread and in pieces, so that no stream waits for them.
+"""Large bodies: read as JSON and checked in a thread and in pieces, so that no stream waits for them.
 
 The JSON parser keeps the interpreter to itself until it is done, in whatever thread it runs, and a list of a million
-token ids takes it a tenth of a second and more. A long list is cut into slices, between which other threads run.
+token ids takes it a tenth of a second and more. So a long list is cut into slices, between which other threads run, and
+a body of too many other values is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -10,34 +11,86 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
-LARGE = 1 << 17  # bytes of a body that is read in a thread
+from outrider.server.body_values import count_values
+from outrider.server.errors import ApiError
+from outrider.server.guard import BODILESS_METHODS
+from outrider.server.protocol import NaturalNumbers
+
+LARGE = 1 << 14  # bytes of a body that is read in a thread
 SLICE = 1 << 15  # bytes that are read at once: half a millisecond or so
 IN_NUMBERS = b"0123456789, \t\r\n"  # what a list of natural numbers is written with, beside its brackets
+MAX_VALUES = 100_000  # lists, objects and their items in a body, beside long lists of token ids
+MAX_NUMBERS = 1 << 21  # in long lists of token ids, all together
+IS_LARGE: ContextVar[bool] = ContextVar("whether the body of the request being served is large", default=False)
+Made = TypeVar("Made")
+
+
+async def beside_loop(work: Callable[[], Made]) -> Made:
+    """Do what takes as long as the body is large: in a thread, if it is."""
+    return await asyncio.to_thread(work) if IS_LARGE.get() else work()
 
 
 class BodyRequest(Request):
-    """A request whose large body does not hold up the event loop while it is read."""
+    """A request whose large body does not hold up the event loop while it is read and checked."""
 
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            self._json = json.loads(body) if len(body) < LARGE else await asyncio.to_thread(parse_large, body)
-        return self._json
+    async def read_large(self, kind: Any) -> None:
+        """kind: type of the whole body."""
+        body = await self.body()
+        if len(body) >= LARGE:
+            IS_LARGE.set(True)
+            self._json = await asyncio.to_thread(lambda: _read(body, kind))
 
 
 class BodyRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
+        kind = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def with_body(request: Request) -> Response:
-            return await handle(BodyRequest(request.scope, request.receive))
+            own = BodyRequest(request.scope, request.receive)
+            if own.method not in BODILESS_METHODS:
+                await own.read_large(kind)
+            return await handle(own)
 
         return with_body
+
+
+def _read(body: bytes, kind: Any) -> Any:
+    """The body as its route's own type, which checks it."""
+    try:
+        parsed = parse_bounded(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON") from None
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return parsed
+    try:
+        return kind.model_validate(parsed)
+    except ValidationError as error:  # as FastAPI reports it
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+        raise RequestValidationError(problems, body=parsed) from None
+
+
+def parse_bounded(body: bytes) -> Any:
+    """As `json.loads`. ApiError for a body that has so many values that it would hold up others."""
+    num_numbers, end, others = 0, 0, list[bytes]()
+    for first, last in _numeric_lists(body):
+        num_numbers += body.count(b",", first, last)
+        others.append(body[end:first])
+        end = last
+    if num_numbers > MAX_NUMBERS:
+        raise ApiError(413, f"the body has more than {MAX_NUMBERS} token ids")
+    if count_values(b"".join([*others, body[end:]]), MAX_VALUES) > MAX_VALUES:
+        raise ApiError(413, f"the body has more than {MAX_VALUES} values: objects, lists and their items, beside lists "
+                            "of token ids")
+    return parse_large(body)
 
 
 def parse_large(body: bytes) -> Any:
@@ -45,21 +98,25 @@ def parse_large(body: bytes) -> Any:
     pieces: list[bytes] = []
     lists: dict[str, list[int]] = {}
     end = 0  # end of the part of the body that is in `pieces`
-    for first, last in _numeric_runs(body):
-        numbers = body[first:last]
-        if first > end and body[first - 1 : first] == b"[" and body[last : last + 1] == b"]":
-            mark = secrets.token_hex(16)  # random: no body contains it already
-            try:
-                lists[mark] = _parse_numbers(numbers)
-            except ValueError:
-                return json.loads(body)  # which says what is wrong, and where
-            pieces += [body[end:first], json.dumps(mark).encode()]
-            end = last
+    for first, last in _numeric_lists(body):
+        mark = secrets.token_hex(16)  # random: no body contains it already
+        try:
+            lists[mark] = _parse_numbers(body[first:last])
+        except ValueError:
+            return json.loads(body)  # which says what is wrong, and where
+        pieces += [body[end:first], json.dumps(mark).encode()]
+        end = last
     try:
         parsed = json.loads(b"".join([*pieces, body[end:]]))
     except ValueError:  # no JSON, or the numbers are part of a text, which the quotes of a mark end
         return json.loads(body)
     return _with_lists(parsed, lists)
+
+
+def _numeric_lists(body: bytes) -> list[tuple[int, int]]:
+    """Places of the runs that are between brackets."""
+    return [(first, last) for first, last in _numeric_runs(body)
+            if body[first - 1 : first] == b"[" and body[last : last + 1] == b"]"]
 
 
 def _numeric_runs(body: bytes) -> list[tuple[int, int]]:
@@ -82,7 +139,7 @@ def _numeric_runs(body: bytes) -> list[tuple[int, int]]:
 
 
 def _parse_numbers(text: bytes) -> list[int]:
-    numbers: list[int] = []
+    numbers = NaturalNumbers()
     start = 0
     while start < len(text):
         end = len(text) if start + SLICE >= len(text) else text.rfind(b",", start, start + SLICE)

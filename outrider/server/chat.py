@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob
+from outrider.server.bodies import beside_loop
 from outrider.server.choice import ParsedChoice, plain_message
 from outrider.server.completions import prompt_logprobs_to_json
 from outrider.server.errors import ApiError
@@ -45,7 +46,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     model = service.check_model(body.model)
     body = with_allowed_tools(body)
     _check(body, service.config.tool_call_parser)
-    forced = forced_calls(body, service.config.tool_call_parser)
+    forced = await beside_loop(lambda: forced_calls(body, service.config.tool_call_parser))
     service.check_load(tenant)
     tools = None if body.tool_choice == "none" else body.tools
     prompt = await service.encode_chat(body.messages, tools, body.template_variables, body.add_generation_prompt,
@@ -54,8 +55,9 @@ async def prepare_chat(service: Service, body: ChatRequest,
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-    more["structured_outputs"] = chat_form(body, forced, service.config.reasoning_parser, prompt_end, service.tokenizer)
-    choice = _parsed_choice(service, body, forced, prompt_end)
+    more["structured_outputs"] = await beside_loop(lambda: chat_form(
+        body, forced, service.config.reasoning_parser, prompt_end, service.tokenizer))
+    choice = await beside_loop(lambda: _parsed_choice(service, body, forced, prompt_end))
     if choice is not None:
         more["skip_special_tokens"] = False  # markers often are special tokens
     try:
@@ -63,7 +65,8 @@ async def prepare_chat(service: Service, body: ChatRequest,
     except ApiError as error:
         raise error.renamed(_own_names(body)) from None
     # Only now: until the engine agrees, `n` may be any number.
-    others = [_parsed_choice(service, body, forced, prompt_end) for _ in range(1, requests[0].num_samples)]
+    others = await beside_loop(lambda: [_parsed_choice(service, body, forced, prompt_end)
+                                        for _ in range(1, requests[0].num_samples)])
     return model, requests, [own for own in (choice, *others) if own is not None]
 
 

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from outrider.core.fields import shown
 from outrider.server.errors import ApiError
+from outrider.server.fair_threads import CURRENT_TENANT
 from outrider.server.host_names import HostNames, host_of
 from outrider.server.logs import REQUEST_ID
 from outrider.server.settings import ServerConfig
@@ -77,6 +78,7 @@ class Guard:
                 raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
             self._check_host(scope)
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
+            CURRENT_TENANT.set(scope[TENANT])
             receive = await self._with_body(scope, receive)
         except ApiError as error:
             await send_error(send, scope["path"], error, _unread(scope, receive))

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from outrider.server.bodies import beside_loop
 from outrider.server.errors import ApiError
 from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import (
+    MAX_TOOLS,
     Body,
     ChatMessage,
     ChatRequest,
@@ -54,7 +56,7 @@ class UseBlock(Body):
 class ResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
@@ -67,7 +69,7 @@ Block: TypeAlias = Annotated[
 
 class Message(Said):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class MessageTool(Body):
@@ -114,9 +116,9 @@ class MessagesPrompt(Body):
     """The part of a request that becomes the prompt, and the form of the answer, which is not counted."""
 
     model: str | None = None
-    messages: list[Message]
-    system: str | list[TextBlock] | None = None
-    tools: list[MessageTool] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[MessageTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -153,7 +155,7 @@ async def count_tokens(service: Service, body: MessagesPrompt) -> int:
     """Tokens of the prompt that the messages become."""
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
-    messages = chat_messages(body)
+    messages = await beside_loop(lambda: chat_messages(body))
     return len(await service.encode_chat(messages, tools, None, None, continues_last(messages),
                                          reasoning_effort=body.reasoning_effort))
 
@@ -164,13 +166,7 @@ def _tools(body: MessagesPrompt) -> list[Tool]:
 
 
 async def create_message(service: Service, body: MessagesRequest, tenant: str | None) -> Work:
-    choice, messages = body.tool_choice, chat_messages(body)
-    chat = ChatRequest(model=body.model, messages=messages, tools=_tools(body) or None, top_p=body.top_p,
-                       top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
-                       continue_final_message=continues_last(messages), reasoning_effort=body.reasoning_effort,
-                       response_format=body.response_format, stream=body.stream,
-                       stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
-                       parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
+    chat = await beside_loop(lambda: _chat(body))
     form = "output_config" if body.output_format is None else "output_format"
     conversation = TranslatedChat(service, chat, {"stop": "stop_sequences", "response_format": form})
     await conversation.prepare(tenant)
@@ -179,6 +175,16 @@ async def create_message(service: Service, body: MessagesRequest, tenant: str | 
     if not body.stream:
         return JsonWork(run.answer(), timeout)
     return EventStream(run.frames(), timeout, end=b"", error_event=error_event)
+
+
+def _chat(body: MessagesRequest) -> ChatRequest:
+    choice, messages = body.tool_choice, chat_messages(body)
+    return ChatRequest(model=body.model, messages=messages, tools=_tools(body) or None, top_p=body.top_p,
+                       top_k=body.top_k, temperature=body.temperature, max_tokens=body.max_tokens,
+                       continue_final_message=continues_last(messages), reasoning_effort=body.reasoning_effort,
+                       response_format=body.response_format, stream=body.stream,
+                       stop=body.stop_sequences or None, tool_choice=None if choice is None else choice.to_chat(),
+                       parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use)
 
 
 def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:

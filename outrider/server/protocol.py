@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from outrider.core.fields import did_you_mean, shown
@@ -55,6 +63,8 @@ UNUSED = frozenset({
     "safety_identifier", "store", "toolset_name", "user", "verbosity",
 })
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
+MAX_TOOLS = 1024
+MAX_BIASES = 4096  # tokens of logit_bias
 MAX_CHARACTERS = 1 << 14  # characters of all texts of one list together
 # Fields of SamplingParams under other names or forms in these bodies, or not for a server.
 OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_token_ids", "structured_outputs",
@@ -87,10 +97,18 @@ def type_tag(value: Any) -> str:
     return f"<{value.get('type') or 'message'}>" if isinstance(value, dict) else f"<{getattr(value, 'type', '')}>"
 
 
+class NaturalNumbers(list[int]):
+    """A list that was read digit by digit: what is in it need not be checked again."""
+
+
+def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> list[int]:
+    return value if isinstance(value, NaturalNumbers) else check(value)
+
+
 # Lists are read up to the first value of another type: to say of each of a million token ids that it is no text takes a
 # second.
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
-TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True), WrapValidator(_unless_read)]
 Prompts: TypeAlias = str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
@@ -184,12 +202,12 @@ class SamplingFields(Generated, Prompted):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -319,9 +337,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class ChatMessage(Said):
     role: Annotated[str, Field(pattern=r"^[\w-]{1,64}$")] = Field(
         description="system, developer, user, assistant, tool, or another one that the chat template writes")
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -351,13 +369,16 @@ class Tool(Body):
     function: Function
 
 
+Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
 class ChatRequest(SamplingFields):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -380,8 +401,8 @@ class ChatRequest(SamplingFields):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

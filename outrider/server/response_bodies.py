@@ -8,6 +8,8 @@ from pydantic import Discriminator, Field, Tag
 
 from outrider.server.errors import ApiError
 from outrider.server.protocol import (
+    MAX_BIASES,
+    MAX_TOOLS,
     Body,
     ChatMessage,
     Function,
@@ -17,6 +19,7 @@ from outrider.server.protocol import (
     Said,
     StreamOptions,
     TextPart,
+    TokenIds,
     Tool,
     ToolCall,
     type_tag,
@@ -41,7 +44,7 @@ class InputItem(Body):
 class InputMessage(Said, InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Field(fail_fast=True)]
 
 
 class InputCall(FunctionCall, InputItem):
@@ -62,7 +65,7 @@ class ReasoningText(Body):
 
 class InputReasoning(InputItem):
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     summary: list[Any] | None = None
     encrypted_content: None = None
 
@@ -103,6 +106,9 @@ class ReasoningOptions(Body):
     generate_summary: str | None = Field(default=None, description="the old name of summary")
 
 
+# As at OpenAI: the answer of a stream has it three times.
+Metadata: TypeAlias = Annotated[dict[Annotated[str, Field(max_length=64)],
+                                     bool | int | float | Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -110,11 +116,11 @@ class ResponsesPrompt(Body):
     """The fields that the prompt is made of, and those that say what may follow it, which are not counted."""
 
     model: str | None = None
-    input: str | list[Item] | None = None
+    input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None
     previous_response_id: str | None = Field(default=None, description="a stored response whose conversation goes on")
     instructions: str | None = Field(default=None, description="the system message; that of an earlier response does "
                                                                "not stay")
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
@@ -143,7 +149,7 @@ class ResponsesPrompt(Body):
 class ResponsesRequest(ResponsesPrompt, Generated):
     max_output_tokens: int | None = None
     store: bool | None = Field(default=None, description="false: the response cannot be retrieved or continued")
-    metadata: Json | None = Field(default=None, description="is in the answer, too")
+    metadata: Metadata | None = Field(default=None, description="is in the answer, too")
     include: list[str] | None = Field(default=None, description=f"{LOGPROBS}: log-probabilities of the text's tokens; "
                                                                 "others are accepted and not used")
     top_logprobs: int | None = Field(default=None, description="for log-probabilities that include asks for: so many "
@@ -154,10 +160,10 @@ class ResponsesRequest(ResponsesPrompt, Generated):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_BIASES)
     vllm_xargs: dict[str, Plain | list[Plain]] | None = Field(default=None, description="as in a chat")
     structured_outputs: Json | None = Field(default=None, description="as in a chat")
 

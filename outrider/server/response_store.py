@@ -10,18 +10,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.core.fields import shown
+from outrider.server.bodies import MAX_VALUES
+from outrider.server.body_values import count_values
 from outrider.server.errors import ApiError
+from outrider.server.work import compact
 
 MAX_BYTES = 64 << 20  # JSON of the responses of one key. Items that several responses share count for each of them
+MAX_ITEMS = 1 << 18  # of the responses of one key, counted as bytes are: an item has some 300 bytes beside its JSON
 MAX_SECONDS = 24 * 3600.0
 
 
 class StoredItem(NamedTuple):
     id: str
     json: bytes
+    num_values: int = 0  # in the JSON: reading it takes as long as these do
+
+    @classmethod
+    def from_json(cls, item: dict[str, Any]) -> StoredItem:
+        written = compact(item).encode()
+        return cls(item["id"], written, count_values(written, MAX_VALUES))
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,10 @@ class StoredResponse:
     @cached_property
     def num_bytes(self) -> int:
         return len(self.json) + sum(len(item.json) for item in (*self.input, *self.output))
+
+    @property
+    def num_items(self) -> int:
+        return len(self.input) + len(self.output)
 
 
 class ResponseStore:
@@ -48,12 +62,15 @@ class ResponseStore:
     def add(self, tenant: str | None, response: StoredResponse) -> None:
         """A response that is larger than all responses of a key may be is not stored."""
         self._forget_old()
-        if response.num_bytes > MAX_BYTES:
+        if response.num_bytes > MAX_BYTES or response.num_items > MAX_ITEMS:
             return
         own = self._responses.setdefault(tenant, {})
         own[response.id] = self._clock(), response
-        while len(own) > self._max_responses or sum(kept.num_bytes for _, kept in own.values()) > MAX_BYTES:
-            del own[next(iter(own))]
+        num_bytes = sum(kept.num_bytes for _, kept in own.values())
+        num_items = sum(kept.num_items for _, kept in own.values())
+        while len(own) > self._max_responses or num_bytes > MAX_BYTES or num_items > MAX_ITEMS:
+            _, oldest = own.pop(next(iter(own)))
+            num_bytes, num_items = num_bytes - oldest.num_bytes, num_items - oldest.num_items
 
     def find(self, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
         """`param`: the field that names the response, for the error of one that is not there."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import TypeAdapter
 
 from outrider.core.fields import shown
-from outrider.server.bodies import BodyRoute
+from outrider.server.bodies import IS_LARGE, LARGE, MAX_VALUES, BodyRoute, beside_loop
 from outrider.server.body_errors import check_query
 from outrider.server.errors import ApiError
 from outrider.server.guard import TENANT
@@ -100,11 +100,7 @@ def _written(answer: bytes) -> Response:
 
 async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
     earlier = _earlier_items(service, body, tenant)
-    chat = ChatRequest(messages=_messages(body, earlier), tools=body.chat_tools or None,
-                       max_tokens=body.max_output_tokens, logprobs=body.wants_logprobs,
-                       top_logprobs=body.top_logprobs if body.wants_logprobs else None,
-                       response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
-                       **{name: getattr(body, name) for name in SHARED})
+    chat = await beside_loop(lambda: _chat(body, earlier))
     conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
     await conversation.prepare(tenant)
@@ -115,7 +111,8 @@ async def create_response(service: Service, body: ResponsesRequest, tenant: str 
 
 async def count_tokens(service: Service, body: ResponsesPrompt, tenant: str | None) -> int:
     service.check_model(body.model)
-    messages = _messages(body, _earlier_items(service, body, tenant))
+    earlier = _earlier_items(service, body, tenant)
+    messages = await beside_loop(lambda: _messages(body, earlier))
     tools = None if body.tool_choice == "none" else body.chat_tools or None
     return len(await service.encode_chat(messages, tools, body.chat_template_kwargs, None,
                                          reasoning_effort=body.reasoning_effort))
@@ -126,10 +123,24 @@ def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) 
         return ()
     previous = service.responses.find(tenant, body.previous_response_id, "previous_response_id")
     items, most = previous.input + previous.output, service.config.max_body_bytes
-    if sum(len(item.json) for item in items) > most:  # to read it takes as long as if it were in the body
+    num_bytes = sum(len(item.json) for item in items)
+    if num_bytes > most:  # to read it takes as long as if it were in the body
         raise ApiError(413, f"the conversation of previous_response_id exceeds {most} bytes, the most that a body may "
                             "have", param="previous_response_id")
+    if sum(item.num_values for item in items) > MAX_VALUES:
+        raise ApiError(413, f"the conversation of previous_response_id has more than {MAX_VALUES} values (objects, "
+                            "lists and their items), the most that a body may have", param="previous_response_id")
+    if num_bytes >= LARGE:
+        IS_LARGE.set(True)
     return items
+
+
+def _chat(body: ResponsesRequest, earlier: tuple[StoredItem, ...]) -> ChatRequest:
+    return ChatRequest(messages=_messages(body, earlier), tools=body.chat_tools or None,
+                       max_tokens=body.max_output_tokens, logprobs=body.wants_logprobs,
+                       top_logprobs=body.top_logprobs if body.wants_logprobs else None,
+                       response_format=ResponseFormat.model_validate(body.text_format.to_chat()),
+                       **{name: getattr(body, name) for name in SHARED})
 
 
 def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[Any]:
@@ -149,11 +160,13 @@ class _Response:
         self._created = int(time.time())
         self._items = ResponseItems()
 
-    async def answer(self) -> Json:
+    async def answer(self) -> list[bytes]:
         async with aclosing(self._changes()) as parts:
             async for _ in parts:
                 pass
-        return self._finish()
+        response = await beside_loop(self._finished)
+        self._keep(response)
+        return [response.json]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         begun = False
@@ -162,11 +175,16 @@ class _Response:
                 if not begun:
                     begun = True
                     state = self._response("in_progress") | {"output": []}
-                    yield self._framed([("response.created", {"response": state}),
-                                        ("response.in_progress", {"response": state})])
+                    begin = [("response.created", {"response": state}), ("response.in_progress", {"response": state})]
+                    yield await beside_loop(lambda: self._framed(begin))  # noqa: B023
                 if changes:
                     yield self._framed(changes)
-        yield self._framed([(f"response.{self._status}", {"response": self._finish()})])
+        response = await beside_loop(self._finished)
+        self._keep(response)
+        number = self._items.number()
+        kind = f"response.{self._status}"
+        head = compact({"type": kind, "sequence_number": number})[:-1]
+        yield f'event: {kind}\ndata: {head},"response":'.encode() + response.json + b"}\n\n"
 
     async def _changes(self) -> AsyncGenerator[list[tuple[str, Json]], None]:
         async with aclosing(self._conversation.events(self._id)) as parts:
@@ -184,15 +202,18 @@ class _Response:
     def _status(self) -> str:
         return "incomplete" if self._conversation.finish_reason == "length" else "completed"
 
-    def _finish(self) -> Json:
-        """The whole response. It is stored before its client knows that it has ended, and may continue it."""
+    def _finished(self) -> StoredResponse:
+        """The whole response, with the items to keep if it is stored."""
         response = self._response(self._status)
+        given = [_input_item(item) for item in self._body.input_items] if self._is_stored else []
+        return StoredResponse(self._id, compact(response).encode(),
+                              (*self._earlier, *map(StoredItem.from_json, given)),
+                              tuple(map(StoredItem.from_json, response["output"])))
+
+    def _keep(self, response: StoredResponse) -> None:
+        """Called before the client knows that the response has ended, and may continue it."""
         if self._is_stored:
-            given = [_input_item(item) for item in self._body.input_items]
-            self._store.add(self._tenant, StoredResponse(
-                self._id, compact(response).encode(), (*self._earlier, *map(_stored, given)),
-                tuple(map(_stored, response["output"]))))
-        return response
+            self._store.add(self._tenant, response)
 
     def _response(self, status: str) -> Json:
         body = self._body
@@ -224,7 +245,3 @@ def _input_item(item: Item) -> Json:
         kind = "output_text" if item.role == "assistant" else "input_text"
         given["content"] = [{"type": kind, "text": item.content}]
     return given
-
-
-def _stored(item: Json) -> StoredItem:
-    return StoredItem(item["id"], compact(item).encode())
