@@ -25,7 +25,6 @@ from outrider.kernels.quantized import (
     grouped_heads,
     kept_bits_are_fast,
     rounding_error,
-    store_rows,
 )
 
 
@@ -61,7 +60,7 @@ class PackedSlot(WeightSlot):
 
     def store(self, tensor: torch.Tensor) -> None:
         assert self.rows is not None and self.kind is not None
-        store_rows(self.kind, self.own_part(tensor), self.rows)
+        native.pack_blocks(self.kind, self.own_part(tensor), self.rows)
 
 
 def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: native.PackedRows) -> PackedSlot:

@@ -2,7 +2,7 @@
 
 A weight is scale * (code - offset) + least, where the codes of some kinds number the entries of a table. In kinds whose
 blocks have 256 weights a block's scale is multiplied with an integer for every 32 or 16 of them, and so is `least`.
-Plain torch operations: they define what the bits mean. Codes are packed into the forms of `native/packed.c`.
+Plain torch operations: they define what the bits mean, and `native/packed_blocks.c` reads the same out of them.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ def _unpack_iq4_xs(blocks: Tensor) -> Unpacked:
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the 4-bit floats
 
+# packed_blocks.c numbers the kinds in this order.
 KINDS = {
     "Q8_0": GgufKind(32, 34, PACKED_8, (0,), _unpack_q8_0),
     "Q4_0": GgufKind(32, 18, PACKED_4, (0,), _flat(None, None, 2), offset=8),

@@ -20,11 +20,10 @@ from outrider.kernels import native
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.gguf_kinds import GROUP, KINDS
 from outrider.kernels.native.measured import remembered
-from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_rows, packed_shape
+from outrider.kernels.native.packed import PackedMatrix, PackedRows, packed_shape
 
 EXPONENT_BITS = 0x7C00  # exponent of a float16; with all bits set it is an infinity or NaN
 DUMMY_SCALE = 2.0**-14  # of random weights
-PACKED_AT_ONCE = 1 << 24  # weights that are unpacked into bytes at a time while they are packed
 TRIAL_SHAPE = (8192, 2048)  # shape of the weight whose products are timed: 64 MB in float32, more than a cache holds
 TRIAL_REPEATS = 5
 TRIAL_MARGIN = 1.25  # by which one thread may be slower with kept bits: several threads share what memory delivers
@@ -66,7 +65,7 @@ class QuantizedRows:
 
     def pack(self) -> PackedRows:
         packed = empty_rows(self.kind, *self.shape, torch.device("cpu"))
-        store_rows(self.kind, self.blocks(), packed)
+        native.pack_blocks(self.kind, self.blocks(), packed)
         return packed
 
 
@@ -94,15 +93,6 @@ def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> Pa
     data = empty_weight(*packed_shape(kind.form, outputs, inputs, kind.block), dtype=torch.uint8, device=device)
     table = None if kind.table is None else torch.tensor(kind.table, dtype=torch.int8)
     return PackedRows(kind.form, table, data, outputs, inputs)
-
-
-def store_rows(name: str, blocks: Tensor, packed: PackedRows) -> None:
-    """Pack blocks [outputs, blocks of a row, bytes of a block], some weight rows at a time."""
-    lanes = native.packed_lanes()
-    step = max(1, PACKED_AT_ONCE // (lanes * packed.inputs))
-    for first in range(0, packed.data.shape[0], step):
-        rows = blocks[first * lanes : (first + step) * lanes]
-        pack_rows(*KINDS[name].unpack(rows), packed.form, packed.data[first : first + step])
 
 
 def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.gguf_kinds import GROUP, Unpacked
-from outrider.kernels.quantized import PACKED_AT_ONCE, empty_rows, kept_bits_are_fast
+from outrider.kernels.quantized import empty_rows, kept_bits_are_fast
 from outrider.kernels.scaled import E2M1, FP4, FP8, INT4, INT8, Scaled
 
 # By code and whether there are zero points or offsets: the GGUF kind whose packed form holds such codes.
 PACKED_KINDS = {(INT8, False): "Q8_0", (INT4, False): "Q4_0", (INT4, True): "Q4_1", (FP4, False): "MXFP4"}
+PACKED_AT_ONCE = 1 << 24  # weights that are unpacked into bytes at a time while they are packed
 
 
 class HostWeight(NamedTuple):

@@ -76,11 +76,40 @@ def test_packed_rows_stand_for_the_same_numbers_in_about_as_many_bytes(kind: str
     assert packed.data.nbytes * outputs <= 1.25 * rows.data.nbytes * -(-outputs // lanes) * lanes
 
 
-def test_rows_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (4, 3), (33, 2), (64, 5)])
+def test_blocks_are_packed_bit_for_bit_as_their_codes_are(kind: str, outputs: int, blocks: int) -> None:
+    """Whatever their bits are: numbers that are not finite are refused elsewhere."""
     need_native()
-    rows, want = make("Q4_K", 70, 256)
-    monkeypatch.setattr(quantized, "PACKED_AT_ONCE", 20 * 256)
-    assert torch.equal(rows.pack().look_up(torch.arange(70)), want)
+    made = KINDS[kind]
+    data = torch.randint(0, 256, (outputs, blocks, made.block_bytes), dtype=torch.uint8)
+    for at in made.halves:
+        data[..., at + 1] &= 0xBB  # no exponent has all of its bits
+    want = quantized.empty_rows(kind, outputs, blocks * made.block, torch.device("cpu"))
+    native.pack_rows(*made.unpack(data), want.form, want.data)
+    wider = torch.cat((data, data), 1)[:, :blocks]  # rows at a distance, as those of which a rank holds a part
+    permuted = data[torch.arange(outputs).flip(0)].flip(0)
+    for given in (data, wider, data.transpose(0, 1).contiguous().transpose(0, 1), permuted):
+        packed = quantized.empty_rows(kind, outputs, blocks * made.block, torch.device("cpu"))
+        packed.data.fill_(255)
+        native.pack_blocks(kind, given, packed)
+        assert torch.equal(packed.data, want.data)
+
+
+def test_every_half_and_every_power_of_two_is_read_as_torch_reads_it() -> None:
+    need_native()
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    halves = halves[halves.isfinite()]
+    blocks = torch.zeros(len(halves), 1, 34, dtype=torch.uint8)
+    blocks[..., :2] = halves.view(-1, 1, 1).view(torch.uint8)
+    blocks[..., 2] = 1
+    packed = QuantizedRows("Q8_0", blocks.flatten(1)).pack()
+    found = packed.data.view(-1, 36 * native.packed_lanes())[:, : 4 * native.packed_lanes()].contiguous()
+    assert torch.equal(found.view(torch.int32).flatten()[: len(halves)], halves.float().view(torch.int32))
+    powers = torch.zeros(256, 1, 17, dtype=torch.uint8)
+    powers[:, 0, 0], powers[:, 0, 1:] = torch.arange(256), 0x71
+    rows = QuantizedRows("MXFP4", powers.flatten(1))
+    assert torch.equal(rows.pack().look_up(torch.arange(256)), rows.dequantize())
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])

@@ -17,8 +17,8 @@ from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputCut, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
-from outrider.kernels import experts_on_host, moe, native, scaled
-from outrider.kernels.scaled_on_host import host_weight
+from outrider.kernels import experts_on_host, moe, native, scaled, scaled_on_host
+from outrider.kernels.scaled_on_host import host_weight, packed_rows
 from outrider.layers.base import find_modules
 from outrider.layers.decoder import PreNormLayer
 from outrider.layers.linear import FusedLinear, Linear
@@ -378,6 +378,15 @@ def coded(code: str, group: int, has_zeros: bool = False, inputs: int = 256) -> 
     scales = torch.rand(groups, generator=generator).T
     factors = torch.rand(37, 1, generator=generator) if code == "fp4" and group == 16 else None
     return scaled.Scaled(code, group, codes.view(scaled.code_dtype(code)), scales, zeros, factors)
+
+
+@pytest.mark.parametrize("code", ["int4", "int8"])
+def test_codes_are_packed_some_rows_at_a_time(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_native()
+    at_once = packed_rows(coded(code, 32))
+    monkeypatch.setattr(scaled_on_host, "PACKED_AT_ONCE", 256 * native.packed_lanes())
+    in_pieces = packed_rows(coded(code, 32))
+    assert at_once is not None and in_pieces is not None and torch.equal(at_once.data, in_pieces.data)
 
 
 CODED = [("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("int8", 256, False), ("fp4", 32, False),

@@ -9,7 +9,7 @@ from outrider.kernels.native.attention import Attention, Requests, RopeWrite, ma
 from outrider.kernels.native.build import available, is_switched_off, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
 from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
-from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_rows, packed_lanes
+from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_blocks, pack_rows, packed_lanes
 from outrider.kernels.native.rows import (
     add_rms_norm,
     cap_logits,
@@ -50,6 +50,7 @@ __all__ = [
     "is_switched_off",
     "linear",
     "make_requests",
+    "pack_blocks",
     "pack_rows",
     "pack_layer_targets",
     "packed_lanes",

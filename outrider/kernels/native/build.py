@@ -27,10 +27,10 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / name
     for name in ("packed.c", "product.c", "adapters.c", "attention.c", "native.c", "draft_chain.c", "sampling.c",
-                 "step.c", "draft_plan.c", "sampling_draw.c", "sampling_edits.c", "sampling_filters.c",
-                 "sampling_logprobs.c")
+                 "packed_blocks.c", "step.c", "draft_plan.c", "sampling_draw.c", "sampling_edits.c",
+                 "sampling_filters.c", "sampling_logprobs.c")
 )  # those that take longest first
-HEADERS = tuple(HERE / name for name in ("native.h", "sampling.h", "panel_neon.h"))
+HEADERS = tuple(HERE / name for name in ("native.h", "packed.h", "sampling.h", "panel_neon.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
 INSTRUCTION_SETS = ("asimd", "asimddp", "asimdhp", "avx2", "avx512_vnni", "avx512f", "f16c", "fma", "i8mm", "sve")
 BUILD_SECONDS = 600  # a compiler that hangs must not hang the engine; 10 s of work took over 120 s on a busy machine
@@ -47,6 +47,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "packed_lanes": (_L, []),
     "packed_unit_bytes": (_L, [_L]),
     "pack_rows": (None, [_P, _P, _L, _I]),
+    "pack_blocks": (None, [_P, _L, _L, _L, _L, _P]),
     "unpack_rows": (None, [_P, _L, _P, _L, _P, _I]),
     "coarsen_rows": (None, [_P, _L, _P, _I]),
     "take_packed_rows": (None, [_P, _L, _P, _L, _P, _I]),

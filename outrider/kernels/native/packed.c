@@ -10,12 +10,9 @@
  * largest input, as in float32. Sums of a group are integers, hence exact; groups are added up in float32, from first to
  * last. So a token row has the same bits alone and among others.
  */
-#include "native.h"
+#include "packed.h"
 #include <float.h>
 
-#define INPUTS 32          /* of a group */
-#define GROUPS 8           /* that share a scale in float32, in the forms that have scales of scales */
-#define REGISTER (4 * VL)  /* bytes: codes of four inputs of VL weight rows */
 #define MAX_DIGITS 3
 #define BASE 254.0f        /* from a digit to the next one */
 #define START 0x1.8p23f    /* its bits with a sum added, read as a float, are 3 * 2^22 plus the sum: no conversion */
@@ -30,24 +27,6 @@
 
 typedef uint8_t Bytes __attribute__((vector_size(REGISTER), aligned(1), may_alias));
 typedef int8_t Small __attribute__((vector_size(VL), aligned(1), may_alias));
-
-typedef struct {
-    int bits;      /* of a code */
-    int offset;    /* taken from every code */
-    int has_least; /* whether a value is added to each scaled code */
-    int is_nested; /* whether scales have scales */
-    int halves;    /* scales of a group: one, or two for 16 inputs each */
-    int is_signed; /* whether codes are numbers with a sign: 8 bits, or found in a table by 4 bits */
-} Form;
-
-static const Form FORMS[] = {
-    [PACKED_8] = {8, 0, 0, 0, 1, 1},         [PACKED_TABLE] = {4, 0, 0, 0, 1, 1},
-    [PACKED_4] = {4, 8, 0, 0, 1, 0},         [PACKED_4_LEAST] = {4, 0, 1, 0, 1, 0},
-    [PACKED_5] = {5, 16, 0, 0, 1, 0},        [PACKED_5_LEAST] = {5, 0, 1, 0, 1, 0},
-    [NESTED_TABLE] = {4, 0, 0, 1, 1, 1},     [NESTED_4_LEAST] = {4, 0, 1, 1, 1, 0},
-    [NESTED_5_LEAST] = {5, 0, 1, 1, 1, 0},   [NESTED_6_HALVES] = {6, 32, 0, 1, 2, 0},
-    [NESTED_3_HALVES] = {3, 4, 0, 1, 2, 0},  [NESTED_2_LEAST_HALVES] = {2, 0, 1, 1, 2, 0},
-};
 
 /* 32 inputs of a token row, without those of the sums that are of other digits than there are: they are followed by the
  * digits, int8_t [digits][32]. */
@@ -75,12 +54,6 @@ typedef struct {
     int64_t first;                   /* the first of a few token rows that are multiplied together */
 } Product;
 
-INLINE int64_t head_bytes(const Form f) { return (1 + f.has_least) * VL * 4; }
-INLINE int64_t group_bytes(const Form f) {
-    return f.bits * REGISTER + (f.is_nested ? (1 + f.has_least) * f.halves * VL : head_bytes(f));
-}
-INLINE int64_t unit_groups(const Form f) { return f.is_nested ? GROUPS : 1; }
-INLINE int64_t unit_bytes(const Form f) { return f.is_nested ? head_bytes(f) + GROUPS * group_bytes(f) : group_bytes(f); }
 INLINE int64_t digits_at(int digits) { return digits == 1 ? 16 : sizeof(Inputs); }
 INLINE int64_t inputs_bytes(int digits) { return digits_at(digits) + digits * INPUTS; }
 

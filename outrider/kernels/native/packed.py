@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.gguf_kinds import GROUP, PACKED_4
+from outrider.kernels.gguf_kinds import GROUP, KINDS, PACKED_4
 from outrider.kernels.native.build import library
 from outrider.kernels.native.matrix import PACKED, Matrix
 from outrider.kernels.native.structures import PACKED_PART, PACKED_PARTS, UNPACKED_ROWS
+
+PIECE_BYTES = 1 << 20  # of packed weights that a thread makes at a time
 
 
 class PackedRows(NamedTuple):
@@ -72,6 +75,34 @@ def pack_rows(codes: Tensor, scale: Tensor, least: Tensor | None, inner_scale: T
     assert out.is_contiguous() and out.shape[0] == -(-codes.shape[0] // packed_lanes())
     given_rows = UNPACKED_ROWS.pack(**addresses, rows=codes.shape[0], inputs=codes.shape[1])
     library().pack_rows(given_rows, out.data_ptr(), form, torch.get_num_threads())
+
+
+def pack_blocks(kind: str, blocks: Tensor, out: PackedRows) -> None:
+    """Pack a file's blocks [rows, blocks of a row, bytes of a block], of which those of a row lie side by side."""
+    known, lanes = KINDS[kind], packed_lanes()
+    assert blocks.dtype is torch.uint8 and (known.form, out.outputs) == (out.form, blocks.shape[0])
+    assert blocks.shape[1:] == (out.inputs // known.block, known.block_bytes) and out.data.is_contiguous()
+    if blocks.stride()[1:] != (known.block_bytes, 1):
+        blocks = blocks.contiguous()
+    num, step = list(KINDS).index(kind), max(1, PIECE_BYTES // max(1, out.data[0].nbytes)) * lanes
+
+    def pack(first: int) -> None:
+        rows, target = blocks[first : first + step], out.data[first // lanes]
+        library().pack_blocks(rows.data_ptr(), rows.stride(0), *rows.shape[:2], num, target.data_ptr())
+
+    _in_threads(pack, range(0, out.outputs, step))
+
+
+def _in_threads(work: Callable[[int], None], pieces: Sequence[int]) -> None:
+    """Work on all pieces, by as many threads as torch has. These wait asleep for each other, where OpenMP's spin: a
+    model has hundreds of small tensors, and its start would take several times the work."""
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads <= 1:
+        for piece in pieces:
+            work(piece)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, pieces))
 
 
 class PackedMatrix(Matrix):

@@ -18,10 +18,11 @@ KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 
 
 def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
-    raw = np.fromfile(path, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
-    if raw.size != entry.num_bytes:  # the file was cut after its header was read
+    """A tensor's bytes, mapped: the system reads them from the file when they are first looked at, and keeps one copy
+    for all processes. What is written into the array does not change the file."""
+    if path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
-    return raw
+    return np.asarray(np.memmap(path, np.uint8, "c", entry.offset, entry.num_bytes))
 
 
 def dequantised(raw: np.ndarray, kind: int) -> np.ndarray:
