@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordPiece
 
-from outrider.core.fields import check_value
+from outrider.core.fields import check_value, shown
 from outrider.engine.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
@@ -44,15 +44,15 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
             case "bert":
                 tokenizer = _wordpiece(meta)
             case _:
-                raise TokenizerError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: gpt2, llama, "
+                raise TokenizerError(f"tokenizer.ggml.model = {shown(kind)} is not supported; supported: gpt2, llama, "
                                      "gemma4, bert")
         _add_special_tokens(tokenizer, meta)
         _add_ends(tokenizer, meta)
     except TokenizerError:
         raise
     except Exception as error:  # ids beyond the tokens, values of other types; the library raises bare Exceptions
-        raise TokenizerError(f"the tokenizer of the GGUF file is damaged ({error}); fetch the file again, or "
-                             "convert the model again") from error
+        raise TokenizerError(f"the tokenizer of the GGUF file is damaged ({shown(str(error))}); fetch the file again, "
+                             "or convert the model again") from error
     return tokenizer
 
 
@@ -71,7 +71,8 @@ def _check_types(meta: Mapping[str, Any]) -> None:
 def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
     pre = meta.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
-        raise TokenizerError(f"tokenizer.ggml.pre = {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}")
+        raise TokenizerError(f"tokenizer.ggml.pre = {shown(pre)} is not supported; supported: "
+                             f"{', '.join(PRE_TOKENIZERS)}")
     known = PRE_TOKENIZERS[pre]
     vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
     tokenizer = Tokenizer(BPE(vocab, _stored_merges(meta), ignore_merges=known.ignore_merges))
@@ -132,14 +133,14 @@ def _merges_of_scores(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose joined piece scores best: as BPE merges, best piece first."""
-    merges = []
-    for piece, score in scores.items():
-        halves = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        known = [(left, right) for left, right in halves if left in scores and right in scores]
-        known.sort(key=lambda pair: (scores[pair[0]], scores[pair[1]]), reverse=True)
-        merges += [(score, pair) for pair in known]
-    merges.sort(key=lambda merge: merge[0], reverse=True)
-    return [pair for _, pair in merges]
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(scores, key=scores.__getitem__, reverse=True):
+        known = [(left, right) for i in range(1, len(piece))
+                 if (left := piece[:i]) in scores and (right := piece[i:]) in scores]
+        if len(known) > 1:  # a million halves of Gemma's pieces are looked at, half of which are alone
+            known.sort(key=lambda pair: (scores[pair[0]], scores[pair[1]]), reverse=True)
+        merges += known
+    return merges
 
 
 def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:

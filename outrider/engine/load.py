@@ -52,8 +52,13 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | Non
 
 def read_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
     if config.tokenizer is not None:
-        return Tokenizer.load(tokenizer_files(config.tokenizer, config.revision, config.download_dir))
-    return Tokenizer.load(source.tokenizer())
+        files, path = tokenizer_files(config.tokenizer, config.revision, config.download_dir), config.tokenizer
+    else:
+        files, path = source.tokenizer(), str(source.path)
+    try:
+        return Tokenizer.load(files)
+    except TokenizerError as error:  # the metadata of a GGUF file does not say which file that is
+        raise error if path in str(error) else TokenizerError(f"{path}: {error}") from None
 
 
 def grammars_of(config: EngineConfig, source: ModelSource) -> GrammarCompiler:

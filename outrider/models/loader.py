@@ -86,7 +86,10 @@ def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", 
     if load_format == "dummy":
         return load_dummy(model, seed)
     tensors = source.read()
-    load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
+    try:
+        load_weights(model, tensors if watch is None else watch(tensors, len(model.weights())))
+    except WeightError as error:
+        raise error if str(source.path) in str(error) else WeightError(f"{source.path}: {error}") from None
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.core.fields import Range, check_value
+from outrider.core.fields import Range, check_value, shown
 from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_families import FAMILIES, Family
 from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
@@ -76,10 +76,11 @@ def _check_supported(header: Header) -> None:
     path, meta = header.path, header.metadata
     architecture = meta.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise SourceError(f"{path}: GGUF architecture {architecture!r} is not supported; supported: "
+        raise SourceError(f"{path}: GGUF architecture {shown(architecture)} is not supported; supported: "
                           f"{', '.join(FAMILIES)}. Use the model's safetensors folder instead.")
     if meta.get("split.count", 1) not in (0, 1):
-        raise SourceError(f"{path} is one of {meta['split.count']} parts (split.count); merge them into one file first")
+        raise SourceError(f"{path} is one of {shown(meta['split.count'])} parts (split.count); merge them into one "
+                          "file first")
     family, keys = FAMILIES[architecture], Metadata(header)
     num_layers, num_stored = keys.num_layers, keys.need("block_count")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in header.tensors):
@@ -87,17 +88,17 @@ def _check_supported(header: Header) -> None:
                           "tensors; the file is damaged: fetch it again")
     for entry in header.tensors.values():
         if entry.kind.name not in KINDS:
-            raise SourceError(f"{path}: tensor {entry.name!r} is {entry.kind.name}, which is not supported; "
+            raise SourceError(f"{path}: tensor {shown(entry.name)} is {entry.kind.name}, which is not supported; "
                               f"supported: {', '.join(KINDS)}")
         if len(entry.shape) < 2 and entry.kind.name not in FLOAT_KINDS:
-            raise SourceError(f"{path}: tensor {entry.name!r} of shape {entry.shape} is {entry.kind.name}; a tensor of "
-                              f"one dimension is read as {', '.join(FLOAT_KINDS)}")
+            raise SourceError(f"{path}: tensor {shown(entry.name)} of shape {entry.shape} is {entry.kind.name}; a "
+                              f"tensor of one dimension is read as {', '.join(FLOAT_KINDS)}")
         layer = re.match(r"blk\.(\d+)\.", entry.name)
         if layer is not None and int(layer[1]) >= num_stored:
-            raise SourceError(f"{path}: tensor {entry.name!r} lies behind the last layer: {architecture}.block_count = "
-                              f"{num_stored}; the file is damaged: fetch it again")
+            raise SourceError(f"{path}: tensor {shown(entry.name)} lies behind the last layer: "
+                              f"{architecture}.block_count = {num_stored}; the file is damaged: fetch it again")
         if family.places(entry.name, num_layers) is None:
-            raise SourceError(f"{path}: tensor {entry.name!r} does not belong to a model of the architecture "
+            raise SourceError(f"{path}: tensor {shown(entry.name)} does not belong to a model of the architecture "
                               f"{architecture!r} as Outrider knows it")
 
 

@@ -14,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from outrider.core.fields import shown
 from outrider.models.sources.base import SourceError
 
 MAGIC = b"GGUF"
@@ -22,7 +23,8 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_NESTING = 4  # depth of nested arrays; a deeper one means a damaged file
 MAX_DIMENSIONS = 8
-MAX_SHOWN = 64  # characters of a key in a message
+MAX_SHOWN = 64  # characters of a key that is shown without quotes
+MAX_NAME = 1 << 10  # bytes of a key or of a tensor's name; llama.cpp reads tensors' names of 64
 MAX_ITEMS = 1 << 22  # of a list; vocabularies and their merges have less than a million
 # Kinds of tensors: the number in the file, how many values are stored together, and their bytes.
 KINDS = {
@@ -77,6 +79,14 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
+    def name(self, what: str) -> str:
+        """A text of few bytes: a damaged length would make a name of all that follows."""
+        begin, length = self.at, self.scalar("Q")
+        if length > MAX_NAME:
+            raise SourceError(f"{self.path} is damaged: the {what} at byte {begin} would have {length} bytes. Fetch it "
+                              "again.")
+        return self.take(length).decode("utf-8", errors="replace")
+
     def strings(self, count: int) -> list[str]:
         """Many strings in one loop without calls: a vocabulary and its merges have a hundred thousand."""
         data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
@@ -113,6 +123,11 @@ class _Cursor:
         return [self.value(item, depth) for _ in range(count)]
 
 
+def named(key: str) -> str:
+    """A key for a message: as it is, unless a damaged file made it long or unprintable."""
+    return key if key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
+
+
 def read_header(path: Path) -> Header:
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
@@ -132,22 +147,22 @@ def _parse(cursor: _Cursor) -> Header:
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
-        key = cursor.string()
-        cursor.part = f"metadata {key[:MAX_SHOWN]!r}"
+        key = cursor.name("key")
+        cursor.part = f"metadata {shown(key)}"
         metadata[key] = cursor.value(cursor.scalar("I"))
     cursor.part = "the list of its tensors"
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise SourceError(f"{path} is damaged: general.alignment is {alignment!r}. Fetch it again.")
+        raise SourceError(f"{path} is damaged: general.alignment is {shown(alignment)}. Fetch it again.")
     start = -(-cursor.at // alignment) * alignment
     return Header(path, metadata, {e[0]: _place(path, e, start, len(cursor.data)) for e in entries})
 
 
 def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    name, num_dims = cursor.string(), cursor.scalar("I")
+    name, num_dims = cursor.name("tensor's name"), cursor.scalar("I")
     if num_dims > MAX_DIMENSIONS:
-        raise SourceError(f"{cursor.path} is damaged: tensor {name!r} has {num_dims} dimensions. Fetch it again.")
+        raise SourceError(f"{cursor.path} is damaged: tensor {shown(name)} has {num_dims} dimensions. Fetch it again.")
     dims = [cursor.scalar("Q") for _ in range(num_dims)]
     return name, tuple(reversed(dims)), cursor.scalar("I"), cursor.scalar("Q")
 
@@ -157,18 +172,18 @@ def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int,
     try:
         kind = TensorKind(raw_kind)
     except ValueError:
-        raise SourceError(f"{path}: tensor {name!r} has the unknown type {raw_kind}") from None
+        raise SourceError(f"{path}: tensor {shown(name)} has the unknown type {raw_kind}") from None
     num_elements = 1
     for extent in shape:
         num_elements *= extent
     _, per_group, group_bytes = KINDS[kind.name]
     if 0 in shape:
-        raise SourceError(f"{path} is damaged: tensor {name!r} has the shape {shape}. Fetch it again.")
+        raise SourceError(f"{path} is damaged: tensor {shown(name)} has the shape {shape}. Fetch it again.")
     if shape and shape[-1] % per_group:
-        raise SourceError(f"{path}: tensor {name!r} of shape {shape} cannot be {kind.name}, "
+        raise SourceError(f"{path}: tensor {shown(name)} of shape {shape} cannot be {kind.name}, "
                           f"which stores {per_group} values together")
     num_bytes = num_elements // per_group * group_bytes
     if start + offset + num_bytes > file_size:
-        raise SourceError(f"{path} is cut off: tensor {name!r} ends at byte {start + offset + num_bytes}, "
+        raise SourceError(f"{path} is cut off: tensor {shown(name)} ends at byte {start + offset + num_bytes}, "
                           f"the file at byte {file_size}. Fetch it again.")
     return TensorEntry(name, shape, kind, start + offset, num_bytes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from outrider.core.fields import FLOAT32, INT32, Count, Range, check_value
+from outrider.core.fields import FLOAT32, INT32, Count, Range, check_value, shown
 from outrider.models.config_reader import LARGEST
 from outrider.models.sources.base import SourceError
-from outrider.models.sources.gguf_header import Header
+from outrider.models.sources.gguf_header import Header, named
 
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing, or are said twice
 Whole: TypeAlias = Annotated[int, Range(0, INT32)]
@@ -91,8 +91,9 @@ class Metadata:
                     continue
                 size = self.by_layer(key)[layer]
                 if entry.shape[axis] != size:
-                    raise SourceError(f"{self.header.path}: {self.prefix}{key} = {size}, but tensor {entry.name!r} has "
-                                      f"the shape {entry.shape}; the file is damaged: fetch it again")
+                    raise SourceError(f"{self.header.path}: {self.prefix}{key} = {size}, but tensor "
+                                      f"{shown(entry.name)} has the shape {entry.shape}; the file is damaged: fetch it "
+                                      "again")
 
     def check_rows(self, key: str, tensor: str, rows: int) -> None:
         """Refuse a number of heads if a matrix of the first layer that has it does not have their rows."""
@@ -100,21 +101,21 @@ class Metadata:
             entry = self.header.tensors[f"blk.{layer}.{tensor}"]
             if entry.shape[0] != rows:
                 raise SourceError(f"{self.header.path}: {self.prefix}{key} = {self.get(key)} needs {rows} rows, but "
-                                  f"tensor {entry.name!r} has the shape {entry.shape}; the file is damaged: fetch it "
-                                  "again")
+                                  f"tensor {shown(entry.name)} has the shape {entry.shape}; the file is damaged: fetch "
+                                  "it again")
 
     def must_equal(self, key: str, value: Any, why: str) -> None:
         found = self.get(key, value)
         if found != value:
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} = {found!r} is not supported{why}")
+            raise SourceError(f"{self.header.path}: {self.prefix}{key} = {shown(found)} is not supported{why}")
 
     def refusal(self, key: str, why: str) -> SourceError:
-        return SourceError(f"{self.header.path}: {self.prefix}{key} = {self.get(key)!r} is not supported: {why}")
+        return SourceError(f"{self.header.path}: {self.prefix}{key} = {shown(self.get(key))} is not supported: {why}")
 
     def refuse_unread(self) -> None:
         for key, value in self.header.metadata.items():
             if key.startswith(self.prefix) and key not in self._read:
-                raise SourceError(f"{self.header.path}: {key} = {value!r} is not supported")
+                raise SourceError(f"{self.header.path}: {named(key)} = {shown(value)} is not supported")
 
     @property
     def num_layers(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider.core.fields import shown
 from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import Header
 from outrider.models.sources.gguf_metadata import Metadata
@@ -32,7 +33,7 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
         kind, factor = "linear", linear
     if ROPE_FACTORS in meta.header.tensors:
         if kind != "none":
-            raise SourceError(f"{path}: rope scaling {kind!r} together with {ROPE_FACTORS} is not supported")
+            raise SourceError(f"{path}: rope scaling {shown(kind)} together with {ROPE_FACTORS} is not supported")
         return _llama3_scaling(meta.header, head_dim, float(meta.get("rope.freq_base", 10000.0)))
     match kind:
         case "none":
@@ -47,8 +48,8 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
             return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original,
                     **{key: float(value) for key, value in found.items() if value is not None}}
         case _:
-            raise SourceError(f"{path}: {meta.prefix}rope.scaling.type = {kind!r} is not supported; supported: linear, "
-                              "yarn")
+            raise SourceError(f"{path}: {meta.prefix}rope.scaling.type = {shown(kind)} is not supported; supported: "
+                              "linear, yarn")
 
 
 def turning_share(header: Header, head_dim: int) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from outrider.core.fields import shown
 from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import TensorEntry
 
@@ -21,7 +22,7 @@ def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
     """A tensor's bytes, mapped: the system reads them from the file when they are first looked at, and keeps one copy
     for all processes. What is written into the array does not change the file."""
     if path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
-        raise SourceError(f"{path} is cut off: tensor {entry.name!r} is not complete. Fetch it again.")
+        raise SourceError(f"{path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
     return np.asarray(np.memmap(path, np.uint8, "c", entry.offset, entry.num_bytes))
 
 

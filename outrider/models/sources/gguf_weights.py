@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.core.fields import shown
 from outrider.formats import StoredWeight
 from outrider.kernels.quantized import QuantizedRows, TransposedRows, grouped_heads
 from outrider.models.sources.base import SourceError
@@ -74,7 +75,7 @@ def _stored(
         except SourceError:
             raise
         except (ValueError, RuntimeError) as error:  # views of a shape that the metadata does not know
-            raise SourceError(f"{meta.header.path}: tensor {entry.name!r} of shape {entry.shape} does not fit the "
+            raise SourceError(f"{meta.header.path}: tensor {shown(entry.name)} of shape {entry.shape} does not fit the "
                               f"heads that the metadata names ({error}). Fetch the file again.") from error
         yield name, weight
 
@@ -118,8 +119,8 @@ def _changed(
     name = f"{entry.name.removesuffix(entry.name.split('.', 2)[2])}{place.beside}"
     other = meta.header.tensors.get(name)
     if other is None:
-        raise SourceError(f"{meta.header.path}: tensor {name!r} is missing beside {entry.name!r}; the file is damaged "
-                          "or incomplete")
+        raise SourceError(f"{meta.header.path}: tensor {shown(name)} is missing beside {shown(entry.name)}; the file "
+                          "is damaged or incomplete")
     beside = _weight(other.kind.name, _read_rows(meta.header, other), other.shape, TensorPlace(name), meta)
     return place.change(_numbers(weight), _numbers(beside))
 
