@@ -7,8 +7,10 @@ found, so that a name that is misspelt is told at once.
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
@@ -22,7 +24,9 @@ from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM
+from outrider.models.sources import DEFAULT_MODEL
 from outrider.models.sources.base import ModelSource
+from outrider.models.sources.smollm2 import smollm2_path
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from outrider.models.base import Model
     from outrider.runner.worker import Prepare, Worker
 
+SIZES = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 NO_TOKENIZER = "{} has no tokenizer here, and this command needs one for text: leave out --skip-tokenizer-init"
 
 
@@ -108,12 +113,24 @@ class OnRanks:
         return LLM.around(start_engine(config, in_process=True))
 
 
+def loading_text(model: str) -> str:
+    """What is loaded, and how large its weights are where its files are here: said before anything that takes time."""
+    num_bytes = 0
+    with suppress(OSError, ValueError, RuntimeError):  # no name of files: finding the model tells
+        path = smollm2_path() if model == DEFAULT_MODEL and not Path(model).exists() else Path(model).expanduser()
+        files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+        num_bytes = sum(file.stat().st_size for file in files)
+    unit, scale = next(((unit, scale) for unit, scale in SIZES.items() if num_bytes >= scale), ("bytes", 1))
+    return f"loading {model} ({num_bytes / scale:.{unit == 'GB':d}f} {unit})" if num_bytes else f"loading {model}"
+
+
 def load_or_find(config: EngineConfig, *, needs_text: bool = True) -> Loaded | OnRanks:
     """The model of a config: loaded, or on ranks found. `needs_text`: refuse a model without tokenizer."""
     if config.tensor_parallel_size == 1:
         return load(config, needs_text=needs_text)
-    source = find_model(config)
-    return OnRanks(source, _tokenizer(config, source, needs_text), config)
+    with status_line(loading_text(config.model)):
+        source = find_model(config)
+        return OnRanks(source, _tokenizer(config, source, needs_text), config)
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
@@ -122,10 +139,10 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: this command loads the model into its "
                          "own process; generate, chat, run-batch, verify, bench throughput, bench latency and serve "
                          "take ranks")
-    load_torch_libraries_ahead()
-    source = find_model(config)
-    tokenizer = _tokenizer(config, source, needs_text)
-    with collections_paused(), status_line("starting torch"):
+    with status_line(loading_text(config.model)), collections_paused():
+        load_torch_libraries_ahead()
+        source = find_model(config)
+        tokenizer = _tokenizer(config, source, needs_text)
         from outrider.runner.target import load_target
     gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
     return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)

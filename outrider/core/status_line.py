@@ -37,8 +37,8 @@ def status_line(text: str, *, is_once: bool = False) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Write a line on standard error."""
-    write_stderr(f"{printable(text)}\n")
+    """Write a line on standard error, in the place of a status line if one stands there."""
+    write_stderr(f"{CLEAR if is_terminal(sys.stderr) else ''}{printable(text)}\n")
 
 
 def write_stderr(text: str) -> None:

@@ -34,6 +34,7 @@ from outrider.commands.parser import (
 )
 from outrider.commands.vllm_flags import own_flags
 from outrider.config import EngineConfig
+from outrider.core import status_line
 from outrider.core.lora_request import LoRARequest
 from outrider.core.status_line import is_terminal
 from tests.adapters.folders import write_adapter
@@ -348,6 +349,30 @@ def test_interrupts_come_between_steps(folder: Path) -> None:
     assert not llm.engine.has_work
     llm.engine.scheduler.check_integrity()
     llm.close()
+
+
+def test_what_is_loaded_is_said_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+
+    def find_model(config: EngineConfig) -> None:
+        said.append(capsys.readouterr().err.removeprefix(status_line.CLEAR))
+        raise ValueError("not now")
+
+    monkeypatch.setattr(loading, "find_model", find_model)
+    monkeypatch.setattr(status_line, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    for name, num_bytes in (("small.gguf", 1500), ("large.gguf", 98_000_000), ("huge.gguf", 1_117_000_000)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(num_bytes)
+    files = ["small.gguf", "large.gguf", "huge.gguf"]
+    for model in [*(str(tmp_path / name) for name in files), "smollm2", "owner/name", "no\0name", "~nobody/x"]:
+        assert outrider(capsys, "generate", model, "--prompt", "a").status == 2
+    sizes = (" (2 kB)", " (98 MB)", " (1.1 GB)")
+    assert said[:3] == [f"outrider: loading {tmp_path / name}{size} ..."
+                        for name, size in zip(files, sizes, strict=True)]
+    assert said[3:5] == ["outrider: loading smollm2 ...", "outrider: loading owner/name ..."]
+    assert len(said) == 7
 
 
 def test_verbose_shows_the_line_to_grep_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

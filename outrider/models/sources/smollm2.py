@@ -34,9 +34,14 @@ def cache_folder() -> Path:
     return (Path(xdg) if xdg else Path.home() / ".cache") / "outrider"
 
 
+def smollm2_path() -> Path:
+    """Where the GGUF file is kept, fetched or not."""
+    return cache_folder() / "smollm2" / FILE
+
+
 def smollm2_file() -> Path:
     """The GGUF file, fetched if it is not there or not what it should be."""
-    path = cache_folder() / "smollm2" / FILE
+    path = smollm2_path()
     if path.is_file():
         if _is_whole(path):
             return path
