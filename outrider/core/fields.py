@@ -232,8 +232,13 @@ def _check_of(declared: Any) -> Check:
 
 def _all_of(declared: Any) -> Check:
     """Whether all items of a collection are allowed. Token ids may come by the thousands: where all are plain integers,
-    the least and the greatest decide."""
+    the least and the greatest decide. A vocabulary has a hundred thousand texts, which are looked at as one."""
     each, words = _check_of(declared)
+    if declared is str:
+        return (lambda items: (set(map(type, items)) <= {str} and _is_text("".join(items)))
+                or all(map(each, items))), words
+    if declared is int:
+        return (lambda items: set(map(type, items)) <= {int} or all(map(each, items))), words
     if declared is not TokenId:
         return (lambda items: all(map(each, items))), words
     return (lambda items: (set(map(type, items)) == {int} and each(min(items)) and each(max(items)))
