@@ -52,7 +52,12 @@ def test_damaged_headers_are_refused_in_short_messages_that_name_the_file(tmp_pa
 @pytest.mark.parametrize("key", ["general.architecture", "llama.a", "tokenizer.ggml.pre", "split.count"])
 def test_values_are_shown_escaped_and_in_part(key: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    write_gguf(path, extra=lambda w: (add_vocabulary(w), w.add_string(key, "\x1b[2J\n" * 40_000)))
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        add_vocabulary(writer)
+        writer.add_string(key, "\x1b[2J\n" * 40_000)
+
+    write_gguf(path, extra=extra)
     with pytest.raises(ValueError, match=re.escape(key.removeprefix("general."))) as raised:
         read_tokenizer(EngineConfig(model=str(path)), resolve(path))
     assert str(path) in str(raised.value) and len(str(raised.value)) < 900 and str(raised.value).isprintable()
