@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import count
+from threading import Event
 from typing import Any, Never, cast
 
 from outrider.core.checked_request import CheckedRequest
@@ -21,6 +22,7 @@ from outrider.core.params import SamplingParams, need_sampling_params
 from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
+from outrider.core.structured import FormClient
 from outrider.engine.adapter_loading import load, need_registry
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
@@ -72,7 +74,8 @@ class AsyncLLM(Front):
         """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, a long text is
         tokenized, and an adapter that is not there is loaded, beside the engine. tenant: on whose behalf the requests
         run. Tenants share the engine equally, and `priority` orders the requests of each."""
-        checked = [replace(request, tenant=tenant) for request in await self._check(prompts, params, priority)]
+        checked = await self._check(prompts, params, priority, tenant or "")
+        checked = [replace(request, tenant=tenant) for request in checked]
         (asked,) = one_for_each(lora_request, 1)
         if asked is None:
             return checked
@@ -108,14 +111,19 @@ class AsyncLLM(Front):
         await asyncio.wrap_future(self._owner.call(lambda: registry.remove(lora_name)))
         return True
 
-    async def _check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int) -> list[CheckedRequest]:
-        checks, num = self.engine.checks, len(prompts)
+    async def _check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int,
+                     client: str) -> list[CheckedRequest]:
+        checks, num, is_gone = self.engine.checks, len(prompts), Event()
 
         def check() -> list[CheckedRequest]:
-            return checks.check_all(prompts, [params] * num, [priority] * num)
+            caller = FormClient(client, is_gone.is_set)
+            return checks.check_all(prompts, [params] * num, [priority] * num, caller)
 
         if checks.grammars is not None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            return await asyncio.wrap_future(checks.grammars.start_check(check))
+            try:
+                return await asyncio.wrap_future(checks.grammars.start_check(check))
+            finally:
+                is_gone.set()  # nobody waits for a check that is cancelled
         return await asyncio.to_thread(check) if _take_long(prompts) else check()
 
     async def increments(self, request: CheckedRequest,

@@ -6,7 +6,7 @@ Only what can be said without a grammar library is checked here; the engine comp
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -16,6 +16,18 @@ MAX_GRAMMAR_BYTES = 1 << 18  # most bytes of a schema, a regex, a grammar or all
 MAX_DEPTH = 100  # most objects and lists of a schema inside each other
 MAX_REASON = 300  # characters of what a grammar library says
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class FormsBusy(ValueError):
+    """Too many grammars of one client wait to be compiled: the request may be sent again later."""
+
+
+@dataclass(frozen=True)
+class FormClient:
+    """Who asks for a form. Callers of the same name share their turns at the compiler."""
+
+    name: str = ""
+    is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
 
 
 class OwnFailure(str):

@@ -20,6 +20,7 @@ from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, che
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
+from outrider.core.structured import FormClient
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.prompt_embeds import place_embeds, read_embeds, refuse_id_readers
@@ -47,11 +48,12 @@ class RequestChecks:
         return request
 
     def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
-                  priorities: Sequence[int]) -> list[CheckedRequest]:
+                  priorities: Sequence[int], caller: FormClient | None = None) -> list[CheckedRequest]:
         """One request for each prompt. May take long where a prompt is a long text, and seconds where a grammar must be
-        compiled. Requests often share parameters, which are checked once."""
+        compiled. Requests often share parameters, which are checked once. `caller`: who takes turns with others at the
+        compiler of grammars."""
         given = {id(own): own for own in params}
-        checked = {key: self._check_params(own) for key, own in given.items()}
+        checked = {key: self._check_params(own, caller) for key, own in given.items()}
         return [self._check(prompt, checked[id(own)], priority)
                 for prompt, own, priority in zip(prompts, params, priorities, strict=True)]
 
@@ -109,7 +111,7 @@ class RequestChecks:
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
                               None if values is None else place_embeds(values, positions, len(token_ids)), has_ids)
 
-    def _check_params(self, given: RequestParams) -> RequestParams:
+    def _check_params(self, given: RequestParams, caller: FormClient | None) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
         if isinstance(given, PoolingParams):
             return given.checked(self.limits.hidden_size, self.classes)
@@ -128,7 +130,7 @@ class RequestChecks:
         if params.structured_outputs is not None:
             if self.grammars is None:
                 raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-            self.grammars.check(params.structured_outputs)
+            self.grammars.check(params.structured_outputs, caller)
         self._check_processors(params)
         return params
 

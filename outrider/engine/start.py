@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from outrider.config import EngineConfig
 from outrider.core.status_line import status_line
-from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar.compiler import Announce
 from outrider.engine.kv_events import EventSockets
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
@@ -75,5 +75,5 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _grammars(tokenizer: Tokenizer | None, source: ModelSource,
-              announce: Callable[[StructuredOutputsParams], None] | None = None) -> GrammarCompiler | None:
+              announce: Announce | None = None) -> GrammarCompiler | None:
     return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, announce)

@@ -23,12 +23,11 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from outrider.config import EngineConfig
-from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.collector import freeze_heap
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
-from outrider.engine.worker_messages import Failure, OfCommand
+from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.base import ModelSource
 from outrider.runner.interface import Grammars, RunningWorker
@@ -111,8 +110,8 @@ def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars
         return flight.idle(worker, quiet_seconds) if place.is_alone else None
 
     while (message := wait_for(take, idle)[0]) is not None:
-        if isinstance(message, StructuredOutputsParams):
-            grammars.start(message)
+        if isinstance(message, FormAnnounced):
+            _prepare(grammars, message, to_parent)
             continue
         flight.num_queued += 1
         if isinstance(message, OfCommand):
@@ -191,6 +190,15 @@ class Flight:
         if self.num_answered < self.num_queued:
             return IN_FLIGHT_SECONDS
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
+
+
+def _prepare(grammars: Any, announced: FormAnnounced, to_parent: _ToParent) -> None:
+    def answer(done: Future[None]) -> None:
+        error = done.exception()
+        with suppress(OSError):  # the parent is gone
+            to_parent.send(FormPrepared(announced.number, None if error is None else str(error)))
+
+    grammars.prepare(announced.form, announced.num_bytes).add_done_callback(answer)
 
 
 def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:

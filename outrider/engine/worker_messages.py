@@ -6,6 +6,7 @@ import traceback
 from dataclasses import dataclass
 
 from outrider.core.drafter_faults import words_of
+from outrider.core.structured import StructuredOutputsParams
 
 TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.runner.commands",
               "outrider.models.sources", "outrider.models.config_reader")
@@ -17,6 +18,24 @@ class OfCommand:
     and if one side cannot read an object of the other, only that command fails."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class FormAnnounced:
+    """A request with this form may come: children compile its grammar, so that no step waits for it. None: a first one
+    may come, for which children read the tokenizer."""
+
+    number: int
+    form: StructuredOutputsParams | None
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class FormPrepared:
+    """A child's answer to FormAnnounced."""
+
+    number: int
+    error: str | None
 
 
 @dataclass(frozen=True)

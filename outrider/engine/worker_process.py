@@ -26,11 +26,12 @@ from outrider.core import ScheduledBatch, StepResult
 from outrider.core.ranks import RankLost
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine import rank_watch
+from outrider.engine.form_answers import FormAnswers
 from outrider.engine.rank_answers import RankAnswers, fail
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
 from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
-from outrider.engine.worker_messages import Failure, OfCommand
+from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
 from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.base import ModelSource
 from outrider.runner.commands import Answer, Command, PrepareIdle
@@ -58,6 +59,7 @@ class WorkerProcess:
         self._ranks, self._pipes = _start(config, source, num_ranks)
         Finalize(None, _kill, args=(self._ranks,), exitpriority=AT_EXIT)
         self._answers = RankAnswers(num_ranks)
+        self._forms = FormAnswers(num_ranks)
         self._numbers = count()
         self._sending = threading.RLock()  # steps come from one thread, and announcements from any
         self._is_sending = False  # or an interrupt has cut off what was being sent
@@ -78,10 +80,14 @@ class WorkerProcess:
             _kill(self._ranks)
             raise
 
-    def announce(self, form: StructuredOutputsParams) -> None:
-        """A request with this form may come: children compile its grammar meanwhile, so that no step waits for it."""
+    def announce(self, form: StructuredOutputsParams | None, num_bytes: int) -> Future[None]:
+        """Have the children compile a form; see FormAnnounced."""
+        number, done = self._forms.add()
         with suppress(OSError):  # a child is gone; its reader says so
-            self._send(form)
+            self._send(FormAnnounced(number, form, num_bytes))
+        if self._died is not None:  # perhaps before this form was noted
+            self._forms.fail_all(self._died)
+        return done
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number = next(self._numbers)
@@ -163,6 +169,8 @@ class WorkerProcess:
                     error = self._answers.take(rank, number, answer)
                     if error is not None:
                         self._end(error)
+                case FormPrepared():
+                    self._forms.take(message)
                 case Failure() | WorkerInfo():
                     with self._change:
                         self._started[rank] = message
@@ -194,6 +202,7 @@ class WorkerProcess:
             self._change.notify_all()
         _kill(self._ranks)
         self._answers.fail_all(self._died)
+        self._forms.fail_all(self._died)
 
     # Start
 

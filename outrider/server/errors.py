@@ -11,6 +11,7 @@ from functools import reduce
 from typing import Any
 
 from outrider.core.lora_request import AdaptersInUse, UnreadableAdapter
+from outrider.core.structured import FormsBusy
 from outrider.engine.adapters import UnknownAdapter
 
 TYPES = {
@@ -59,7 +60,7 @@ class ApiError(Exception):
 def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, str]] = ()) -> ApiError:
     """A request that the engine refused. Its message names the field first, if one field is at fault. `names`: names in
     the message, each with the body's own."""
-    if isinstance(error, AdaptersInUse):
+    if isinstance(error, AdaptersInUse | FormsBusy):
         return ApiError(429, str(error), retry_after=1)
     if isinstance(error, UnknownAdapter):
         return ApiError(404, str(error), param="model")

@@ -228,7 +228,12 @@ class SamplingFields(Generated, Prompted):
 
     def form(self) -> StructuredOutputsParams | None:
         """The form that the text must have, if the body asks for one."""
-        own = None if self.response_format is None else self.response_format.form()
+        try:
+            own = None if self.response_format is None else self.response_format.form()
+        except ValueError as error:
+            names = (("structured_outputs.json", "response_format.json_schema.schema"),
+                     ("structured_outputs.structural_tag", "response_format"))
+            raise bad_value(error, type(self).model_fields, names) from None
         if self.structured_outputs is None:
             return own
         if own is not None:

@@ -353,3 +353,27 @@ def test_a_body_is_checked_once_and_its_grammar_compiled_once(served: Served, mo
     assert len(answer.json()["choices"]) == 4
     assert calls == {"RequestChecks._check": 2, "RequestChecks._check_params": 1, "GrammarCompiler.check": 1,
                      "GrammarCompiler._compile": 1}
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("/v1/completions", {"prompt": "x", "response_format": "FORMAT"}, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": "FORMAT"}, "response_format"),
+    ("/v1/responses", {"input": "x", "text": {"format": "FLAT"}}, "text"),
+    ("/v1/messages", {"messages": CHAT, "max_tokens": 3, "output_config": {"format": "FLAT"}}, "output_config"),
+])
+def test_half_a_character_as_a_key_of_a_schema_is_the_requests_fault(served: Served, path: str, fields: dict[str, Any],
+                                                                     param: str) -> None:
+    schema = {"type": "object", "\ud800": {"type": "integer"}}
+    flat = {"type": "json_schema", "schema": schema} | ({"name": "x"} if param == "text" else {})
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = json.dumps(fields).replace('"FORMAT"', json.dumps(nested)).replace('"FLAT"', json.dumps(flat))
+    answer = served.http.post(path, content=text, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert "schema must be a text or a dict, each key a text" in error["message"] and error["param"] == param
+
+
+def test_a_client_whose_forms_wait_is_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.grammar.turns.MOST_WAITING", 0)
+    answer = served.post("/v1/completions", prompt="x", max_tokens=2, structured_outputs={"regex": "[x-z]{1,77}"})
+    assert answer.status_code == 429 and "try again later" in answer.text and answer.headers["Retry-After"]

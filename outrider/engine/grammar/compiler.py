@@ -1,57 +1,71 @@
 """GrammarCompiler: compiles what requests ask for, within limits of size and time, and computes masks.
 
 An engine has one to check requests with; the worker has one next to the device, because masks are needed between a
-step's forward and its sampler. Where both are in one process they share it, and nothing is compiled twice.
+step's forward and its sampler. Where both are in one process they share it. A form is tried in the compile process
+first, where it can be stopped; only one that stays within its limits there is compiled here or in the worker.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar.deep_thread import MOST_AT_ONCE, run_deep
+from outrider.core.structured import FormClient, StructuredOutputsParams
+from outrider.engine.grammar.deep_thread import run_deep
 from outrider.engine.grammar.matcher import TokenMatcher
-from outrider.engine.grammar.schemas import subschemas
+from outrider.engine.grammar.trial import GrammarTrial, NewForm, short
 from outrider.engine.text import Tokenizer
+from outrider.runner.interface import WorkerDied
 
 COMPILE_SECONDS = 10.0  # of one grammar
 VOCABULARY_SECONDS = 300.0  # of the tokenizer, once: 1 to 3 seconds, and more on a busy machine
 NUM_KEPT = 64  # compiled grammars
+KEPT_BYTES = 48 << 20  # of compiled grammars; the last one is kept whatever its size
 NUM_STARTING = 4  # matchers that are made at the same time
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
-MAX_PROBES = 200  # schemas that are compiled to find the place of a mistake
-MAX_MESSAGE = 400
+MAX_ITEMS_IN_ROW = 2_500  # places of a grammar where a text may stand at once: 4 for an optional property
 T = TypeVar("T")
+# Has the worker compile a form that takes so many bytes. None: it reads the tokenizer, for the first form to come.
+Announce: TypeAlias = Callable[[StructuredOutputsParams | None, int], Future[None]]
 INSTALL = "structured output needs the package llguidance: pip install 'outrider[grammar]'"
+
+
+class KeptGrammar(NamedTuple):
+    matcher: Any  # an LLMatcher at the start of its text; None: it is in the worker
+    num_bytes: int
 
 
 class GrammarCompiler:
     """May be used by several threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int],
-                 announce: Callable[[StructuredOutputsParams], None] | None = None) -> None:
-        """load_tokenizer: called when the first grammar comes. announce: tells a worker elsewhere of a new form, which
-        it then compiles at the same time."""
-        self._load_tokenizer = load_tokenizer
+                 announce: Announce | None = None) -> None:
+        """load_tokenizer: called when the first grammar comes. announce: for a worker in another process."""
+        self._own_tokenizer = cache(load_tokenizer)
         self._eos_ids = tuple(eos_ids)
         self._announce = announce
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # the tokenizer
         # Threads of their own, so that nothing but another grammar waits for a grammar that takes seconds.
-        self._checking = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="outrider-grammar-check")
         self._starting = ThreadPoolExecutor(NUM_STARTING, thread_name_prefix="outrider-grammar")
         self._tokenizer: Any = None  # an LLTokenizer
         self._executor: Any = None  # an LLExecutor
-        self._kept: OrderedDict[str, Any] = OrderedDict()  # LLMatchers at the start of their texts, by grammar
+        self._has_announced = False
+        self._kept: OrderedDict[str, KeptGrammar] = OrderedDict()  # by grammar
+        # Holds no reference to this compiler: the compile process ends when the last one is gone.
+        self._trial = GrammarTrial(partial(_describe, self._own_tokenizer), self._eos_ids)
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    # Checks, before a request is taken
+
+    def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> None:
         """Raises a ValueError that names what is wrong with a grammar. May take seconds the first time."""
         try:
             import llguidance  # noqa: F401
@@ -59,19 +73,44 @@ class GrammarCompiler:
             raise ValueError(INSTALL) from None
         if not self._eos_ids:
             raise ValueError("structured_outputs: this model has no end token, so no text could end")
-        self._compiled(asked)
+        text = _text(asked)
+        if self._announce is None and self._find(text) is not None:
+            return
+        self._begin()
+        form = NewForm(asked, text, parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS, caller or FormClient())
+        self._trial.admit(form, lambda: self._find(text) is not None, lambda size: self._make_ready(form, size))
 
     def start_check(self, check: Callable[[], T]) -> Future[T]:
-        """Run a check that may compile a grammar in a thread, for callers that must not wait. Until the check has begun
-        it can be cancelled."""
-        return self._checking.submit(check)
+        """Run a check that may compile a grammar in a thread of its own, for callers that must not wait. No pool: one
+        client's checks, which mostly wait for their turns, would take all of its threads."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(check())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="outrider-grammar-check", daemon=True).start()
+        return done
+
+    # Matchers, next to the device
+
+    def prepare(self, asked: StructuredOutputsParams | None, num_bytes: int) -> Future[None]:
+        """Compile a form that was tried elsewhere and takes so many bytes, so that no step waits for it; or None: read
+        the tokenizer."""
+        if asked is None:
+            return self._starting.submit(self._need_vocabulary)
+        return self._starting.submit(lambda: self._compiled(asked, num_bytes) and None)
 
     def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
         """A matcher at the start of its text, in a while: a worker's own thread must not wait for it."""
         return self._starting.submit(self._start, asked)
 
     def _start(self, asked: StructuredOutputsParams) -> TokenMatcher:
-        first = self._compiled(asked)
+        first = self._compiled(asked, 0)
         with self._lock:  # a matcher is for one thread at a time
             own = first.deep_copy()
         return TokenMatcher(own, self._tokenizer, self._eos_ids)
@@ -105,90 +144,99 @@ class GrammarCompiler:
             self._executor = LLExecutor(max(1, min(8, (os.cpu_count() or 2) - 1)))
         return self._executor
 
-    def _compiled(self, asked: StructuredOutputsParams) -> Any:
-        from outrider.engine.grammar.texts import grammar_text
+    # Inside
 
-        where = f"structured_outputs.{asked.form}"
-        try:
-            text = grammar_text(asked)
-        except ValueError as error:
-            raise ValueError(f"{where} cannot be read: {_short(str(error))}") from None
+    def _begin(self) -> None:
+        """Read the tokenizer where matchers are made, while the compile process reads it too."""
+        if self._announce is None:
+            self._need_vocabulary(self._trial.begin)
+            return
+        self._trial.begin()
+        if not self._has_announced:
+            self._has_announced = True
+            self._announce(None, 0)
+
+    def _make_ready(self, form: NewForm, num_bytes: int) -> None:
+        """Compile a form that has passed its trial where matchers are made."""
+        if self._announce is None:
+            self._compiled(form.asked, num_bytes)
+            return
+        with suppress(WorkerDied):  # the engine says so where the request is read
+            self._announce(form.asked, num_bytes).result()
+        self._keep(form.text, KeptGrammar(None, num_bytes))
+
+    def _find(self, text: str) -> KeptGrammar | None:
         with self._lock:
             if text in self._kept:
                 self._kept.move_to_end(text)
-                return self._kept[text]
-        if self._announce is not None:
-            self._announce(asked)
+            return self._kept.get(text)
+
+    def _keep(self, text: str, grammar: KeptGrammar) -> None:
+        with self._lock:
+            self._kept[text] = grammar
+            self._kept.move_to_end(text)
+            while len(self._kept) > 1 and (len(self._kept) > NUM_KEPT or sum(
+                    one.num_bytes for one in self._kept.values()) > KEPT_BYTES):
+                self._kept.popitem(last=False)
+
+    def _compiled(self, asked: StructuredOutputsParams, num_bytes: int) -> Any:
+        text = _text(asked)
+        if (kept := self._find(text)) is not None:
+            return kept.matcher
+        where = f"structured_outputs.{asked.form}"
+        self._need_vocabulary()  # before the grammar's own time begins
         try:
-            if self._tokenizer is None:  # before the grammar's own time begins
-                run_deep(self._vocabulary, VOCABULARY_SECONDS)
             matcher, wrong = run_deep(lambda: self._compile(text), COMPILE_SECONDS)
         except TimeoutError:
             raise ValueError(f"{where} takes longer than {COMPILE_SECONDS:g} seconds to compile: make it "
                              "simpler") from None
         except RuntimeError as error:
-            raise ValueError(f"{where} cannot be compiled: {_short(str(error))}") from None
+            raise ValueError(f"{where} cannot be compiled: {short(str(error))}") from None
         if wrong:
-            raise ValueError(f"{where}{self._place(asked, wrong)} cannot be compiled: {_short(wrong)}")
-        with self._lock:
-            self._kept[text] = matcher
-            while len(self._kept) > NUM_KEPT:
-                self._kept.popitem(last=False)
+            raise ValueError(f"{where} cannot be compiled: {short(wrong)}")
+        self._keep(text, KeptGrammar(matcher, num_bytes))
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:
         """(a matcher, what is wrong with the grammar)"""
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
-        if matcher.is_error():
-            return matcher, matcher.get_error()
-        first = matcher.deep_copy()
-        is_possible = any(first.compute_bitmask()) and not first.is_error()
-        return matcher, "" if is_possible else "no text has this form"
+        matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=LLParserLimits(**parser_limits()))
+        return matcher, matcher.get_error() if matcher.is_error() else ""
 
-    def _vocabulary(self) -> Any:
+    def _need_vocabulary(self, begin: Callable[[], object] = lambda: None) -> None:
+        """`begin`: called when the tokenizer is loaded."""
+        if self._tokenizer is None:
+            run_deep(lambda: self._vocabulary(begin), VOCABULARY_SECONDS)
+
+    def _vocabulary(self, begin: Callable[[], object] = lambda: None) -> Any:
         """The tokenizer as llguidance wants it: texts of all tokens, in the order of their bytes."""
-        with self._lock:
+        with self._reading:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer
 
-                own = self._load_tokenizer()
+                own = self._own_tokenizer()
+                begin()
                 self._tokenizer = LLTokenizer(own.backend.to_str(), n_vocab=own.vocab_size,
                                               eos_token=list(self._eos_ids))
             return self._tokenizer
 
-    def _place(self, asked: StructuredOutputsParams, error: str) -> str:
-        """The smallest part of a schema that fails in the same way by itself, as a path of keys."""
-        if asked.json is None:
-            return ""
-        schema = json.loads(asked.json) if isinstance(asked.json, str) else asked.json
-        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        place, num_left = "", MAX_PROBES
-        while True:
-            for path, child in subschemas(schema):
-                num_left -= 1
-                if num_left < 0:
-                    return place
-                if isinstance(child, dict) and _fails_alike(shared | child, error):
-                    schema, place = child, place + "".join(f"[{part!r}]" for part in path)
-                    break
-            else:
-                return place
+
+def parser_limits() -> dict[str, Any]:
+    """llguidance's limits of a grammar and of the computing of a mask."""
+    return {"max_lexer_states": MAX_LEXER_STATES, "max_items_in_row": MAX_ITEMS_IN_ROW, "verbose_errors": False}
 
 
-def _fails_alike(schema: dict[str, Any], error: str) -> bool:
-    from llguidance import LLMatcher
+def _describe(load_tokenizer: Callable[[], Tokenizer]) -> tuple[str, int]:
+    """The text of tokenizer.json, and the number of tokens."""
+    own = load_tokenizer()
+    return own.backend.to_str(), own.vocab_size
 
-    grammar = LLMatcher.grammar_from_json_schema(schema)
+
+def _text(asked: StructuredOutputsParams) -> str:
+    from outrider.engine.grammar.texts import grammar_text
+
     try:
-        is_error, messages = run_deep(lambda: LLMatcher.validate_grammar_with_warnings(grammar), COMPILE_SECONDS)
-    except TimeoutError:
-        return False
-    return is_error and messages == [error]
-
-
-def _short(message: str) -> str:
-    message = " ".join(message.split())
-    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE - 3]}..."
+        return grammar_text(asked)
+    except ValueError as error:
+        raise ValueError(f"structured_outputs.{asked.form} cannot be read: {short(str(error))}") from None

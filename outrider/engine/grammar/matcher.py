@@ -25,9 +25,10 @@ class TokenMatcher:
     @property
     def error(self) -> str | None:
         """Why nothing can follow, if something went wrong."""
-        if self._refused is not None:
+        own = self.inner.get_error().removesuffix(NO_DETAILS).strip()  # a matcher at its limits refuses every token
+        if not own and self._refused is not None:
             return f"token {self._refused} does not follow the grammar"
-        return self.inner.get_error().removesuffix(NO_DETAILS).strip() or None
+        return own or None
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Follow tokens that are part of the output for good. An end token ends the text and moves nothing."""
