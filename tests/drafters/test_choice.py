@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.core import Limits
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.drafters.choice import _Grades
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.sched.draft_sources import DraftSources
@@ -131,6 +133,40 @@ def test_outputs_are_matched_by_requests_of_the_same_tenant_alone() -> None:
     assert drafter.propose(2, text[:10], 4, "a") == text[10:14] and drafter.last_match == 10
     assert drafter.propose(3, text[:10], 4, "b") == [] and drafter.last_match == 0
     assert drafter.propose(4, text[:10], 4, "") == []
+
+
+def test_of_equal_matches_the_latest_is_followed() -> None:
+    assert SuffixDrafter().propose(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, "") == [5]
+
+
+def test_a_text_that_is_too_long_to_keep_pushes_no_other_out() -> None:
+    drafter = SuffixDrafter(num_kept=3, max_tokens=10)
+    drafter.finish(0, [1, 2, 3, 4, 5], "a")
+    drafter.finish(1, list(range(20)), "a")
+    assert drafter.num_tokens == 5 and drafter.propose(2, [1, 2, 3], 2, "a") == [4, 5]
+    for tenant in range(50):
+        drafter.finish(3 + tenant, [tenant] * 6, str(tenant))
+    assert list(drafter._kept) == ["49"] and drafter.num_tokens == 6, "nothing is left of tenants without texts"
+
+
+def test_a_drafter_is_graded_by_the_tokens_that_the_step_yielded() -> None:
+    """Drafts behind the end of a run were neither right nor wrong."""
+    grades = _Grades(Limits(2, 8, 32, 3, 99), torch.device("cpu"))
+    rows = torch.tensor([1])
+    for run, right, tried in (([5], 1.0, 1.0), ([5, 6], 2.0, 2.0), ([5, 9], 1.0, 2.0), ([5, 6, 7, 8], 3.0, 3.0)):
+        grades.forget(rows)
+        grades.keep(rows, torch.tensor([[5, 6, 7]]), torch.tensor([3]))
+        padded = torch.tensor([run + [0] * (4 - len(run))])
+        grades.grade(rows, padded, torch.tensor([len(run)]))
+        assert (float(grades.right[1]), float(grades.tried[1])) == (right, tried), run
+
+
+def test_a_suffix_drafter_follows_a_match_that_goes_on() -> None:
+    """The longest match ends its text, with nothing to propose."""
+    drafter = SuffixDrafter()
+    drafter.finish(0, [9, 1, 2, 3, 4, 5], "")
+    drafter.finish(1, [7, 8, 1, 2, 3], "")
+    assert drafter.propose(2, [7, 8, 1, 2, 3], 2, "") == [4, 5] and drafter.last_match == 3
 
 
 def test_kept_outputs_are_bounded_in_number_and_tokens() -> None:

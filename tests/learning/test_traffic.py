@@ -16,7 +16,7 @@ from outrider.core.pooling_params import PoolingParams
 from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
-from outrider.learning.traffic import TrafficRing
+from outrider.learning.traffic import RingSegment, ServedText, TrafficRing
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
@@ -157,6 +157,16 @@ def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, A
         assert (3 in ring._open) == is_own == bool(ring._start_of[3] >= 0)
 
 
+def test_nothing_is_kept_of_a_request_whose_answer_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only token is sampled, and its hidden states are the prompt's: there is nothing to learn from."""
+    without_thread(monkeypatch)
+    with learning_rig() as rig:
+        ring = learner_of(rig).ring
+        for prompt, max_tokens in zip(prompts(3, seed=6), (1, 2, 1), strict=True):
+            rig.run([Ask(prompt, greedy(max_tokens, ignore_eos=True))])
+        assert ring.num_texts == 1 and len(ring._free) + 2 == ring._nowhere // ring.segment_tokens
+
+
 def test_memory_is_bounded_and_the_oldest_text_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     without_thread(monkeypatch)
     monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 16)
@@ -193,6 +203,43 @@ def test_a_text_is_never_read_from_a_segment_that_another_one_has(monkeypatch: p
             texts = {tuple(text.tokens.tolist()) for text in ring.read(training)}
             assert texts <= wanted and len(texts) == len({*training} & {*ring.closed(is_held_out=False)})
         assert not texts and not ring.read(held_out) and len(ring.closed(is_held_out=False)) >= 11
+
+
+def test_what_a_step_wrote_behind_the_end_of_a_text_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in flight may go on with a request that the host has ended."""
+    without_thread(monkeypatch)
+    with learning_rig() as rig:
+        ring = learner_of(rig).ring
+        for prompt in prompts(2, seed=13):
+            rig.run([Ask(prompt, greedy(6, ignore_eos=True))])
+        (text,) = ring.closed(is_held_out=False)
+        (before,) = ring.read([text])
+        end = text.segment.num_served
+        ring.positions[text.segment.start + end] = end
+        (after,) = ring.read([text])
+        assert len(before.tokens) == end and torch.equal(after.tokens, before.tokens)
+
+
+def test_no_segment_is_given_to_a_request_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many requests come meanwhile as may be recorded, and the oldest text is the one that is read."""
+    without_thread(monkeypatch)
+    monkeypatch.setattr(learner_module, "SEGMENT_TOKENS", 16)
+    with learning_rig(adapt_memory_bytes=16 * 16 * (3 * 96 * 8 + 16), max_num_seqs=16) as rig:
+        ring, inner = learner_of(rig).ring, TrafficRing._read
+        for prompt in prompts(18, seed=10):
+            rig.run([Ask(prompt, greedy(3))])
+        oldest = min([*ring.closed(is_held_out=False), *ring.closed(is_held_out=True)], key=lambda text: text.number)
+        (expected,) = ring.read([oldest])
+
+        def reads(self: TrafficRing, segment: RingSegment) -> ServedText | None:
+            request = CheckedRequest((5, 6, 7), SamplingParams(seed=1))
+            ring.admit([Admission(row, request, 0, 20) for row in range(1, 13)])
+            return inner(self, segment)
+
+        monkeypatch.setattr(TrafficRing, "_read", reads)
+        (found,) = ring.read([oldest])
+        assert torch.equal(found.tokens, expected.tokens) and len(ring._open) == 12
+        assert oldest.segment not in ring._open.values() and not oldest.segment.is_borrowed
 
 
 def test_a_failed_step_leaves_nothing_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from outrider.cache import manager as manager_module
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import NULL_PAGE, Bound, Limits, Settled
@@ -104,6 +105,34 @@ def test_a_sliding_hit_holds_only_the_window() -> None:
     write = cache.take_changes().table_writes[-1]
     assert write.pages[:4] == [NULL_PAGE] * 4 and NULL_PAGE not in write.pages[4:]
     assert write.row == 2 and len(write.pages) == 6
+
+
+def test_requests_that_share_a_window_alone_do_not_share_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads a common beginning once for several requests, and there is none to read."""
+    monkeypatch.setattr(manager_module, "LEAST_SHARED", 16)
+    monkeypatch.setattr(manager_module, "FEWEST_SHARERS", 1)
+    for groups, is_shared in (([(4, 5)], False), ([(4, 0)], True), ([(4, 5), (4, 0)], True), ([(4, 0), (4, 5)], True)):
+        cache = manager(*groups)
+        for request in range(2):
+            assert compute(cache, request, TOKENS[:25]) == (24 if request else 0)
+        assert cache.shares_pages is is_shared, groups
+
+
+def test_pages_that_have_left_the_window_are_not_promised() -> None:
+    """Nothing is promised while suspects are tried alone, and the rest of a prompt is when they have passed."""
+    cache, tokens = manager((4, 6), (4, 0)), TOKENS[:32]
+    cache.admit(0, 1, cache.find_start(0, tokens))
+    for end in (8, 16, 24):
+        assert cache.reserve(0, Bound(end))
+        cache.settle(0, Settled(end), tokens)
+    assert cache.reserve(0, Bound(32)) and not cache.forget_cached()
+    cache.promise(3, 0, tokens, 32)
+    assert len(cache.promises.held()) == 4, "the two last pages of each group: the others that it holds are known"
+    assert NULL_PAGE not in cache.promises.held()
+    assert not cache.settle_promises(3, [], [])
+    cache.settle(0, Settled(32), tokens)
+    cache.check_integrity()
+    assert compute(cache, 1, tokens[:32]) == 28
 
 
 def test_a_resumed_request_finds_its_own_pages() -> None:

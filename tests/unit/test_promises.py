@@ -179,6 +179,30 @@ def test_a_page_that_a_sharer_of_a_failed_writer_computed_is_never_found() -> No
     assert rig.hits[3] == 56
 
 
+def test_a_sharer_that_has_left_is_not_started_again() -> None:
+    """One is aborted and one preempted while the step that fails is in flight."""
+    rig = Rig(depth=2)
+    rig.device.failing = {0}
+    requests = rig.add(*[COMMON] * 4)
+    rig.step()
+    rig.scheduler.end(1, Finish.ABORT)
+    rig.scheduler._preempt(requests[2])
+    rig.read()
+    assert rig.scheduler.stats.num_restarts == 1, "that of request 3"
+    rig.run()
+    assert [r.finish for r in requests] == [Finish.ERROR, Finish.ABORT, Finish.LENGTH, Finish.LENGTH]
+
+
+def test_a_request_that_had_to_start_again_shares_no_promise_any_more() -> None:
+    """Else each of many failing writers would cost every sharer another start."""
+    rig = Rig(depth=2)
+    rig.device.failing = {0, 1, 2}
+    requests = rig.add(*[COMMON] * 5)
+    rig.run()
+    assert [r.finish for r in requests] == [Finish.ERROR] * 3 + [Finish.LENGTH] * 2
+    assert rig.scheduler.stats.num_restarts == 4
+
+
 def test_nothing_is_shared_while_suspects_are_tried_alone() -> None:
     rig = Rig()
     rig.add(*[COMMON] * 4)

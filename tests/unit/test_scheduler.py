@@ -10,8 +10,10 @@ import pytest
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
+from outrider.core.pooling_params import PoolingParams
 from outrider.sched.auto_drafts import auto_drafts
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
 from outrider.sched.host_drafts import HostDrafts
@@ -119,6 +121,24 @@ def test_one_token_for_everyone_goes_before_drafts() -> None:
     scheduled(sched)
     batch = scheduled(sched)
     assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1, 2: 1}, [3, 0, 0])
+
+
+def test_no_drafts_are_checked_beyond_a_requests_end() -> None:
+    """The step itself yields a token behind the drafts."""
+    sched = scheduler(budget=8, drafts=3)
+    sched.add(request(0, 2, new=4), request(1, 2, new=3), request(2, 2, new=2))
+    assert max(scheduled(sched).num_drafts) == 0
+    batch = scheduled(sched)
+    assert (batch.request_ids, batch.num_drafts) == ([0, 1, 2], [2, 1, 0])
+
+
+def test_drafts_leave_a_token_to_a_prompt_that_came_before() -> None:
+    """A long text to embed leaves room for a short prompt, which then decodes while the text is still computed."""
+    sched = scheduler(budget=8, drafts=7)
+    sched.add(Request(0, CheckedRequest(tuple(range(28)), PoolingParams()), 28), request(1, 2, new=20))
+    assert scheduled(sched).request_ids == [0, 1]
+    batch = scheduled(sched)
+    assert (tokens_of(batch), batch.num_drafts) == ({1: 1, 0: 1}, [6, 0])
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
