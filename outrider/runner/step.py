@@ -104,8 +104,7 @@ class DeviceStep:
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
         self._exact = exact
-        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples
-        self._reports_row_by_row = exact and state.device.type == "cpu"  # log-probabilities of prompts, by a library
+        self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples, and reports
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
         self.planner = StepPlanner(state, recurrent, model.vocab_size,
@@ -204,7 +203,7 @@ class DeviceStep:
             self.clock.lap("grammars")
         # Before drafters, which may write to the hidden states.
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
-                                  row_by_row=self._reports_row_by_row)
+                                  row_by_row=self._samples_row_by_row)
         hidden = reported_hidden(self.model, scheduled, half.inputs, half.hidden, self.state.params,
                                  exact=self._exact)
         result = self.finish_half(half, plan)

@@ -33,7 +33,7 @@ def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
     inputs = LogprobLogits(logits, edited, at.row, rows.num_logprobs, rows.flags, rows.temperature, thresholds,
                            spans.greatest)
     found = token_logprobs(inputs, tokens, spans, needs.max_logprobs, processed=is_processed)
-    return Sampled(tokens, bad, LogprobRows(*found))
+    return Sampled(tokens, bad, LogprobRows(found.ids, found.values))
 
 
 def _edit_rows(rows: SamplingRows) -> EditRows:

@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts alike.
 
-Logit rows are independent: values use a row-wise log-softmax, ties among the most likely go to the lowest id.
-`HostLogprobs` forms what a result carries; it does not know which request asked for how many.
+Every device has one function for them, with one order of additions for a logit row: `report_tokens`, which kernels that
+sample call too. Ties among the most likely go to the lowest id. `HostLogprobs` forms what a result carries; it does not
+know which request asked for how many.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import torch
 
 from outrider.core import TokenLogprobs
 from outrider.core.params import MAX_LOGPROBS_ALL
+from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, triton_kernel
+from outrider.kernels.reported_logprobs import ReportedLogprobs
+
+KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,46 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
     """Log-probabilities of the tokens [L] that follow logits [L, V], and of the `num` likeliest tokens, -1 for all.
 
     Takes scratch of the logits' size: callers with many logit rows come in chunks."""
-    ids = rank_tokens(logits, chosen_ids, logits.shape[1] if num == MAX_LOGPROBS_ALL else num)
-    return LogprobRows(ids, torch.log_softmax(logits, dim=1).gather(1, ids[:, 1:]))
+    vocab = logits.shape[1]
+    width = vocab if num == MAX_LOGPROBS_ALL else min(num, vocab)
+    if width > KERNEL_MAX_LOGPROBS:
+        return many_logprob_rows(logits, chosen_ids, width, report_tokens(logits, chosen_ids, 0))
+    found = report_tokens(logits, chosen_ids, width)
+    return LogprobRows(found.ids, found.values)
+
+
+def many_logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int, found: ReportedLogprobs) -> LogprobRows:
+    """Log-probabilities of more tokens than kernels report, with the bits that they would report. found: what kernels
+    report of these logit rows."""
+    ids = rank_tokens(logits, chosen_ids, num)
+    return LogprobRows(ids, logits.gather(1, ids[:, 1:]) - found.most[:, None] - found.norm[:, None])
+
+
+def _report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
+    """Log-probabilities of tokens [L] that follow logits [L, V], and of the `num` likeliest tokens."""
+    most = logits.amax(dim=1)
+    norm = sum_by_halves((logits.double() - most[:, None].double()).exp_()).log().to(logits.dtype)
+    ids = rank_tokens(logits, tokens, num)
+    return ReportedLogprobs(ids, logits.gather(1, ids[:, 1:]) - most[:, None] - norm[:, None], most, norm)
+
+
+report_tokens = Operation(
+    _report_tokens,
+    native_kernel("outrider.kernels.native:report_tokens", FLOAT32, "outrider.kernels.native.checks:takes_report"),
+    triton_kernel("outrider.kernels.triton.logprobs:report_tokens", FLOAT32),
+    name="report_tokens", exact=Exactness.ROW_BY_ROW,
+)
+
+
+def sum_by_halves(terms: torch.Tensor) -> torch.Tensor:
+    """Sums [L] of terms [L, V], where the second half of the terms is added to the first until one is left. A library's
+    sum adds in an order that depends on the number of rows, of threads and on where a row begins."""
+    width = 1 << (terms.shape[1] - 1).bit_length()
+    sums = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
+    while width > 1:
+        width //= 2
+        sums = sums[:, :width] + sums[:, width:]
+    return sums[:, 0]
 
 
 def rank_tokens(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> torch.Tensor:

@@ -13,9 +13,10 @@ import torch
 
 from outrider.core.params import MAX_LOGPROBS_ALL
 from outrider.kernels.native.checks import is_index, is_matrix
-from outrider.kernels.native.sampling import Report, ReportedRows, Text, pack_rows, sample_rows
+from outrider.kernels.native.sampling import Report, Text, pack_rows, sample_rows
+from outrider.kernels.reported_logprobs import ReportedLogprobs
 from outrider.sample.filters import keep_likely, scale
-from outrider.sample.logprobs import LogprobRows, rank_tokens
+from outrider.sample.logprobs import LogprobRows, many_logprob_rows
 from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve
 
@@ -57,19 +58,16 @@ def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
     return Sampled(tokens, bad, _many_logprobs(logits, edited, tokens, reported, asked))
 
 
-def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedRows,
+def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedLogprobs,
                    asked: Asked) -> LogprobRows:
-    """Compute more log-probabilities than the C code reports, with the bits that it would report: both subtract the
-    same two numbers from a logit, and the C code has found these numbers."""
+    """Compute more log-probabilities than the C code reports, of the logits that they are of."""
     num = asked.needs.max_logprobs
     assert num is not None
     shown = logits
     if asked.logprobs == "processed":
         shown = scale(logits if edited is None else edited, asked.logit_rows.row, asked.rows)
         keep_likely(shown, asked.logit_rows.row, asked.rows, asked.needs)
-    ids = rank_tokens(shown, tokens, shown.shape[1] if num == MAX_LOGPROBS_ALL else num)
-    values = shown.gather(1, ids[:, 1:]) - reported.most[:, None] - reported.norm[:, None]
-    return LogprobRows(ids, values)
+    return many_logprob_rows(shown, tokens, shown.shape[1] if num == MAX_LOGPROBS_ALL else num, reported)
 
 
 # The packed rows of each SamplingRows, with the counts and masks that they point to: these are allocated later, when a

@@ -25,7 +25,7 @@ from outrider.sample.edits import (
 )
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.filters import keep_likely, scale
-from outrider.sample.logprobs import LogprobRows, logprob_rows
+from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS, LogprobRows, logprob_rows
 from outrider.sample.rows import SamplingRows
 
 LogprobsMode = Literal["raw", "processed"]
@@ -34,7 +34,6 @@ LogprobsMode = Literal["raw", "processed"]
 CHUNK_ELEMENTS = 2**24
 KERNEL_CHUNK_ELEMENTS = 2**26
 _ALIGNED = 16  # logit rows: kernels are compiled once for all chunks
-KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
 
 
 class Sampled(NamedTuple):

@@ -248,6 +248,23 @@ def test_log_probabilities_of_prompts_have_the_same_bits_in_every_batch() -> Non
         assert prompts_of(together.run(asks)) == prompts_of(alone.run_one_by_one(asks))
 
 
+@pytest.mark.parametrize("num", [0, 4, VOCAB])
+@pytest.mark.parametrize("cell", [PREEMPTED, SCRIPTED, HITS], ids=lambda cell: cell.name)
+def test_sampled_tokens_have_the_log_probabilities_of_the_same_prompt(cell: Cell, num: int) -> None:
+    """As bits: values, ranks and order, whether kernels report so many or the torch code does."""
+    asks = [replace(ask, params=replace(ask.params, logprobs=num)) for ask in ASKS]
+    with rig_of("llama", drafter=cell.make_drafter("llama"), **cell.settings) as rig:
+        for _ in range(cell.rounds):
+            answers = [output.outputs[0] for output in
+                       rig.run(asks, after_step=rig.preempt if cell.is_preempted else None)]
+        again = [Ask([*ask.prompt, *answer.token_ids], greedy(1, prompt_logprobs=num))
+                 for ask, answer in zip(asks, answers, strict=True)]
+    with rig_of("llama") as rig:
+        prompts = [output.prompt_logprobs or [] for output in rig.run(again)]
+    for ask, answer, places in zip(asks, answers, prompts, strict=True):
+        assert answer.logprobs == places[len(ask.prompt) :]
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_have_the_same_bits_however_prompts_are_cut(pooling: str, tmp_path: Path) -> None:
     folder, found = str(save_folder(tmp_path / "model", FAMILIES["llama"])), []

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from threading import Thread
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,12 +22,12 @@ from outrider.kernels.sampling_keys import CountTable
 from outrider.sample import Sampled, StepExtras, sampler
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.filters import probability_mass
+from outrider.sample.logprobs import LogprobRows, logprob_rows, report_tokens
 from tests.unit.test_sample_reference import Batch, Case, cases, make_batch
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 VOCAB = 9001  # three blocks, the last group not full
 MODES = ["raw", "processed"]
-LOG_SOFTMAX = torch.log_softmax
 
 
 def limits_of(vocab: int, max_list_ints: int = 1 << 16) -> Limits:
@@ -45,15 +44,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def sampled_by(kind: str, batch: Batch, **options: Any) -> Sampled:
-    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled):
+    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled, report_tokens):
         return batch.sample(**options)
 
 
 def assert_alike(batch: Batch, drawn: list[Case], **options: Any) -> Sampled:
-    """The C code equals the torch code. Lists are read from the rows alone. Log-probabilities are compared with sums in
-    float64: those of torch in float32 are off by 7e-5 where tens of thousands of tokens are alike."""
-    with mock.patch.object(torch, "log_softmax", lambda x, dim: LOG_SOFTMAX(x.double(), dim)):
-        wanted = sampled_by("torch", batch, **options)
+    """The C code equals the torch code. Lists are read from the rows alone."""
+    wanted = sampled_by("torch", batch, **options)
     is_served = sampler.kernels_serve(batch.needs)
     made = sampled_by("native", replace(batch, extras=StepExtras()) if is_served else batch, **options)
     assert made.tokens.tolist() == wanted.tokens.tolist()
@@ -68,7 +65,7 @@ def assert_alike(batch: Batch, drawn: list[Case], **options: Any) -> Sampled:
                 assert made.logprobs.top_ids[at, top].tolist() == wanted.logprobs.top_ids[at, top].tolist()
                 for ours, exact in ((made.logprobs.chosen[at], wanted.logprobs.chosen[at]),
                                     (made.logprobs.top[at, top], wanted.logprobs.top[at, top])):
-                    torch.testing.assert_close(ours.double(), exact, atol=1e-5, rtol=1e-6)
+                    torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-6)
     return made
 
 
@@ -215,6 +212,45 @@ def test_bits_do_not_depend_on_mates_nor_threads(threads: int) -> None:
             beside = outcome(together, slice(at, at + count), case.params.logprobs)
             assert beside == outcome(own, slice(0, count), case.params.logprobs), case.params
             at += count
+
+
+def same_bits(rows: LogprobRows, others: LogprobRows) -> bool:
+    return torch.equal(rows.ids, others.ids) and torch.equal(rows.values.view(torch.int32),
+                                                             others.values.view(torch.int32))
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 4096, VOCAB])
+@pytest.mark.parametrize("num", [0, 5, 128, 200, -1])
+def test_given_tokens_have_the_log_probabilities_of_sampled_ones(vocab: int, num: int, threads: int) -> None:
+    """Bit for bit, however the logit rows lie in memory and however many come together."""
+    random = np.random.default_rng(vocab)
+    drawn = [Case(SamplingParams(logprobs=num, temperature=[0.0, 0.7][i % 2]), (1,), 1, (),
+                  make(random, (1, vocab)).astype(np.float32), seed=i)
+             for i, make in enumerate([*SHAPES.values()] * 2)]
+    batch = make_batch(drawn, limits=replace(limits_of(vocab), max_requests=len(drawn)))
+    made = batch.sample()
+    good = ~made.bad
+    assert made.logprobs is not None and bool(good.any()) and bool(made.bad.any())
+    wanted = made.logprobs.map(lambda field: field[good])
+    logits, tokens = batch.logits[good], made.tokens[good]
+    apart = torch.full((len(logits), vocab + 3), 77.0)[:, 1 : vocab + 1].copy_(logits)
+    for own in (logits, apart):
+        assert same_bits(logprob_rows(own, tokens, num), wanted)
+        alone = [logprob_rows(own[i : i + 1], tokens[i : i + 1], num) for i in range(len(own))]
+        assert same_bits(LogprobRows.join(alone), wanted)
+
+
+def test_a_token_beside_a_nan_has_no_log_probability() -> None:
+    logits = torch.randn(5, VOCAB)
+    logits[0, 3], logits[1, 7000], logits[2] = torch.nan, torch.inf, -torch.inf
+    with ops.using("reference", report_tokens):
+        wanted = logprob_rows(logits, torch.arange(5), 2)
+    found = logprob_rows(logits, torch.arange(5), 2)
+    for rows in (found, wanted):
+        assert rows.values.isnan().all(dim=1).tolist() == [True, True, True, False, False]
+    assert bool(((found.ids >= 0) & (found.ids < VOCAB)).all())
+    with pytest.raises(IndexError, match="sample_rows: a token is out of range"):
+        logprob_rows(logits, torch.full((5,), VOCAB), 2)
 
 
 def test_runs_are_counted() -> None:

@@ -26,6 +26,7 @@ from outrider.kernels.triton import edits, filtered_draw, logprobs, masses, samp
 from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.filters import keep_likely, probability_mass, scale
+from outrider.sample.logprobs import LogprobRows, logprob_rows, report_tokens
 from tests.unit.test_sample_reference import Batch, Case, cases, make_batch
 
 VOCAB = 1500  # two tiles, the second one not full
@@ -47,7 +48,7 @@ ALONE: list[dict[str, Any]] = [
 
 def sampled_by(kind: str, batch: Batch, **options: Any) -> Sampled:
     """With kernels, or with the torch code alone."""
-    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled):
+    with ops.using(kind, sampler.sample_chunk, draw_tokens, choose_scaled, report_tokens):
         return batch.sample(**options)
 
 
@@ -337,6 +338,56 @@ def test_logprobs_of_great_logits(device: torch.device) -> None:
     made, wanted = (sampled_by(kind, batch, logprobs="processed") for kind in ("triton", "reference"))
     assert made.logprobs is not None and float(made.logprobs.chosen.max()) == pytest.approx(-np.log(37), abs=1e-5)
     assert_equal(made, wanted, asked_of(drawn))
+
+
+def bits(rows: LogprobRows) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.ids, rows.values.view(torch.int32)
+
+
+@pytest.mark.parametrize("num", [0, 20, 200, -1])
+def test_given_tokens_have_the_log_probabilities_of_sampled_ones(device: torch.device, num: int) -> None:
+    """Bit for bit, however the logit rows lie in memory and however many come together. For more tokens than kernels
+    report, the torch code samples."""
+    shapes = [SHAPES[name] for name in ("flat", "ties", "equal", "few")]
+    random = np.random.default_rng(3)
+    drawn = [Case(SamplingParams(logprobs=num, temperature=[0.0, 0.7][i % 2]), (1,), 1, (),
+                  make(random).astype(np.float32), seed=i) for i, make in enumerate(shapes)]
+    batch = make_batch(drawn, device=str(device), limits=replace(LIMITS, max_requests=len(drawn)))
+    made = sampled_by("triton", batch)
+    assert made.logprobs is not None and not made.bad.any()
+    apart = torch.full((len(drawn), VOCAB + 3), 77.0, device=device)[:, 1 : VOCAB + 1].copy_(batch.logits)
+    with ops.using("triton", report_tokens):
+        for given in (batch.logits, apart):
+            together = logprob_rows(given, made.tokens, num)
+            alone = LogprobRows.join([logprob_rows(given[i : i + 1], made.tokens[i : i + 1], num)
+                                      for i in range(len(drawn))])
+            for found in (together, alone):
+                assert all(map(torch.equal, bits(found), bits(made.logprobs)))
+
+
+def test_mates_that_kernels_cannot_serve_leave_log_probabilities_as_they_are(device: torch.device) -> None:
+    """The torch code samples then, for all of them, and reports by the same kernels."""
+    drawn = some_cases([{"logprobs": 3}, {"logprobs": 3, "temperature": 0.0}, {"logprobs": 3, "top_p": 0.9}])
+    mate = some_cases([{"logprobs": -1}])
+    for mode in MODES:
+        alone = sampled_by("triton", make_batch(drawn, device=str(device), limits=LIMITS), logprobs=mode)
+        with ops.using("reference", sampler.sample_chunk), ops.using("triton", report_tokens):
+            beside = make_batch([*drawn, *mate], device=str(device), limits=LIMITS).sample(logprobs=mode)
+        assert alone.logprobs is not None and beside.logprobs is not None
+        count = len(alone.tokens)
+        assert torch.equal(alone.logprobs.rank, beside.logprobs.rank[:count])
+        assert torch.equal(alone.logprobs.top, beside.logprobs.top[:count, :3])
+        assert torch.equal(alone.logprobs.chosen, beside.logprobs.chosen[:count])
+
+
+@pytest.mark.parametrize("num", [0, 3, 200])
+def test_a_token_beside_a_nan_has_no_log_probability(device: torch.device, num: int) -> None:
+    logits, tokens = torch.randn(5, VOCAB, device=device), torch.arange(5, device=device)
+    logits[0, 3], logits[1, 1400], logits[2] = torch.nan, torch.inf, -torch.inf
+    with ops.using("triton", report_tokens):
+        found = logprob_rows(logits, tokens, num)
+    assert found.values.isnan().all(dim=1).tolist() == [True, True, True, False, False]
+    assert bool(((found.ids >= 0) & (found.ids < VOCAB)).all())
 
 
 # What cannot be served

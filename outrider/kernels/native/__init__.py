@@ -20,7 +20,7 @@ from outrider.kernels.native.rows import (
     sigmoid_scale,
     silu_mul,
 )
-from outrider.kernels.native.sampling import count_runs, draw_tokens
+from outrider.kernels.native.sampling import count_runs, draw_tokens, report_tokens
 
 __all__ = [
     "FLOATS",
@@ -57,6 +57,7 @@ __all__ = [
     "paged_attention",
     "product",
     "reason",
+    "report_tokens",
     "rms_norm",
     "rope_write",
     "sigmoid_scale",

@@ -72,6 +72,10 @@ def takes_draw(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKeys
     return is_matrix(logits) and all(map(is_index, own)) and keys.temperature.stride(0) == 1
 
 
+def takes_report(logits: Tensor, tokens: Tensor, num: int) -> bool:
+    return is_matrix(logits) and is_index(tokens)
+
+
 def takes_count_runs(row: Tensor, run: Tensor, run_len: Tensor, counts: CountTable) -> bool:
     return is_index(row) and is_index(run) and is_index(run_len)
 

@@ -7,6 +7,8 @@
  *     weigh    (blocks)  the mass of rows with a top-p and without a top-k; then (rows) the distance that top-p keeps
  *     draw     (blocks)  the best score; sums of exponentials for log-probabilities
  *     finish   (rows)    the token, its log-probability, the likeliest tokens
+ *
+ * Log-probabilities of given tokens, those of a prompt, go through the same passes, where none is drawn.
  */
 #include "sampling.h"
 
@@ -60,7 +62,7 @@ static void plan_row(const Sampling *s, LogitRow *r, uint32_t *keys) {
         r->is_drawn = r->is_weighed = r->is_reported = 0;
         return;
     }
-    r->token = find_greatest(r);
+    if (!s->in->chosen) r->token = find_greatest(r);
     if (!r->is_drawn) return;
     r->bound = nextafterf(gumbel_of(r, r->token), -INFINITY); /* the scaled logit of this token is 0 */
     if (r->flags & MIN_P) r->furthest = bits_of(s->state->min_p_floor[r->of]) & 0x7fffffff;
@@ -81,6 +83,7 @@ static void finish_row(const Sampling *s, LogitRow *r, int64_t at) {
     s->out->bad[at] = (uint8_t)r->is_bad;
     s->out->tokens[at] = r->is_bad ? 0 : r->token;
     if (r->is_reported) report_row(s, r, at);
+    else if (s->in->chosen) report_bad_row(s, r, at);
 }
 
 enum { SURVEY, WEIGH, DRAW };
@@ -151,7 +154,7 @@ static void start_row(const Sampling *s, int64_t index, const WaveMemory *memory
     const float *raw = in->logits + at * in->stride;
     *r = (LogitRow){.raw = raw, .logits = raw, .raw_groups = groups, .groups = groups + is_edited * s->groups,
                     .blocks = memory->blocks + index * s->blocks, .of = of, .flags = flags,
-                    .position = in->position[at], .furthest = bits_of(INFINITY), .heat = state->temperature[of]};
+                    .position = in->position ? in->position[at] : 0, .furthest = bits_of(INFINITY), .heat = state->temperature[of]};
     if (is_edited && in->edited) r->logits = in->edited + at * in->edited_stride;
     if (is_edited && !in->edited) r->logits = r->edited = memory->edited + index * in->vocab;
     if (is_edited) r->num_before = lower(in->draft_index[at], in->max_drafts);
@@ -159,6 +162,8 @@ static void start_row(const Sampling *s, int64_t index, const WaveMemory *memory
     if (!r->is_drawn) r->heat = 1, r->flags &= EDITED;
     r->is_weighed = (r->flags & (TOP_K | TOP_P)) == TOP_P;
     r->is_reported = in->reports && state->num_logprobs[of] >= -1;
+    if (in->chosen) r->token = in->chosen[at];
+    if (!r->is_drawn) return;
     uint64_t seed = (uint64_t)state->seed[of];
     r->key[0] = (uint32_t)seed, r->key[1] = (uint32_t)(seed >> 32);
     r->words[0] = (uint32_t)r->position, r->words[1] = (uint32_t)state->sample_index[of];
@@ -197,11 +202,13 @@ static int find_memory(Sampling *s, WaveMemory *memory, int64_t most_rows, Asked
     return 1;
 }
 
-/* Returns 0, or what is wrong: 1 a row out of range, 2 memory. */
+/* Returns 0, or what is wrong: 1 a row out of range, 2 memory, 3 a chosen token out of range. */
 int sample_rows(const SamplingRows *state, const LogitRows *in, const SampledRows *out, int threads) {
     if (in->count == 0) return 0; /* a step that computes no prompt to its end */
     for (int64_t l = 0; l < in->count; l++)
         if (in->row[l] < 0 || in->row[l] >= state->rows) return 1;
+    for (int64_t l = 0; in->chosen && l < in->count; l++)
+        if (in->chosen[l] < 0 || in->chosen[l] >= in->vocab) return 3;
     Asked asked = look_at_rows(state, in);
     int is_plain = !(asked.draws || asked.edits || asked.reports);
     if (in->count * in->vocab < (is_plain ? 131072 : 16384)) threads = 1;

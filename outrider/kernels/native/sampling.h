@@ -9,7 +9,7 @@
 
 #define GROUP 64
 #define BLOCK 4096 /* tokens: a whole number of groups, and of words of 32 bits */
-#define MOST_TOP 128 /* likeliest tokens that are reported: KERNEL_MAX_LOGPROBS in sample/sampler.py */
+#define MOST_TOP 128 /* likeliest tokens that are reported: KERNEL_MAX_LOGPROBS in sample/logprobs.py */
 
 /* Bits of a row's flags: kernels/sampling_flags.py. */
 enum { ALLOWED = 1, BIAS = 2, BAD_WORDS = 4, MIN_TOKENS = 8, PENALTIES = 16, TOP_K = 32, TOP_P = 64, MIN_P = 128,
@@ -33,6 +33,7 @@ typedef struct {
     const float *logits, *edited; /* [logit rows, vocab]; edited may be null: then the rows' lists are applied here */
     const int64_t *row, *position, *draft_index;
     const int64_t *tokens, *known, *drafts; /* of all rows */
+    const int64_t *chosen; /* [logit rows] tokens that are reported, none is drawn then; null: the drawn ones */
     int64_t count, vocab, stride, edited_stride, token_stride, draft_stride, max_drafts;
     int64_t any_sampled;                    /* 0: all are greedy, whatever their temperatures */
     int64_t reports, is_processed, num_top; /* of log-probabilities */
@@ -124,3 +125,4 @@ int64_t draw_of_ids(const LogitRow *r, const float *logits, const int64_t *ids, 
 void draw_block(const Sampling *s, LogitRow *r, int64_t block);
 void add_exponentials(const Sampling *s, LogitRow *r, int64_t block);
 void report_row(const Sampling *s, const LogitRow *r, int64_t at);
+void report_bad_row(const Sampling *s, const LogitRow *r, int64_t at);

@@ -1,5 +1,6 @@
 /* Log-probabilities of the chosen token and of the likeliest ones: of the model's own logits, or (processed) of the
- * scaled logits that are kept. Twin of `logprob_rows` in sample/logprobs.py. Equal values are ordered by token id.
+ * scaled logits that are kept. Twin of `report_tokens` in sample/logprobs.py, and the only place where the CPU adds the
+ * exponentials of float32 logits, for sampled tokens and for those of prompts. Equal values are ordered by token id.
  */
 #include "sampling.h"
 
@@ -99,4 +100,13 @@ void report_row(const Sampling *s, const LogitRow *r, int64_t at) {
         ids[2 + i] = top.ids[i];
         values[1 + i] = top.values[i] - most - norm;
     }
+}
+
+/* A row with a NaN or an infinite logit, or with none but -inf: its given token has no log-probability. */
+void report_bad_row(const Sampling *s, const LogitRow *r, int64_t at) {
+    int64_t width = s->in->num_top, *ids = s->out->ids + at * (2 + width);
+    s->out->most[at] = s->out->norm[at] = NAN;
+    ids[0] = 1, ids[1] = r->token;
+    for (int64_t i = 0; i < width; i++) ids[2 + i] = i;
+    for (int64_t i = 0; i <= width; i++) s->out->values[at * (1 + width) + i] = NAN;
 }

@@ -195,8 +195,9 @@ SAMPLING_ROWS = Structure(
 
 LOGIT_ROWS = Structure(
     "LogitRows", logits=POINTER, edited=POINTER, row=POINTER, position=POINTER, draft_index=POINTER, tokens=POINTER,
-    known=POINTER, drafts=POINTER, count=INT64, vocab=INT64, stride=INT64, edited_stride=INT64, token_stride=INT64,
-    draft_stride=INT64, max_drafts=INT64, any_sampled=INT64, reports=INT64, is_processed=INT64, num_top=INT64,
+    known=POINTER, drafts=POINTER, chosen=POINTER, count=INT64, vocab=INT64, stride=INT64, edited_stride=INT64,
+    token_stride=INT64, draft_stride=INT64, max_drafts=INT64, any_sampled=INT64, reports=INT64, is_processed=INT64,
+    num_top=INT64,
 )
 
 SAMPLED_ROWS = Structure(

@@ -4,8 +4,11 @@
     2. ranks are counted; tokens that reach the n-th greatest group are collected: the n most likely are among them
     3. the n most likely are taken from those, one after the other
 
-Tiles are cut by the vocabulary alone, so a value does not depend on the number of logit rows. Ties go to the lowest id.
-Where more tokens are collected than there is room for (many equal logits), the last kernel reads the whole row instead.
+This is the only place where a GPU adds the exponentials of float32 logits, for sampled tokens and for those of prompts.
+Tiles are cut by the vocabulary alone, and exponentials are added as integers: the compiler chooses how a tile lies in
+registers, by where the logits begin in memory among others, and sums of integers do not depend on it. Ties go to the
+lowest id. Where more tokens are collected than there is room for (many equal logits), the last kernel reads the whole
+row instead.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from outrider.kernels import sampling_flags as flags
+from outrider.kernels.reported_logprobs import ReportedLogprobs
 from outrider.kernels.triton.common import (
     cdiv,
     next_power_of_two,
@@ -28,13 +32,15 @@ from outrider.kernels.triton.common import (
     wait_for_inputs,
 )
 from outrider.kernels.triton.launch import kernel
-from outrider.kernels.triton.sampling import Spans, own_logits, shift_of
+from outrider.kernels.triton.sampling import Spans, own_logits, plan_spans, shift_of
 
 _FILTERED = tl.constexpr(flags.FILTERED)
 _NO_ID = tl.constexpr(2147483647)
 _GROUPS = 256  # of tokens, at most
 _TILES_PER_COUNT = 8
 _ROOM = 1024  # tokens that are collected for one logit row
+_TILE_UNIT = tl.constexpr(2.0**44)  # of the exponentials of a tile, which has at most 2^18 tokens
+_ROW_UNIT = tl.constexpr(2.0**40)  # of a logit row's
 
 
 class LogprobLogits(NamedTuple):
@@ -52,7 +58,7 @@ class LogprobLogits(NamedTuple):
 
 class _Scratch(NamedTuple):
     tile_greatest: torch.Tensor  # [logit rows, tiles] float32
-    tile_sums: torch.Tensor  # [logit rows, tiles] float32: of exp(logit - greatest of the tile)
+    tile_sums: torch.Tensor  # [logit rows, tiles] int64: of exp(logit - greatest of the tile)
     group_greatest: torch.Tensor  # [logit rows, groups] float32
     greater: torch.Tensor  # [logit rows, counts] int32: tokens likelier than the chosen one
     num_candidates: torch.Tensor  # [logit rows] int32
@@ -99,11 +105,13 @@ def _tiles_kernel(
         for tile in range(first, tl.minimum(first + span, num_tiles)):
             token = tile * SIZE + tl.arange(0, SIZE)
             logit = _shaped(own, token, token < vocab, shift, heat, threshold, PROCESSED)
+            logit = tl.where(logit < float("inf"), logit, float("inf"))  # a NaN: the row has no log-probabilities
             groups = tl.max(tl.reshape(logit, [SIZE // GROUP, GROUP]), axis=1)
             greatest = tl.max(groups, axis=0)
-            shifted = tl.where(greatest > float("-inf"), logit - greatest, float("-inf"))
+            shifted = tl.where(tl.abs(greatest) < float("inf"), logit - greatest, float("-inf"))
+            sums = tl.sum((tl.exp(shifted) * _TILE_UNIT).to(tl.int64), axis=0)
             tl.store(scratch.tile_greatest + at * num_tiles + tile, greatest)
-            tl.store(scratch.tile_sums + at * num_tiles + tile, tl.sum(tl.exp(shifted), axis=0))
+            tl.store(scratch.tile_sums + at * num_tiles + tile, sums)
             group = tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP)
             tl.store(scratch.group_greatest + at * num_tiles * (SIZE // GROUP) + group, groups)
         if first == 0:
@@ -183,8 +191,8 @@ def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.
 
 @kernel(do_not_specialize=["num_spans", "width"], do_not_specialize_on_alignment=["tokens"])
 def _report_kernel(
-    inputs, tokens, scratch, ids, values, logit_stride, edited_stride, num_spans, num_tiles, num_counts, vocab, width,
-    SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,
+    inputs, tokens, scratch, ids, values, mosts, norms, logit_stride, edited_stride, num_spans, num_tiles, num_counts,
+    vocab, width, SIZE: tl.constexpr, ROOM: tl.constexpr, TILES: tl.constexpr, COUNTS: tl.constexpr,
     PROCESSED: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
     release_dependents(PDL)
@@ -199,10 +207,15 @@ def _report_kernel(
         tile = tl.arange(0, TILES)
         is_tile = tile < num_tiles
         greatest = tl.load(scratch.tile_greatest + at * num_tiles + tile, mask=is_tile, other=float("-inf"))
-        sums = tl.load(scratch.tile_sums + at * num_tiles + tile, mask=is_tile, other=0.0)
+        sums = tl.load(scratch.tile_sums + at * num_tiles + tile, mask=is_tile, other=0).to(tl.float32)
         most = tl.max(greatest, axis=0)
-        total = tl.sum(tl.where(greatest > float("-inf"), sums * tl.exp(greatest - most), 0.0), axis=0)
-        norm = tl.log(total)  # apart from `most`: in a sum with a great logit nothing would be left of it
+        is_finite = tl.abs(most) < float("inf")
+        weight = tl.where(is_finite & (greatest > float("-inf")), tl.exp(greatest - most), 0.0)
+        total = tl.sum((sums * (_ROW_UNIT / _TILE_UNIT) * weight).to(tl.int64), axis=0)
+        # Apart from `most`: in a sum with a great logit nothing would be left of it.
+        norm = tl.where(is_finite, tl.log(total.to(tl.float32) / _ROW_UNIT), float("nan"))
+        tl.store(mosts + at, most)
+        tl.store(norms + at, norm)
         chosen_token = tl.load(tokens + at)
         chosen = _shaped(own, chosen_token, True, shift, heat, threshold, PROCESSED)
         count = tl.arange(0, COUNTS)
@@ -224,22 +237,15 @@ def _report_kernel(
                 last, last_token = _next_of(logit, token, is_in, last, last_token)
             else:
                 last, last_token = _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE, PROCESSED)
-            tl.store(own_ids + 2 + place, last_token.to(tl.int64))
+            tl.store(own_ids + 2 + place, tl.where(last_token == _NO_ID, 0, last_token).to(tl.int64))
             tl.store(own_values + 1 + place, last - most - norm)
-
-
-class Logprobs(NamedTuple):
-    """Written in logit rows that ask; a logit row that asks for n of the most likely has n of them."""
-
-    ids: torch.Tensor  # [logit rows, 2 + most] int64: the token's rank, the token, the most likely tokens
-    values: torch.Tensor  # [logit rows, 1 + most] float32: of the token, of the most likely tokens
 
 
 def token_logprobs(
     inputs: LogprobLogits, tokens: torch.Tensor, spans: Spans, most: int, *, processed: bool, pdl: bool | None = None
-) -> Logprobs:
+) -> ReportedLogprobs:
     """Log-probabilities of `tokens` [logit rows], their ranks, and the likeliest tokens beside: as many as the row asks
-    for, `most` at the most."""
+    for, `most` at the most. Written in logit rows that ask; the numbers are those of the logits less their shift."""
     name, device, (num, vocab) = "token_logprobs", inputs.logits.device, inputs.logits.shape
     _check(name, inputs, tokens)
     width = min(most, vocab)
@@ -248,7 +254,8 @@ def token_logprobs(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    out = Logprobs(empty(num, 2 + width, dtype=torch.int64), empty(num, 1 + width, dtype=torch.float32))
+    out = ReportedLogprobs(empty(num, 2 + width, dtype=torch.int64), empty(num, 1 + width, dtype=torch.float32),
+                           empty(num, dtype=torch.float32), empty(num, dtype=torch.float32))
     if num == 0:
         return out
     size = max(1024, next_power_of_two(cdiv(vocab, _GROUPS)))
@@ -256,12 +263,13 @@ def token_logprobs(
     group = next_power_of_two(cdiv(num_tiles * size, _GROUPS))
     num_groups, num_counts = num_tiles * (size // group), cdiv(num_tiles, _TILES_PER_COUNT)
     scratch = _Scratch(
-        empty(num, num_tiles, dtype=torch.float32), empty(num, num_tiles, dtype=torch.float32),
+        empty(num, num_tiles, dtype=torch.float32), empty(num, num_tiles, dtype=torch.int64),
         empty(num, num_groups, dtype=torch.float32), empty(num, num_counts, dtype=torch.int32),
         empty(num, dtype=torch.int32), empty(num, _ROOM, dtype=torch.int32),
     )
     pdl = uses_pdl(device) if pdl is None else pdl
-    options = {"PROCESSED": processed, "SPANS": spans.most, "PDL": pdl, **pdl_options(pdl)}
+    # Without fusion a value is the difference of three numbers that are rounded one by one, as the torch code has it.
+    options = {"PROCESSED": processed, "SPANS": spans.most, "PDL": pdl, "enable_fp_fusion": False, **pdl_options(pdl)}
     strides = (inputs.logits.stride(0), inputs.edited.stride(0), spans.grid[0])
     span = spans.length  # as where they are scored: programs that have nothing to do take time as well
     _tiles_kernel[(cdiv(num_tiles, span), num)](
@@ -276,6 +284,17 @@ def token_logprobs(
         TILES=next_power_of_two(num_tiles), COUNTS=next_power_of_two(num_counts), num_warps=4, **options,
     )
     return out
+
+
+def report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
+    """Log-probabilities of given tokens, by the kernels that report those of sampled tokens. See sample/logprobs.py."""
+    device, spans = logits.device, plan_spans(logits)
+    row = torch.zeros(len(logits), dtype=torch.int64, device=device)
+    asked = torch.full((1,), num, dtype=torch.int64, device=device)
+    no_flags, greedy = torch.zeros_like(asked), torch.zeros(1, device=device)
+    unread = torch.empty(len(logits), device=device)
+    inputs = LogprobLogits(logits, logits, row, asked, no_flags, greedy, unread, spans.greatest)
+    return token_logprobs(inputs, tokens, spans, num, processed=False)
 
 
 def _check(name: str, inputs: LogprobLogits, tokens: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ from outrider.runner.local import Padding
 from outrider.runner.memory import StepOutOfMemory
 from outrider.runner.results import read_result, with_asked_logprobs
 from outrider.runner.step import DeviceResult, DeviceStep
-from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
+from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 log = logging.getLogger("outrider")
 Made = TypeVar("Made")

@@ -26,7 +26,7 @@ from outrider.runner.graphs.sizes import PROMPTS_AT_START, SHARED_DRAFTS, GraphS
 from outrider.runner.plan import IDS_ALONE, NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.rows import RowState
 from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
+from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):

@@ -23,7 +23,7 @@ from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.plan import NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
-from outrider.sample.sampler import KERNEL_MAX_LOGPROBS
+from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 GRAPH_MIB = 3  # memory of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # graphs captured after start-up that memory is planned for
