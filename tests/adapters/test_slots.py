@@ -29,6 +29,14 @@ def test_an_adapter_in_use_is_never_replaced() -> None:
     slots.check_integrity()
 
 
+def test_an_adapter_may_start_in_the_slot_of_one_that_nobody_runs_with() -> None:
+    slots = AdapterSlots(num_slots=2, capacity=100, sizes=SIZES)
+    assert slots.start(1) and slots.start(2)
+    assert slots.may_start(1) and not slots.may_start(3), "both slots are in use"
+    slots.end(1)
+    assert slots.may_start(3) and slots.start(3) and not slots.may_start(1)
+
+
 def test_the_least_recently_used_adapter_goes_first() -> None:
     slots = AdapterSlots(num_slots=2, capacity=100, sizes=SIZES)
     for number in (1, 2, 1):

@@ -24,7 +24,7 @@ from outrider.layers import Linear, RMSNorm, find_modules
 from outrider.layers.fuse import prepare
 from outrider.learning import learner as learner_module
 from outrider.learning.candidate import Candidate
-from outrider.learning.learner import IDLE_SECONDS, MOST_FAILURES, ROUND_STEPS, DrafterLearner
+from outrider.learning.learner import IDLE_SECONDS, LEAST_GAIN, MOST_FAILURES, ROUND_STEPS, DrafterLearner
 from outrider.learning.served_head import ServedHead
 from outrider.learning.traffic import ServedText
 from outrider.runner.worker import Worker
@@ -238,6 +238,20 @@ def test_a_round_never_measures_with_what_it_trained_on(monkeypatch: pytest.Monk
             rig.run([Ask(next(asked), greedy(3, ignore_eos=True))])
         assert learner_of(rig)._train_round()
     assert len(trained) > 12 and len(measured) >= 4 and not trained & set(measured)
+
+
+def test_weights_are_swapped_for_a_gain_beyond_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_thread(monkeypatch)
+    with learning_rig(target(FLOAT32)) as rig:
+        learner = learner_of(rig)
+        serve(rig, prompts(32, seed=14), 12)
+        serve(rig, [[1, 2, 3]], 1)
+        texts = [text.segment for text in learner.ring.closed(is_held_out=False)]
+        assert learner.ring.num_tokens == sum(segment.num_served for segment in texts), "held-out texts do not count"
+        for gain, num_swaps in ((0.5 * LEAST_GAIN, 0), (1.5 * LEAST_GAIN, 1)):
+            monkeypatch.setattr(learner, "_measure", lambda chosen, gain=gain: (2.0, 2.0 + gain))
+            assert learner._train_round()
+            assert learner.report.num_swaps == num_swaps and len(texts) >= 20
 
 
 def test_new_weights_in_the_middle_of_a_round_end_it(monkeypatch: pytest.MonkeyPatch) -> None:

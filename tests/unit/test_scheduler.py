@@ -15,6 +15,7 @@ from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
 from outrider.sched.auto_drafts import auto_drafts
+from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
 from outrider.sched.host_drafts import HostDrafts
 from outrider.sched.request import Request, State
@@ -121,6 +122,14 @@ def test_one_token_for_everyone_goes_before_drafts() -> None:
     scheduled(sched)
     batch = scheduled(sched)
     assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1, 2: 1}, [3, 0, 0])
+
+
+def test_a_prompts_part_of_one_token_is_no_decoding() -> None:
+    builder = BatchBuilder(0)
+    builder.add(request(0, 2), 1, 0, True, 2)
+    assert builder.only_decodes
+    builder.add(request(1, 9), 1, 0, False, 1)
+    assert not builder.only_decodes
 
 
 def test_no_drafts_are_checked_beyond_a_requests_end() -> None:

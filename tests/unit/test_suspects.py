@@ -96,3 +96,21 @@ def test_retries_are_bounded_whatever_speaks_for_a_request() -> None:
         assert suspects.fail({1: failure, 2: failure}) == []
         suspects.clear({1: failure, 2: failure})
     assert suspects.fail({1: MAX_FAILURES, 2: MAX_FAILURES}) == [1, 2]
+
+
+def test_a_half_that_fails_is_tried_in_its_own_halves_alone() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.fail(dict.fromkeys(range(4), 9))
+    assert suspects._trials == [[0, 1], [2, 3]]
+    suspects.fail({0: 9, 1: 9})
+    assert suspects._trials == [[0], [1], [2, 3]]
+
+
+def test_a_suspect_is_cleared_by_coming_as_far_as_the_failed_step_would_have() -> None:
+    suspects = Suspects()
+    suspects.fail({0: 9})
+    suspects.clear({0: 8})
+    assert suspects
+    suspects.clear({0: 9})
+    assert not suspects
