@@ -154,7 +154,7 @@ class Storm:
                     declared: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(self._host, self._port)
         length = len(body) if declared is None else declared
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: [::]\r\nConnection: close\r\nContent-Type: application/json\r\n"
                      f"Authorization: Bearer {self._key}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
         return reader, writer
 

@@ -56,7 +56,7 @@ def test_clients_that_leave_at_any_moment(served: Served) -> None:
                            "stream": chosen.random() < 0.7, "priority": chosen.randrange(3)}).encode()
         await asyncio.sleep(chosen.random())
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
         sent = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
         writer.write(sent if is_patient else sent[: chosen.randrange(1, len(sent)) if chosen.random() < 0.2 else None])
         if is_patient:

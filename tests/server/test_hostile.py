@@ -90,7 +90,7 @@ def talk(served: Served, *parts: bytes, pause: float = 0.0) -> bytes:
 
 def test_a_head_without_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any key is known."""
-    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: "
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: "
     assert b"400" in talk(served, head, b"a" * 40_000, b"a" * 40_000)
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     assert talk(served) == b"" and talk(served, head) == b""
@@ -100,7 +100,7 @@ def test_a_head_without_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["field", "fields", "url"])
 def test_a_head_of_exactly_the_bound(served: Served, kind: str, num_parts: int) -> None:
     """The piece in which a head ends counts, too."""
-    rest = b"GET /health%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%s\r\n"
+    rest = b"GET /health%s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n%s\r\n"
     for more, status in ((0, b"200 OK"), (1, b"400 Bad Request\r\n")):
         size = http_protocol.MAX_HEAD_BYTES - len(rest % (b"", b"")) + more
         long = {"url": (b"?" + b"a" * (size - 1), b""), "field": (b"", b"X: " + b"a" * (size - 5) + b"\r\n"),
@@ -112,7 +112,7 @@ def test_a_head_of_exactly_the_bound(served: Served, kind: str, num_parts: int) 
 
 
 def test_fields_behind_a_body_are_bounded_and_not_read(served: Served) -> None:
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
     body = b"\r\n%x\r\n%s\r\n0\r\n" % (len(b'{"prompt":"a"}'), b'{"prompt":"a"}')
     kind = b"Content-Type: application/json\r\n"
     assert b"200 OK" in talk(served, head + kind + body + b"X: a\r\n\r\n")
@@ -124,12 +124,12 @@ def test_fields_behind_a_body_are_bounded_and_not_read(served: Served) -> None:
 def test_requests_one_after_the_other(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of heads do not add up, and bodies do not count."""
     body = json.dumps({"prompt": "a", "max_tokens": 1, "cache_salt": "s" * 50_000}).encode()
-    one = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    one = b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nConnection: close\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n"
     assert talk(served, *[one % len(body) + body] * 3, last).count(b"200 OK") == 4
 
 
-OFFER = (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+OFFER = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
          b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n")
 
 
@@ -139,10 +139,10 @@ def test_an_offer_of_another_protocol(served: Served, is_cut: bool) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     sent = OFFER + b"Content-Length: %d\r\n\r\n" % len(body) + body
     sent += OFFER + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    sent += b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    sent += b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nUpgrade: websocket\r\n\r\n"
     parts = [sent[i : i + 1] for i in range(len(sent))] if is_cut else [sent]
     assert talk(served, *parts).count(b"200 OK") == 3
-    assert b"400" in talk(served, b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n")
+    assert b"400" in talk(served, b"CONNECT x:80 HTTP/1.1\r\nHost: [::]\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n")
 
 
 def test_methods(served: Served) -> None:

@@ -129,7 +129,7 @@ def test_a_client_that_is_still_sending_its_body_gets_the_answer(guarded: Served
     host, port = guarded.url.removeprefix("http://").split(":")
     size = (16 << 20) + 4_000_000
     length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {size}"
-    head = (f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = (f"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nConnection: close\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer {key}\r\n{length}\r\n\r\n")
     piece = b"x" * 50_000
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> N
     body = json.dumps(LONG | {"stream": stream}).encode()
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Type: application/json\r\nContent-Length: "
                     + str(len(body)).encode() + b"\r\n\r\n" + body)
         served.wait_for(lambda: served.llm.engine.scheduler.num_running == 1)
     before = served.llm.engine.stats.num_steps

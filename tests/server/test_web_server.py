@@ -36,7 +36,7 @@ def test_requests_end_before_the_application_when_the_server_is_to_end_at_once()
         while not server.started:
             await asyncio.sleep(0.01)
         _, writer = await asyncio.open_unix_connection(path)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await begun.wait()
         server.should_exit = server.force_exit = True  # what two SIGINT set
         async with asyncio.timeout(30):
