@@ -14,15 +14,15 @@ from outrider.models.sources.quantization import methods
 
 PAGE = """# Models
 
-Made by `outrider models --markdown`; a test holds it against the tables that the engine goes by.
+Made by `outrider models --markdown`; a test compares it with the engine's own tables.
 
 Every family runs on a CPU (float32, float64) and on CUDA (bf16), with chunked prefill, prefix caching, preemption,
-tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3, block and your own. The
-column "own drafter" names what comes with a family's checkpoints beside these. Weights are read from safetensors, as
-numbers or in these forms: {methods}. GGUF files are read of the families that have a name in that column.
+tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eagle, eagle3, block and your own. "Own
+drafter" is what comes with a family's checkpoints besides. Weights are read from safetensors, as numbers or as
+{methods}, and from GGUF files where that column has a name.
 
 Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
-refused by name; [checkpoints.md](checkpoints.md) says it of the configs of some hundred well-known checkpoints.
+refused by name; [checkpoints.md](checkpoints.md) shows the result for some hundred well-known checkpoints.
 
 | family | architectures | own drafter | GGUF | on the hub |
 |---|---|---|---|---|
@@ -30,26 +30,20 @@ refused by name; [checkpoints.md](checkpoints.md) says it of the configs of some
 
 ## Through transformers
 
-Other decoders of text are computed by transformers' own code (`pip install 'outrider[transformers]'`), if it routes
-its attention through transformers' attention interface. `model_impl="auto"`, the default, takes a family of the table
-above where there is one and this bridge otherwise; `"transformers"` always takes the bridge, and `"outrider"` never.
-`outrider env MODEL` says which of them computes a model.
+Other text decoders run on transformers' own code (`pip install 'outrider[transformers]'`) if it uses transformers'
+attention interface. `model_impl="auto"`, the default, takes a family of the table above if there is one, else this
+bridge; `"transformers"` always takes the bridge, `"outrider"` never. `outrider env MODEL` says which one is used.
 
-Attention, its cache, the embedding and the product that makes logits are the engine's. Linear layers, RMS norms, gated
-MLPs, experts and plain attention with a rope are replaced by layers of this package where their code computes the same,
-which is found out by running it on small random numbers. So prefix caching, chunked prefill, preemption, overlap, all
-sampling parameters, quantised files, adapters, and the drafters ngram, suffix, draft_model, eagle, eagle3 and your
-own work as for a family. Steps are captured on CUDA unless the model's own code waits for values on the device; these
-steps are counted under that reason.
+Prefix caching, chunked prefill, preemption, overlap, all sampling parameters, quantised files, adapters, and the
+drafters ngram, suffix, draft_model, eagle, eagle3 and your own work as for a family. Layers that compute the same as
+this package's are replaced by them. Steps are captured on CUDA unless the model's own code waits for the device.
 
-Not served, and refused by name: models with a state of their own (Mamba, convolutions, linear attention), positions as
-a bias (ALiBi), masks of their own, several attentions in one layer, experts of an unknown form, encoder-decoders, ropes
-that depend on the longest text of a batch, code of a checkpoint (`auto_map`), several ranks, exact mode.
+Refused by name: models with a state of their own (Mamba, convolutions, linear attention), positions as a bias (ALiBi),
+masks of their own, several attentions in one layer, experts of an unknown form, encoder-decoders, ropes that depend on
+the longest text of a batch, code of a checkpoint (`auto_map`), several ranks, exact mode. A config key that
+transformers' config class does not declare has no effect there, and is named in a warning.
 
-A config key that transformers' class of the config does not declare changes nothing there, so it is named in a warning
-and not refused.
-
-These architectures are held against transformers by tests, as tiny random models; others that fit are served too.
+Tests compare these architectures with transformers, as tiny random models; others that fit are served too.
 
 | architecture | on the hub |
 |---|---|
