@@ -32,8 +32,8 @@ from outrider.benchmarks.throughput import GREEDY
 from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts
 from outrider.llm import LLM
-from outrider.mixers.latent.base import BoundLatentLayer
-from outrider.mixers.paged.base import PagedLayer
+from outrider.mixers.latent.latent_mixer import BoundLatentLayer
+from outrider.mixers.paged.backend import PagedLayer
 from outrider.models.sources.folder import read_config
 
 SPARSE, DENSE = "dsv32-8b-a2b", "llama8b"

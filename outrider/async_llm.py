@@ -27,7 +27,7 @@ from outrider.engine.adapter_loading import load, need_registry
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
-from outrider.engine.streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
+from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.front import Front, refuse_misplaced, refuse_sampling_field
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 

@@ -12,7 +12,7 @@ import torch
 from outrider.adapters.host_adapter import HostAdapter
 from outrider.adapters.targets import Targets
 from outrider.core import Axis, Limits
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.kernels.adapter_tables import NO_SLOT, NUM_PLACES, AdapterTables
 from outrider.kernels.buffers import buffer, lazy_zeros, send, to_device
 

@@ -15,7 +15,7 @@ import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.adapters.target import HeldFactors, NamedPair, Target
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.formats import join_names
 from outrider.layers.moe import Experts
 

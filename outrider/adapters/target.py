@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.formats import HeadLayout
 from outrider.formats.declared import Segment, VocabularyCut
 from outrider.kernels.adapter_tables import ALIGNMENT

@@ -13,7 +13,7 @@ from functools import cached_property, reduce
 from outrider.adapters.experts_target import ExpertsTarget
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, JointModule, LinearTarget, Target, TargetPart
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.formats import join_names
 from outrider.kernels.adapter_tables import TargetRange
 from outrider.layers.base import Module

@@ -25,7 +25,7 @@ from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.models.sources.smollm2 import smollm2_path
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import HiddenReport
-from outrider.core.step import (
+from outrider.core.step_messages import (
     AdapterReach,
     Admission,
     CheckpointWrite,

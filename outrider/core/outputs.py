@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from outrider.core.params import SamplingParams
-from outrider.core.step import TokenLogprobs
+from outrider.core.step_messages import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np

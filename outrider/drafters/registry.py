@@ -25,7 +25,7 @@ from outrider.layers import check_ranks
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.registry import build_model
-from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.sources.model_source import ModelSource, WeightError
 
 log = logging.getLogger("outrider")
 __all__ = ["DraftBuild", "make_drafter"]

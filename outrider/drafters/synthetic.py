@@ -11,8 +11,8 @@ import torch
 
 from outrider.kernels.drafting import DraftVerdicts
 from outrider.kernels.ops import NotExact, Operation, triton_kernel
-from outrider.sample.batch import LogitRows
 from outrider.sample.philox import random_words
+from outrider.sample.sampling_batch import LogitRows
 
 ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from outrider.core.lora_request import LoRARequest
-from outrider.engine.adapters import AdapterHold, AdapterRegistry
+from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry
 
 POLL_SECONDS = 0.005
 Made = TypeVar("Made")

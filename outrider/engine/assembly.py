@@ -10,7 +10,7 @@ from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.adapters import AdapterRegistry
+from outrider.engine.adapter_registry import AdapterRegistry
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets, KvEvents

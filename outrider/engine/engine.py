@@ -22,7 +22,7 @@ from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
-from outrider.engine.adapters import AdapterRegistry
+from outrider.engine.adapter_registry import AdapterRegistry
 from outrider.engine.collector import unfreeze_heap, working_thresholds
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import KvEvents

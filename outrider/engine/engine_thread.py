@@ -16,7 +16,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.quiet import wait_for
-from outrider.engine.streams import Stream
+from outrider.engine.reader_streams import Stream
 from outrider.runner.interface import WorkerDied
 
 Made = TypeVar("Made")

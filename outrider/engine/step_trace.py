@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.core import ScheduledBatch, StepResult
-from outrider.core.step import StepTimes
+from outrider.core.step_messages import StepTimes
 from outrider.sched.scheduler import Scheduler
 
 MAX_PENDING = 16  # traced steps whose results are not there yet; there are fewer steps in flight

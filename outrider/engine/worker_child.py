@@ -29,7 +29,7 @@ from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
 from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
 from outrider.kernels.compiler_start import hash_compiler_ahead
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.runner.interface import Grammars, RunningWorker
 from outrider.runner.rank_link import Doing, RankLink, RankStatus
 

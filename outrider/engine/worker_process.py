@@ -33,7 +33,7 @@ from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
 from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
 from outrider.models.rank_sizes import check_heads
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.runner.commands import Answer, Command, PrepareIdle
 from outrider.runner.interface import WorkerDied, WorkerInfo
 from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus

@@ -102,7 +102,6 @@ that would do. Weights in groups of inputs that a rank would split (`formats/reg
 buffers of a group on GPUs stay where they are while weights sleep.
 """
 
-from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.declared import (
     ExpertsDeclaration,
     InputCut,
@@ -120,6 +119,7 @@ from outrider.formats.dense import DenseLinear
 from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
 from outrider.formats.experts import DenseExperts, ExpertsFormat
 from outrider.formats.gguf import TransposedHeads
+from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.ranks import RankGroup, UnsummedRanks
 from outrider.formats.registry import FormatChoice, register_format
 from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorCut, WeightSlot, join_names

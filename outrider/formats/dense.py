@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
+from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
 from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.native.products import CpuProduct

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats.base import LinearFormat
 from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTensor
+from outrider.formats.linear_format import LinearFormat
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.formats.weight_format import WeightFormat
 from outrider.kernels import moe, ops

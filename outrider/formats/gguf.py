@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from outrider.formats.base import EmbeddingFormat, NativeProduct
 from outrider.formats.declared import InputCut, LinearDeclaration, Segment, StoredFormat, StoredTensor
+from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import native
 from outrider.kernels.gguf_kinds import KINDS

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from outrider.formats.base import LinearFormat
 from outrider.formats.declared import Ranks, StoredFormat
 from outrider.formats.expansion import ExpansionFormat
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.gguf_codes import as_codes
 from outrider.formats.gguf_experts import GgufExperts
+from outrider.formats.linear_format import LinearFormat
 from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
 from outrider.formats.stacked import StackedLinear
 from outrider.formats.weight_format import WeightFormat

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from outrider.formats.base import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
+from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
 from outrider.kernels import moe, native, ops, scaled
 from outrider.kernels.buffers import empty_weight

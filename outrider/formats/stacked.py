@@ -11,8 +11,8 @@ from itertools import groupby
 
 import torch
 
-from outrider.formats.base import LinearFormat
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
+from outrider.formats.linear_format import LinearFormat
 from outrider.formats.scaled import ScaledFormat, ScaledLinear
 from outrider.formats.slots import WeightSlot
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outrider.formats.base import EmbeddingFormat, LinearFormat
 from outrider.formats.declared import (
     ExpertsDeclaration,
     InputCut,
@@ -22,6 +21,7 @@ from outrider.formats.declared import (
     VocabularyCut,
 )
 from outrider.formats.experts import ExpertsFormat
+from outrider.formats.linear_format import EmbeddingFormat, LinearFormat
 from outrider.formats.slots import WeightSlot
 from outrider.kernels import moe
 

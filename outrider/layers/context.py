@@ -25,7 +25,7 @@ from typing import Never, Protocol
 
 import torch
 
-from outrider.core.step import AdapterPlacement, AdapterReach
+from outrider.core.step_messages import AdapterPlacement, AdapterReach
 from outrider.formats import activate
 from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed

@@ -23,7 +23,7 @@ from outrider.layers.mlp import ACTIVATIONS, GatedMLP
 from outrider.layers.moe import Experts
 from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
-from outrider.mixers.paged.base import KeyValueCache
+from outrider.mixers.paged.backend import KeyValueCache
 from outrider.mixers.paged.native_backend import NativeBackend
 
 

@@ -6,8 +6,8 @@ attention to chosen stretches of a context; `recurrent` carries a state per row.
 
 from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
 from outrider.mixers.cached import Attend, CachedLayers, WantedRows
-from outrider.mixers.indexed.base import BoundIndexedLayer, IndexedLayer, StretchChoice, StretchInputs
-from outrider.mixers.latent.base import (
+from outrider.mixers.indexed.indexed_mixer import BoundIndexedLayer, IndexedLayer, StretchChoice, StretchInputs
+from outrider.mixers.latent.latent_mixer import (
     AttendsTo,
     BoundLatentLayer,
     EveryPosition,
@@ -17,9 +17,16 @@ from outrider.mixers.latent.base import (
     PooledPositions,
     SharedPositions,
 )
-from outrider.mixers.paged.base import AttentionLayer, HeadNorms, PagedLayer
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentLayer, RecurrentMixer, ScanOutput, StepOutput
+from outrider.mixers.paged.backend import AttentionLayer, HeadNorms, PagedLayer
 from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+from outrider.mixers.recurrent.recurrent_mixer import (
+    Gates,
+    MixerParams,
+    RecurrentLayer,
+    RecurrentMixer,
+    ScanOutput,
+    StepOutput,
+)
 
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",

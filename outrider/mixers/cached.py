@@ -25,11 +25,11 @@ from outrider.cache.kinds import (
     SlidingSpec,
 )
 from outrider.core import Limits
-from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView
-from outrider.mixers.indexed.base import IndexedMixer
-from outrider.mixers.latent.base import LatentMixer
-from outrider.mixers.paged.base import Backend, PagedMixer
+from outrider.mixers.indexed.indexed_mixer import IndexedMixer
+from outrider.mixers.latent.latent_mixer import LatentMixer
+from outrider.mixers.mixer import EVERY_LENGTH, Mixer
+from outrider.mixers.paged.backend import Backend, PagedMixer
 from outrider.mixers.pool import DevicePool
 
 

@@ -18,7 +18,7 @@ from outrider.models.base import Model
 from outrider.models.config import ConfigReader, Sizes
 from outrider.models.head import DraftHead
 from outrider.models.loader import Stored
-from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.sources.model_source import ModelSource, WeightError
 from outrider.models.target_rows import TargetRows
 
 EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"

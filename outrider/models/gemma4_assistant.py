@@ -20,7 +20,7 @@ from outrider.models.config import ConfigReader
 from outrider.models.gemma4 import Gemma4, Gemma4Layer, read_rotaries
 from outrider.models.gemma4_config import LayerShape, read_shapes, read_sizes
 from outrider.models.head import SlotHead
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TOKEN_ORDERING = "masked_embedding.token_ordering"

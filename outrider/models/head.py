@@ -18,7 +18,7 @@ from outrider.layers import LayeredModule, Linear, Rotary, StepContext
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import Stored, declare_formats, load_dummy, load_weights
-from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.sources.model_source import ModelSource, WeightError
 from outrider.models.target_rows import RoundedOutput
 
 

@@ -18,7 +18,7 @@ from outrider.formats.scaled import ScaledWeight
 from outrider.formats.upload import upload
 from outrider.models.base import Model
 from outrider.models.registry import build_model
-from outrider.models.sources.base import ModelSource, WeightError
+from outrider.models.sources.model_source import ModelSource, WeightError
 
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message

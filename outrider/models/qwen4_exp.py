@@ -30,7 +30,7 @@ from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, pass_over_components
 from outrider.models.qwen3_next import make_experts, read_kinds, read_shape
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 
 INDEXED = "indexed_attention"
 # Hashes of n-grams, in files beside the tables. They follow from the config, as they do for the models' makers.

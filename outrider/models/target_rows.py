@@ -40,7 +40,7 @@ from outrider.formats.scaled import ScaledFormat, ScaledLinear
 from outrider.kernels.scaled import INT8, TILE_INPUTS, TILE_OUTPUTS
 from outrider.layers import Linear, StepContext
 from outrider.models.base import Decoder, Model
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 
 GROUP = 32  # inputs that share a scale, as in Q8_0 of GGUF files
 FEWEST_NUMBERS = 1 << 26  # of an output that is rounded: reading a smaller one takes a GPU no longer than 30 us

@@ -35,8 +35,8 @@ from outrider.mixers.batch import (
     MixedQueries,
     TokenSpans,
 )
-from outrider.runner.rows import RowState
-from outrider.sample.batch import LogitRows
+from outrider.runner.row_state import RowState
+from outrider.sample.sampling_batch import LogitRows
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.drafters.base import DraftBuild
 from outrider.drafters.registry import make_drafter
 from outrider.models.base import Decoder, Model
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.runner.cache_plan import check_cache_types
 from outrider.runner.device import gpu_bytes
 

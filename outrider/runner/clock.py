@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from outrider.core.step import StepTimes
+from outrider.core.step_messages import StepTimes
 
 
 class NoClock:

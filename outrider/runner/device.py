@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 
 log = logging.getLogger("outrider")
 CPU_INFO = Path("/proc/cpuinfo")

@@ -36,7 +36,7 @@ from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import to_device
 from outrider.runner.interface import Grammars, Matcher
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 
 log = logging.getLogger("outrider")
 

@@ -13,16 +13,16 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
 from outrider.learning.learner import DrafterLearner
 from outrider.mixers import CachedLayers
-from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
 from outrider.runner.processors import EngineProcessor, ProcessorRows
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
 from outrider.runner.synthetic_step import SyntheticStep
 from outrider.sample.sampler import LogprobsMode

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core import Admission, SamplingParams, ScheduledBatch
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
 from outrider.runner.batch import EagerShape, find_stand_ins, token_spans
 from outrider.runner.processors import ProcessorRows
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
 

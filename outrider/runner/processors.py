@@ -46,7 +46,7 @@ from outrider.core.logits_processors import (
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import to_device
 from outrider.runner.grammars import RowText, read_later
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 
 log = logging.getLogger("outrider")
 

@@ -18,7 +18,7 @@ from outrider.kernels.buffers import to_device
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs
-from outrider.runner.rows import RowParams, RowState
+from outrider.runner.row_state import RowParams, RowState
 from outrider.sample.logprobs import LogprobRows, logprob_rows
 
 CHUNK_ROWS = 256  # logit rows at a time: a long prompt times a large vocabulary would not fit

@@ -20,7 +20,7 @@ from outrider.drafters.registry import make_drafter
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.models.sources.quantization import quantization_section
 from outrider.runner.commands import (
     KV_CACHE,

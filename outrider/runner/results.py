@@ -8,7 +8,7 @@ from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, Tok
 from outrider.kernels.step import FAULT, FAULT_VALUE, WrongValue
 from outrider.runner.plan import RowCheckpoints
 from outrider.runner.prompt_reports import with_hidden
-from outrider.runner.rows import RowParams
+from outrider.runner.row_state import RowParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import HostLogprobs, to_host
 

@@ -22,7 +22,7 @@ from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.layers import LoadedAdapters, RowAdapters, StepContext, TokenHistory
 from outrider.mixers import BatchView, CachedLayers, WantedRows
-from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent import RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
@@ -51,7 +51,7 @@ from outrider.runner.plan import (
 )
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from outrider.sample import History, LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
 

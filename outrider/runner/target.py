@@ -21,7 +21,7 @@ from outrider.layers.linear import Linear
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model, stored_formats
 from outrider.models.registry import build_model
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.models.sources.quantization import quantization_section
 from outrider.runner.cache_plan import find_cache_scales
 from outrider.runner.check import check_target

@@ -20,8 +20,8 @@ from outrider.models.base import Model
 from outrider.models.loader import Stored, check_finite, check_numbers, check_shape, one_by_one, some_names
 from outrider.models.mtp import MTPHead
 from outrider.models.sources import gguf_source
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import read_config
+from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
 from outrider.runner.commands import NamedArray, UpdateWeights
 

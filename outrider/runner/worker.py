@@ -24,7 +24,7 @@ from outrider.drafters.base import Drafter
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
-from outrider.models.sources.base import ModelSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.runner.commands import Answer, Command
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.warm_up import measure_step_memory

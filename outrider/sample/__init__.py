@@ -1,12 +1,12 @@
 """The one sampler: parameters per row, needs and extras per batch, `sample` and `accept` per step."""
 
 from outrider.kernels.accept import Accepted, accept
-from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows, logprob_rows, to_host
 from outrider.sample.philox import gumbel
-from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Sampled, sample
+from outrider.sample.sampling_batch import History, LogitRows
+from outrider.sample.sampling_rows import SamplingRows
 
 __all__ = [
     "Accepted", "History", "LogitRows", "LogprobRows", "Sampled", "SamplingRows", "StepExtras", "StepNeeds",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.sampling_flags import GRAMMAR, OUTPUTS
-from outrider.sample.batch import History, LogitRows
 from outrider.sample.extras import AllowedTokens, BadWords, LogitBias, StepNeeds
-from outrider.sample.rows import SamplingRows
+from outrider.sample.sampling_batch import History, LogitRows
+from outrider.sample.sampling_rows import SamplingRows
 
 
 def allow_only(logits: torch.Tensor, allowed: AllowedTokens) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.extras import LogitRowProcessors, StepNeeds
-from outrider.sample.rows import SamplingRows
+from outrider.sample.sampling_rows import SamplingRows
 
 _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
 _MANTISSA_BITS = 23

@@ -13,8 +13,8 @@ from outrider.kernels.triton.filtered_draw import FilterRows, draw_filtered
 from outrider.kernels.triton.logprobs import LogprobLogits, token_logprobs
 from outrider.kernels.triton.sampling import plan_spans
 from outrider.sample.logprobs import LogprobRows
-from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Asked, Sampled
+from outrider.sample.sampling_rows import SamplingRows
 
 
 def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:

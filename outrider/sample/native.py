@@ -17,8 +17,8 @@ from outrider.kernels.native.sampling import Report, Text, pack_rows, sample_row
 from outrider.kernels.reported_logprobs import ReportedLogprobs
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import LogprobRows, many_logprob_rows
-from outrider.sample.rows import SamplingRows
 from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve
+from outrider.sample.sampling_rows import SamplingRows
 
 _FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens", "prompt_len", "num_stop_ids",
            "num_logprobs", "bias_start", "bias_len", "words_start", "num_words", "top_p", "min_p_floor", "presence",

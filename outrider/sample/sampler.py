@@ -13,7 +13,6 @@ import torch
 
 from outrider.kernels.buffers import to_device
 from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, triton_kernel
-from outrider.sample.batch import History, LogitRows
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import (
     add_bias,
@@ -26,7 +25,8 @@ from outrider.sample.edits import (
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS, LogprobRows, logprob_rows
-from outrider.sample.rows import SamplingRows
+from outrider.sample.sampling_batch import History, LogitRows
+from outrider.sample.sampling_rows import SamplingRows
 
 LogprobsMode = Literal["raw", "processed"]
 

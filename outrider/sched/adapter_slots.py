@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from outrider.core.step import AdapterPlacement
+from outrider.core.step_messages import AdapterPlacement
 
 
 class AdapterSlots:

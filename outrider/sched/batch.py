@@ -11,7 +11,7 @@ from outrider.cache.checkpoints import StateProgress
 from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, RowEnd, ScheduledBatch, StepForm
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.spans import MarkedSpan
-from outrider.core.step import AdapterPlacement
+from outrider.core.step_messages import AdapterPlacement
 from outrider.sched.request import Request
 
 

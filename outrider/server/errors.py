@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.core.lora_request import AdaptersInUse, UnreadableAdapter
 from outrider.core.structured import FormsBusy
-from outrider.engine.adapters import UnknownAdapter
+from outrider.engine.adapter_registry import UnknownAdapter
 
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",

@@ -16,7 +16,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
 from outrider.core.params import MAX_LOGPROBS_ALL
 from outrider.core.pooling import empty_output
-from outrider.core.step import TokenLogprobs
+from outrider.core.step_messages import TokenLogprobs
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import SamplingFields
 from outrider.server.work import compact

@@ -16,7 +16,6 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
-from outrider.server.adapters import ServedAdapters
 from outrider.server.admission import QueueBound
 from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.embeds_file import read_embeds_file
@@ -26,6 +25,7 @@ from outrider.server.generation import Increments, Usage, generate, whole_output
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, StreamOptions, Tool
 from outrider.server.response_store import ResponseStore
+from outrider.server.served_adapters import ServedAdapters
 from outrider.server.settings import RESERVED, ServerConfig
 from outrider.server.templating import plain_text, template_messages, template_tools
 from outrider.server.tracing import Tracing

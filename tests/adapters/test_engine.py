@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from outrider.adapters import LoRARequest
-from outrider.adapters.rows import StepAdapters
+from outrider.adapters.step_adapters import StepAdapters
 from outrider.adapters.store import AdapterStore
 from outrider.beam_search import BeamSearchParams
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.core.step import AdapterReach
-from outrider.engine.adapters import AdapterHold, AdapterRegistry
+from outrider.core.step_messages import AdapterReach
+from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.base import Model

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
-from outrider.engine import adapters
-from outrider.engine.adapters import AdapterHold, AdapterRegistry, UnknownAdapter
+from outrider.engine import adapter_registry
+from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry, UnknownAdapter
 from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
 
 
@@ -100,7 +100,7 @@ def test_the_load_whose_requests_are_longest_gone_makes_room() -> None:
 
 
 def test_dropped_loads_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "MAX_DROPPED", 3)
+    monkeypatch.setattr(adapter_registry, "MAX_DROPPED", 3)
     registry = Registry(max_loaded=1)
     numbers = [registry.load_and_release(f"a{index}") for index in range(9)]
     assert list(registry._dropped) == numbers[-4:-1]

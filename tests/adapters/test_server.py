@@ -17,7 +17,7 @@ from outrider.beam_search import BeamSearchParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
 from outrider.engine.adapter_loading import need_registry
-from outrider.engine.adapters import UnknownAdapter
+from outrider.engine.adapter_registry import UnknownAdapter
 from outrider.llm import LLM
 from outrider.server.errors import bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.layers.base import DecoderLayer
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers.paged.backend import AttentionLayer
 from outrider.models.gemma3 import Gemma3
 from outrider.models.llama import LlamaLayer
 from outrider.models.mtp import MTPDescription, register_mtp

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from outrider.drafters.autoregressive import AutoregressiveDrafter
-from outrider.mixers.latent.base import BoundLatentLayer
+from outrider.mixers.latent.latent_mixer import BoundLatentLayer
 from outrider.models.loader import fill_model
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve

@@ -15,7 +15,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
 from outrider.core import ScheduledBatch
 from outrider.mixers.batch import BatchView, KeysFrom
-from outrider.mixers.latent import base as latent_base
+from outrider.mixers.latent import latent_mixer as latent_base
 from tests.drafters.checkpoints import make_drafter
 from tests.drafters.hybrid_rig import VOCAB as SMALL_VOCAB
 from tests.drafters.hybrid_rig import hybrid_of, mtp_of

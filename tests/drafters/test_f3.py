@@ -15,7 +15,7 @@ import torch
 
 from outrider.kernels import ops
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions, WholeContext
+from outrider.mixers.latent.latent_mixer import BoundLatentLayer, ListedPositions, WholeContext
 from tests.drafters.latent_rig import TOP_K, VOCAB, latent_of
 from tests.engine.harness import prompt_of
 from tests.models.paged import PagedModel, Piece

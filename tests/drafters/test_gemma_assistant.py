@@ -23,7 +23,7 @@ from outrider.drafters.gemma_assistant import AssistantDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.registry import make_drafter
 from outrider.models.config import ConfigError
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from tests.covering import grid
 from tests.drafters.rig import DraftRig
 from tests.drafters.trained import (

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.mixers.base import EVERY_LENGTH
-from outrider.mixers.latent import base as latent_mixer
+from outrider.mixers.latent import latent_mixer as latent_mixer
+from outrider.mixers.mixer import EVERY_LENGTH
 from tests.covering import grid
 from tests.drafters.hybrid_rig import DRAFTERS, VOCAB, drafter_of, script_with_errors
 from tests.drafters.latent_rig import FAMILIES, TOP_K, latent_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import PackedBatch, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys

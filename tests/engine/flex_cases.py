@@ -12,7 +12,7 @@ import torch
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.mixers.batch import BatchView, ExactQueries, LengthBound, TokenSpans
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers.paged.backend import AttentionLayer
 from outrider.mixers.pool import DevicePool
 from tests.engine.masks import ChunkedMask, DocumentMask
 

@@ -23,9 +23,9 @@ from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.layers.short_conv import ShortConvMixer
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts
 from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentMixer, StepCounts
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.sched.request import Request
 from outrider.sched.updates import Update

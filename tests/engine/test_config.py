@@ -13,8 +13,8 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.core import Axis, Limits
 from outrider.core.params import SamplingParams
 from outrider.mixers.paged.registry import make_backend
-from outrider.models.sources.base import ModelSource
 from outrider.models.sources.folder import FolderSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.runner import check, device
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.target import build_target

@@ -29,8 +29,8 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.kernels import native, ops
 from outrider.kernels.native.products import CpuProduct
 from outrider.mixers import cached
-from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
+from outrider.mixers.mixer import Mixer
 from outrider.models.base import Model
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import CPU, Ask, Rig, greedy, prompt_of, random_model, save_folder

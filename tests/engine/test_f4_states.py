@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import Axis, Limits, ScheduledBatch
 from outrider.kernels.recurrent import CheckpointTargets
-from outrider.mixers.recurrent.base import RecurrentState
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, split
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentState
 from tests.covering import num_examples
 from tests.engine.recurrent_rig import PAGE, BackendRig, K, Part, mixers
 

@@ -17,7 +17,7 @@ from outrider.core import Limits
 from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.mixers.batch import BatchView, DecodeQueries, LengthBound, MixedQueries, Queries
-from outrider.mixers.paged.base import AttentionLayer, KeyValueCache, PagedMixer
+from outrider.mixers.paged.backend import AttentionLayer, KeyValueCache, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend, FlexExtents, Plan, make_block_mask
 from outrider.mixers.paged.torch_backend import TorchBackend
 from tests.drafters.checkpoints import make_drafter

@@ -18,7 +18,7 @@ from outrider.core.params import SamplingParams
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers import StepContext
-from outrider.mixers.latent.base import LatentNorms
+from outrider.mixers.latent.latent_mixer import LatentNorms
 from outrider.models.base import Model
 from outrider.models.sources import resolve
 from outrider.runner.cache_plan import check_cache_types, find_cache_scales

@@ -14,8 +14,8 @@ import torch
 
 from outrider import LLM
 from outrider.config import EngineConfig
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import FolderSource
+from outrider.models.sources.model_source import WeightError
 from outrider.runner import worker
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder

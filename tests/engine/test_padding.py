@@ -15,11 +15,11 @@ from outrider.cache.groups import CacheLayout, Group, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Limits, PageWrite, ScheduledBatch
 from outrider.mixers.batch import BatchView, ExactQueries, check_rows
-from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
+from outrider.mixers.paged.backend import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
 from outrider.runner.batch import EagerShape, Inputs, PaddedSize, build_inputs, pack_eager
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from tests.unit.made_requests import made_admission
 
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from outrider.models.head import DraftHead
 from outrider.models.loader import declare_formats, fill_model, load_dummy, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.gguf_tensors import KEPT_KINDS
+from outrider.models.sources.model_source import WeightError
 from tests.engine.harness import Ask, Rig, greedy
 from tests.models.paged import PagedModel, Piece
 from tests.unit.test_sources import write_gguf

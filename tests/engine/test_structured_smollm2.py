@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
-from outrider.models.sources.base import SourceError
+from outrider.models.sources.model_source import SourceError
 from outrider.models.sources.smollm2 import smollm2_file
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -18,7 +18,7 @@ from outrider.formats import WeightSlot
 from outrider.formats.gguf import GgufLinear
 from outrider.kernels import native
 from outrider.layers import Linear, find_modules
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from outrider.runner.commands import WeightsIncomplete
 from outrider.runner.storages import find_storages
 from tests.drafters.checkpoints import make_drafter

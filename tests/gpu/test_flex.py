@@ -10,7 +10,7 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.mixers.batch import BatchView, TokenSpans
-from outrider.mixers.paged.base import Backend, PagedMixer
+from outrider.mixers.paged.backend import Backend, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool

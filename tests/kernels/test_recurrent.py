@@ -15,7 +15,7 @@ from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.layers.recurrent import ConvMixer, GatedNorm
-from outrider.mixers.recurrent.base import Gates, RecurrentState
+from outrider.mixers.recurrent.recurrent_mixer import Gates, RecurrentState
 from tests.engine.test_no_host_reads import NoHostReads, no_host_reads
 
 CPU = torch.device("cpu")

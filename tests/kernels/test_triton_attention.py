@@ -35,7 +35,7 @@ from outrider.kernels.triton.prefill import (
     query_tiles,
 )
 from outrider.kernels.triton.windows import window_kind
-from outrider.mixers.paged.base import AttentionLayer, KeyValueCache
+from outrider.mixers.paged.backend import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.triton_backend import TritonBackend
 
 NAN = float("nan")

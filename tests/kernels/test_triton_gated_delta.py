@@ -28,8 +28,8 @@ from outrider.kernels.triton.recurrent_step import (
 )
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
-from outrider.mixers.recurrent.base import LayerRows, StepCounts
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages
+from outrider.mixers.recurrent.recurrent_mixer import LayerRows, StepCounts
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 NAN = float("nan")

@@ -24,8 +24,8 @@ from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape
 from outrider.layers.short_conv import ShortConvMixer
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import RecurrentMixer, StepCounts
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentMixer, StepCounts
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent
 from tests.unit.made_requests import made_admission

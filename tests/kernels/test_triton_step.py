@@ -36,7 +36,7 @@ from outrider.runner.batch import (
     pack_captured,
     pack_eager,
 )
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 

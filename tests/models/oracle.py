@@ -17,8 +17,8 @@ import torch
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers import NothingAttends, StepContext, TokenHistory
-from outrider.mixers.indexed.base import IndexedLayer, StretchInputs
-from outrider.mixers.latent.base import (
+from outrider.mixers.indexed.indexed_mixer import IndexedLayer, StretchInputs
+from outrider.mixers.latent.latent_mixer import (
     BoundLatentLayer,
     ChosenPositions,
     EveryPosition,
@@ -27,7 +27,7 @@ from outrider.mixers.latent.base import (
     LatentNorms,
     PooledPositions,
 )
-from outrider.mixers.recurrent.base import RecurrentState
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentState
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve

@@ -26,8 +26,8 @@ from outrider.mixers import WantedRows
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.registry import build_model
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import eos_token_ids, read_config
+from outrider.models.sources.model_source import WeightError
 from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler

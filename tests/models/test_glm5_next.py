@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from outrider.config import EngineConfig
 from outrider.drafters.draft_model import DraftModelNetwork
 from outrider.layers import KDAShape, StepContext
-from outrider.mixers.latent.base import step_offsets
+from outrider.mixers.latent.latent_mixer import step_offsets
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.glm5_next import Glm5Next

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from outrider.formats.scaled import ScaledExperts
 from outrider.kernels import moe, reference
 from outrider.layers import Experts, find_modules
-from outrider.mixers.paged.base import AttentionLayer
+from outrider.mixers.paged.backend import AttentionLayer
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from tests.engine.harness import Ask, Rig, greedy, prompt_of

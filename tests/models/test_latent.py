@@ -19,7 +19,7 @@ from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
 from outrider.kernels import latent, latent_inputs, ops
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.mixers.latent.base import (
+from outrider.mixers.latent.latent_mixer import (
     BoundLatentLayer,
     ChosenPositions,
     GroupPlan,

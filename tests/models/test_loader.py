@@ -17,8 +17,8 @@ from outrider.config import EngineConfig
 from outrider.models.loader import load_model, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
-from outrider.models.sources.base import SourceError, WeightError
 from outrider.models.sources.folder import read_config
+from outrider.models.sources.model_source import SourceError, WeightError
 from outrider.models.sources.safetensors_files import safetensors_tensors as read
 from tests.models.oracle import FAMILIES, all_logits, hf_config, hf_model, load, tokens_of
 

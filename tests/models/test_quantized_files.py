@@ -28,7 +28,7 @@ from outrider.models import loader
 from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.sources import resolve
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import read_quantization
 from outrider.models.sources.scaled_weights import unpack
 from outrider.runner.target import load_target

@@ -14,7 +14,7 @@ from outrider.formats.scaled import ScaledExperts
 from outrider.layers.base import find_modules
 from outrider.layers.moe import Experts
 from outrider.models.lfm2 import TENSORS
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from tests.models import quantized_files as files
 from tests.models.test_quantized_files import load
 from tests.ranks.families import config_of

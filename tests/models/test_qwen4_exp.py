@@ -19,8 +19,8 @@ from outrider.models.base import Model
 from outrider.models.config import ConfigError
 from outrider.models.loader import load_weights
 from outrider.models.registry import build_model
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.folder import read_config
+from outrider.models.sources.model_source import WeightError
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
 from tests.models.oracle import (

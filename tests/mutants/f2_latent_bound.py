@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from outrider.cache.groups import Group
 from outrider.mixers.batch import BatchView
-from outrider.mixers.latent import base
+from outrider.mixers.latent import latent_mixer
 
 NAME = "f2: latent layers are bounded by max_model_len"
 TESTS = [
@@ -15,11 +15,11 @@ TESTS = [
 
 
 def apply() -> None:
-    plan_group = base.plan_group
+    plan_group = latent_mixer.plan_group
 
-    def unbounded(view: BatchView, group: Group) -> base.GroupPlan:
+    def unbounded(view: BatchView, group: Group) -> latent_mixer.GroupPlan:
         plan, table = plan_group(view, group), view.page_tables[group.index]
         return replace(plan, num_positions=table.shape[1] * group.page_tokens,
                        contexts=plan.contexts._replace(page_table=table))
 
-    base.plan_group = unbounded
+    latent_mixer.plan_group = unbounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels import ops
-from outrider.mixers.latent.base import BoundLatentLayer, ListedPositions
+from outrider.mixers.latent.latent_mixer import BoundLatentLayer, ListedPositions
 
 NAME = "f3: indexer rows packed by request"
 TESTS = ["tests/drafters/test_f3.py"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent.base import RecurrentStep
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 
 NAME = "f4: rejected drafts are folded"
 TESTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent.base import Gates, LayerRows
+from outrider.mixers.recurrent.recurrent_mixer import Gates, LayerRows
 from outrider.mixers.recurrent.torch_backend import TorchStep
 
 NAME = "f4: dead rows lose their window"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.core import Admission
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 
 NAME = "f4: pending drafts outlive their request"
 TESTS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.recurrent.base import Gates
+from outrider.mixers.recurrent.recurrent_mixer import Gates
 from outrider.mixers.recurrent.torch_backend import TorchStep, Walk
 
 NAME = "f4: the conv tail is not folded"

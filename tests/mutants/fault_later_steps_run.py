@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from outrider.core import Admission, ScheduledBatch
 from outrider.runner.generations import Generations
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 
 NAME = "later steps run after a failed one"
 TESTS = ["tests/engine/test_one_request_fails.py::test_a_failed_admission_spoils_no_cached_prefix"]

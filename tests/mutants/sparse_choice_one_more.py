@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.mixers.latent.base import BoundLatentLayer, IndexedPositions, KeptChoice, WholeContext
+from outrider.mixers.latent.latent_mixer import BoundLatentLayer, IndexedPositions, KeptChoice, WholeContext
 
 NAME = "sparse choice: top_k + 1 tokens are taken whole"
 TESTS = ["tests/drafters/test_f3.py::test_a_context_of_one_token_more_than_top_k_is_chosen_from"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.cli import main
-from outrider.server.batch import answer_lines, read_lines
+from outrider.server.batch_file import answer_lines, read_lines
 from tests.adapters.folders import write_adapter
 from tests.engine.harness import CONFIGS, save_folder
 from tests.models.oracle import load

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
-from outrider.core.step import TokenLogprobs
+from outrider.core.step_messages import TokenLogprobs
 from outrider.server.generation import ChangeReader, Usage
 from tests.unit.made_requests import made_request
 

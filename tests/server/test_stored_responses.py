@@ -8,7 +8,7 @@ from typing import Any, cast
 import openai
 import pytest
 
-from outrider.core.step import TokenLogprobs
+from outrider.core.step_messages import TokenLogprobs
 from outrider.server import response_store
 from outrider.server.choice import ParsedChoice
 from outrider.server.errors import ApiError

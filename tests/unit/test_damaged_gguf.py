@@ -14,8 +14,8 @@ from outrider.config import EngineConfig
 from outrider.engine.load import read_tokenizer
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
-from outrider.models.sources.base import WeightError
 from outrider.models.sources.gguf_header import read_header
+from outrider.models.sources.model_source import WeightError
 from tests.unit.test_sources import VOCAB, write_gguf
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.cache.groups import Group, plan_groups
 from outrider.cache.kinds import FullKind, PagedSpec, Part, register_kind
-from outrider.cache.kinds import base as kinds_base
+from outrider.cache.kinds import kind as kinds_base
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import DraftBuild, Drafter, Drafts, Step
 from outrider.drafters.registry import make_drafter
@@ -51,10 +51,10 @@ from outrider.layers.fuse import prepare
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.moe import Experts
 from outrider.mixers import cached
-from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
+from outrider.mixers.mixer import Mixer
 from outrider.mixers.paged import registry as backends
-from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, PagedMixer
+from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache, PagedMixer
 from outrider.mixers.paged.masks import QueryMarks
 from outrider.mixers.paged.torch_backend import TorchBackend
 from outrider.mixers.pool import DevicePool
@@ -67,7 +67,7 @@ from outrider.models.loader import blank_model, declare_formats, load_dummy, loa
 from outrider.models.mtp import build_mtp_modules
 from outrider.models.registry import build_model
 from outrider.models.sources import quantization, resolve
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from outrider.runner.commands import Command
 from outrider.runner.target import build_target, fill_target, load_target
 from tests.engine.harness import SETTINGS, Ask, Rig, greedy

@@ -23,8 +23,8 @@ from outrider.core.pooling_params import PoolingParams
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
-from outrider.mixers.base import EVERY_LENGTH
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
+from outrider.mixers.mixer import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs import costs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
@@ -33,7 +33,7 @@ from outrider.runner.graphs.mixed_costs import attend_costs, seconds_up_to, usef
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, GraphSizes, next_size
 from outrider.runner.plan import RowCheckpoints
 from outrider.runner.results import read_result
-from outrider.runner.rows import RowParams
+from outrider.runner.row_state import RowParams
 from outrider.runner.step import DeviceResult, DeviceStep
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)

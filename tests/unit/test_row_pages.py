@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core import Limits, PageWrite
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from tests.unit.hash_mixer import make_layout
 
 LIMITS = Limits(4, 8, 64, 0, 9)

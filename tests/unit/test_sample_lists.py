@@ -17,7 +17,7 @@ from outrider.kernels import sampling_flags as flags
 from outrider.kernels.sampling_flags import IN_PROMPT
 from outrider.sample import SamplingRows
 from outrider.sample.arena import Arena
-from outrider.sample.rows import NO_LOGPROBS
+from outrider.sample.sampling_rows import NO_LOGPROBS
 from tests.unit.made_requests import made_admission
 
 LIMITS = Limits(max_requests=4, max_batched_tokens=16, max_len=16, max_drafts=2, vocab_size=70, max_list_ints=40)

@@ -11,7 +11,7 @@ from outrider.kernels.drafting import DrafterCacheState, DraftPass, DraftPasses,
 from outrider.kernels.packet import StepExtents, StepPacket, packet_axes
 from outrider.kernels.step import CommittedStep, PreparedStep, VerifiedStep
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, ForwardBatch, KeysFrom, MixedQueries
-from outrider.mixers.latent.base import GroupPlan
+from outrider.mixers.latent.latent_mixer import GroupPlan
 from outrider.mixers.paged import flex_backend, native_backend, torch_backend
 from outrider.runner.batch import CapturedShape, EagerShape, Inputs, PaddedSize
 from outrider.runner.graphs.keys import GraphKey

@@ -1,10 +1,10 @@
 """Kinds of cache, one file each. A kind has a spec, which layers declare, and answers how many pages a request may
 hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
 
-from outrider.cache.kinds.base import Capacity, Kind, PagedSpec, kind_of, pages_for, register_kind
 from outrider.cache.kinds.chunked import ChunkedKind, ChunkedSpec
 from outrider.cache.kinds.full import FullKind, FullSpec
 from outrider.cache.kinds.indexed import IndexedSpec
+from outrider.cache.kinds.kind import Capacity, Kind, PagedSpec, kind_of, pages_for, register_kind
 from outrider.cache.kinds.latent import IndexedLatentSpec, LatentSpec, PooledIndexSpec, ScaledIndexSpec
 from outrider.cache.kinds.marker import MarkerSpec
 from outrider.cache.kinds.parts import MODEL_DTYPE, Part

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.cache.kinds.base import pages_for
+from outrider.cache.kinds.kind import pages_for
 from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
 
 

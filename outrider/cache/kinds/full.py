@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from outrider.cache.kinds.base import Capacity, PagedSpec, pages_for
+from outrider.cache.kinds.kind import Capacity, PagedSpec, pages_for
 from outrider.cache.kinds.parts import Part
 from outrider.cache.kinds.types import MODEL_CACHE, CacheType
 from outrider.core import Limits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from outrider.cache.kinds.base import PagedSpec
+from outrider.cache.kinds.kind import PagedSpec
 from outrider.cache.kinds.parts import Part
 from outrider.cache.kinds.types import MODEL_CACHE, CacheType, ElementType
 

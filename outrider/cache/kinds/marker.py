@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.cache.kinds.base import PagedSpec
+from outrider.cache.kinds.kind import PagedSpec
 from outrider.cache.kinds.parts import Part
 
 

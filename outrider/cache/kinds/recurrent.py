@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from outrider.cache.kinds.base import pages_for
+from outrider.cache.kinds.kind import pages_for
 from outrider.core import Limits
 
 CHECKPOINT_INTERVAL = 1024  # tokens

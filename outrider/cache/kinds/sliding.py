@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.cache.kinds.base import Capacity, pages_for
 from outrider.cache.kinds.full import FullSpec
+from outrider.cache.kinds.kind import Capacity, pages_for
 from outrider.core import Limits
 
 

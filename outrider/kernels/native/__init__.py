@@ -10,7 +10,8 @@ from outrider.kernels.native.build import available, is_switched_off, reason
 from outrider.kernels.native.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
 from outrider.kernels.native.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
 from outrider.kernels.native.packed import PackedMatrix, PackedRows, pack_blocks, pack_rows, packed_lanes
-from outrider.kernels.native.rows import (
+from outrider.kernels.native.sampling import count_runs, draw_tokens, report_tokens
+from outrider.kernels.native.token_rows import (
     add_rms_norm,
     cap_logits,
     find_ngram,
@@ -20,7 +21,6 @@ from outrider.kernels.native.rows import (
     sigmoid_scale,
     silu_mul,
 )
-from outrider.kernels.native.sampling import count_runs, draw_tokens, report_tokens
 
 __all__ = [
     "FLOATS",

@@ -16,7 +16,7 @@ enum { ALLOWED = 1, BIAS = 2, BAD_WORDS = 4, MIN_TOKENS = 8, PENALTIES = 16, TOP
        GRAMMAR = 256, EDITED = ALLOWED | BIAS | BAD_WORDS | MIN_TOKENS | PENALTIES | GRAMMAR };
 #define OUTPUTS ((1 << 30) - 1) /* of a row's count of a token: how often the outputs hold it */
 
-/* The fields of all rows: sample/rows.py. A draw at a temperature reads the first three, and `flags` is null then. */
+/* The fields of all rows: sample/sampling_rows.py. A draw at a temperature reads the first three; `flags` is null. */
 typedef struct {
     const float *temperature;
     const int64_t *seed, *sample_index;

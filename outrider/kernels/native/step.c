@@ -3,7 +3,7 @@
  */
 #include "native.h"
 
-enum { FINISH_NO = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_ERROR = 4 }; /* codes of Finish in core/step.py */
+enum { FINISH_NO = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_ERROR = 4 }; /* as in core/step_messages.py */
 enum { PROPOSED = 5, FAULT = 6, FAULT_VALUE = 7, LEVELS = 8, NUM_COUNTS = 9 }; /* columns of counts, as in kernels/step.py */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -53,7 +53,7 @@ table says in its column `exact` how this is reached:
 `runner/exact.py` refuses devices, dtypes and heads that exact mode does not serve.
 
 A module that calls an operation with an exact variant chooses once, in `set_exact`, which `layers.fuse.prepare` calls
-for every module of the model. Formats do this for products, mixers in `Mixer.set_exact` (`mixers/base.py`), and
+for every module of the model. Formats do this for products, mixers in `Mixer.set_exact` (`mixers/mixer.py`), and
 attention backends have an entry of their own (`make_exact`). Where there is no kernel, exact operations loop over the
 token rows, so that a library always gets the same shape. On CUDA:
 

@@ -29,7 +29,7 @@ from outrider.mixers.batch import (
     TokenSpans,
     check_rows,
 )
-from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
+from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache, check_writes
 from outrider.mixers.paged.masks import QueryMarks, first_seen, visible_keys
 
 DECODE_TILE, PROMPT_TILE = 16, 128  # queries of one tile, if no request has more than the first, and otherwise

@@ -16,7 +16,15 @@ import torch
 from outrider.cache.groups import Group
 from outrider.kernels import native, ops, reference
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
-from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, PagedLayer, Rope, check_writes
+from outrider.mixers.paged.backend import (
+    AttentionLayer,
+    Backend,
+    HeadNorms,
+    KeyValueCache,
+    PagedLayer,
+    Rope,
+    check_writes,
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from outrider.cache.kinds import MODEL_CACHE, CacheType
 from outrider.config import BACKENDS as SETTINGS
 from outrider.kernels import native, ops
-from outrider.mixers.paged.base import Backend
+from outrider.mixers.paged.backend import Backend
 from outrider.mixers.paged.codecs import FP8_NAMES
 from outrider.mixers.paged.native_backend import NativeBackend
 from outrider.mixers.paged.torch_backend import TorchBackend

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cache.groups import Group
 from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, TokenSpans, VisibleKeys, check_rows
-from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache, check_writes
+from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache, check_writes
 from outrider.mixers.paged.masks import QueryMarks, visible_keys
 
 SHORT_QUERY = 16  # requests of at most this many tokens are attended together

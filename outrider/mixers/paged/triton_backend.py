@@ -38,7 +38,7 @@ from outrider.kernels.triton import (
 from outrider.kernels.triton.attention_sharing import SharedPages, find_shared
 from outrider.kernels.triton.hopper import HopperConfig
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
-from outrider.mixers.paged.base import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
+from outrider.mixers.paged.backend import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 
 MIN_LAYERS_TO_LIST = 4  # a list of splits pays off for groups of at least this many layers
 

@@ -28,7 +28,7 @@ shared by them as in other models.
 """
 
 from outrider.kernels.recurrent import CheckpointTargets
-from outrider.mixers.recurrent.base import RecurrentStep
-from outrider.mixers.recurrent.rows import RecurrentRows
+from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
+from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 
 __all__ = ["CheckpointTargets", "RecurrentRows", "RecurrentStep"]

@@ -18,7 +18,8 @@ from itertools import accumulate
 import torch
 
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
-from outrider.mixers.recurrent.base import (
+from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+from outrider.mixers.recurrent.recurrent_mixer import (
     Gates,
     LayerRows,
     RecurrentBackend,
@@ -27,7 +28,6 @@ from outrider.mixers.recurrent.base import (
     StepCounts,
     StepOutput,
 )
-from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
 
 
 class TorchRecurrent(RecurrentBackend):

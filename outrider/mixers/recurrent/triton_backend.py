@@ -15,7 +15,7 @@ from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, rec
 from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors
 from outrider.kernels.triton.save_tails import save_tails
 from outrider.kernels.triton.short_conv import conv_steps
-from outrider.mixers.recurrent.base import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
+from outrider.mixers.recurrent.recurrent_mixer import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
 
 
 class TritonRecurrent(RecurrentBackend):

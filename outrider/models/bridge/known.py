@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider.models.bridge.attention import CALLED, NAME
+from outrider.models.bridge.bridged_attention import CALLED, NAME
 
 CLOSE = 1e-5  # relative to the largest result: modules compute some steps in float32
 SCALES = (1e-3, 0.25, 1.0, 1e3)  # of inputs

@@ -19,16 +19,16 @@ from outrider.formats import RankGroup
 from outrider.layers import Linear, Module, NothingAttends, Parameter, StepContext, TiedLinear
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model, WantedHidden
-from outrider.models.bridge.attention import CALLED, NAME, StepAttention, register_attention
+from outrider.models.bridge.bridged_attention import CALLED, NAME, StepAttention, register_attention
 from outrider.models.bridge.buffers import allocate
+from outrider.models.bridge.current_step import CurrentStep
+from outrider.models.bridge.hooked_streams import PassingModule, Streams
 from outrider.models.bridge.installed import find_class, make_config, positions_of
 from outrider.models.bridge.modules import BridgedHead
 from outrider.models.bridge.names import CheckpointNames
 from outrider.models.bridge.outline import NUM_TOKENS, HostReads, Outline, outline_model
 from outrider.models.bridge.refusal import Unservable, words_of
 from outrider.models.bridge.replace import Replacements
-from outrider.models.bridge.step import CurrentStep
-from outrider.models.bridge.streams import PassingModule, Streams
 from outrider.models.config import ConfigReader
 
 log = logging.getLogger("outrider")

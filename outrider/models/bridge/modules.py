@@ -13,7 +13,7 @@ from torch import nn
 
 from outrider.kernels.moe import Routed
 from outrider.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, SelfAttention
-from outrider.models.bridge.step import CurrentStep
+from outrider.models.bridge.current_step import CurrentStep
 
 
 class BridgedModule(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.mixers import AttentionLayer
-from outrider.models.bridge.attention import CALLED, NAME, OUTLINE, MaskDescriptions, describing, use_function
+from outrider.models.bridge.bridged_attention import CALLED, NAME, OUTLINE, MaskDescriptions, describing, use_function
 from outrider.models.bridge.modules import BridgedLinear, WeightIsRead
 from outrider.models.bridge.refusal import Unservable, words_of
 

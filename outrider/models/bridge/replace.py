@@ -18,6 +18,7 @@ from outrider.layers import Embedding, Experts, FusedLinear, GatedMLP, HeadNorm,
 from outrider.layers.norm import CenteredNorm
 from outrider.mixers import AttentionLayer
 from outrider.models.bridge import known
+from outrider.models.bridge.current_step import CurrentStep
 from outrider.models.bridge.modules import (
     BridgedAttention,
     BridgedEmbedding,
@@ -29,7 +30,6 @@ from outrider.models.bridge.modules import (
     JoinedProduct,
 )
 from outrider.models.bridge.refusal import Unservable
-from outrider.models.bridge.step import CurrentStep
 
 
 class Replacements:

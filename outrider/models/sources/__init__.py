@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.fields import did_you_mean
-from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.folder import folder_source
+from outrider.models.sources.model_source import ModelSource, SourceError
 from outrider.models.sources.smollm2 import smollm2_file
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve", "tokenizer_files"]

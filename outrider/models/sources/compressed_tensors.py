@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.models.config_reader import ConfigReader
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, ModuleNames, Quantization, is_module
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.core.fields import INT32, Range, check_value, shown
 from outrider.models.config_reader import ConfigError, ConfigReader
-from outrider.models.sources.base import ModelSource
 from outrider.models.sources.cache_scales import ScalePairs, find_scales, pair_scales
+from outrider.models.sources.model_source import ModelSource
 from outrider.models.sources.quantization import KEY, Quantization, find_quantization, quantization_section
 
 if TYPE_CHECKING:

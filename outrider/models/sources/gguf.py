@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.core.fields import Range, check_value, shown
-from outrider.models.sources.base import ModelSource, SourceError
 from outrider.models.sources.gguf_families import FAMILIES, Family
 from outrider.models.sources.gguf_header import Header, TensorEntry, read_header
 from outrider.models.sources.gguf_metadata import Metadata
 from outrider.models.sources.gguf_places import TensorPlace
 from outrider.models.sources.gguf_tensors import FLOAT_KINDS, KEPT_KINDS, KINDS
+from outrider.models.sources.model_source import ModelSource, SourceError
 
 if TYPE_CHECKING:
     import torch

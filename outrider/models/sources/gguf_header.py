@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.fields import shown
-from outrider.models.sources.base import SourceError
+from outrider.models.sources.model_source import SourceError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

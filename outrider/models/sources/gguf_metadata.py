@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeAlias
 
 from outrider.core.fields import FLOAT32, INT32, Count, Range, check_value, shown
 from outrider.models.config_reader import LARGEST
-from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import Header, named
+from outrider.models.sources.model_source import SourceError
 
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing, or are said twice
 Whole: TypeAlias = Annotated[int, Range(0, INT32)]

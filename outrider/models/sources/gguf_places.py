@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_metadata import Metadata
+from outrider.models.sources.model_source import SourceError
 
 if TYPE_CHECKING:
     import torch

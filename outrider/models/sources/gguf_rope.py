@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from outrider.core.fields import shown
-from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import Header
 from outrider.models.sources.gguf_metadata import Metadata
 from outrider.models.sources.gguf_tensors import dequantised, raw_bytes
+from outrider.models.sources.model_source import SourceError
 
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
 STANDING = 1e20  # divisors above it make a pair of dimensions stand still

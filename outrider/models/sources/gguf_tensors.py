@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from outrider.core.fields import shown
-from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_header import TensorEntry
+from outrider.models.sources.model_source import SourceError
 
 FLOAT_KINDS = ("F32", "F16", "BF16")
 # Kinds that a layer can keep in the file's own bits, and those of which only the gguf library knows what the bits mean.

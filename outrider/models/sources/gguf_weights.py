@@ -12,12 +12,12 @@ import torch
 from outrider.core.fields import shown
 from outrider.formats import StoredWeight
 from outrider.kernels.quantized import QuantizedRows, TransposedRows, grouped_heads
-from outrider.models.sources.base import SourceError
 from outrider.models.sources.gguf_families import Family
 from outrider.models.sources.gguf_header import Header, TensorEntry, TensorKind
 from outrider.models.sources.gguf_metadata import Metadata
 from outrider.models.sources.gguf_places import TensorPlace
 from outrider.models.sources.gguf_tensors import FLOAT_KINDS, KEPT_KINDS, dequantised, raw_bytes
+from outrider.models.sources.model_source import SourceError
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from outrider.models.sources.base import SourceError
+from outrider.models.sources.model_source import SourceError
 
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 DESCRIPTIONS = ["*.json", "*.jinja"]

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.formats import StoredWeight
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # mean nothing without scales

@@ -8,7 +8,7 @@ import torch
 
 from outrider.formats.scaled import ScaledWeight
 from outrider.kernels.scaled import FP4, FP8, INT4, INT8, Scaled, pack_nibbles
-from outrider.models.sources.base import WeightError
+from outrider.models.sources.model_source import WeightError
 
 EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # scales that are powers of two
 BFLOAT16_FRACTION = 7  # bits below the exponent

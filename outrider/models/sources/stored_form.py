@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outrider.config import FILE_FORMS, QUANTIZATIONS
-from outrider.models.sources.base import ModelSource
 from outrider.models.sources.gguf import GgufSource
+from outrider.models.sources.model_source import ModelSource
 from outrider.models.sources.quantization import quantization_section
 
 # Forms of files that may hold what a quantization would make of plain numbers.

@@ -16,7 +16,7 @@ from outrider.core import ScheduledBatch, Uncaptured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm
 from outrider.runner.graphs.losses import LONG, Losses
 from outrider.runner.graphs.sizes import MOST_LATER
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 
 log = logging.getLogger("outrider")
 QUIET, LONG_QUIET = 0.02, 0.5  # seconds without requests before a capture that is short, and before any other

@@ -18,13 +18,13 @@ from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.decode_sizes import FEW, size_for
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.drafters.guard import DrafterGuards
-from outrider.mixers.base import EVERY_LENGTH
+from outrider.mixers.mixer import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
 from outrider.runner.plan import IDS_ALONE, NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
-from outrider.runner.rows import RowState
+from outrider.runner.row_state import RowState
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 

@@ -14,7 +14,7 @@ import torch
 from outrider.core import Limits
 from outrider.core.costs import MEASURED_BOUNDS, SMALL_STEP, MixedStepCosts, ReadCost
 from outrider.mixers import AttentionLayer
-from outrider.mixers.paged.base import KeyValueCache
+from outrider.mixers.paged.backend import KeyValueCache
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.costs import best_seconds, read_costs
 from outrider.runner.graphs.keys import GraphKey

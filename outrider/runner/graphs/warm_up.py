@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules

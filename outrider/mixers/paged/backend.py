@@ -15,8 +15,8 @@ import torch
 from outrider.cache.groups import Group
 from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.core import Limits
-from outrider.mixers.base import Mixer
 from outrider.mixers.batch import BatchView
+from outrider.mixers.mixer import Mixer
 from outrider.mixers.paged.codecs import CacheCodec, ModelCodec, codec_of
 from outrider.mixers.paged.masks import CAUSAL, Mask, check_mask
 from outrider.mixers.pool import DevicePool

@@ -20,10 +20,10 @@ from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.stretches import Stretches, every_stretch
-from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView
-from outrider.mixers.latent.base import check_stretch_size, plan_group, step_offsets
-from outrider.mixers.paged.base import AttentionLayer, Backend, KeyValueCache
+from outrider.mixers.latent.latent_mixer import check_stretch_size, plan_group, step_offsets
+from outrider.mixers.mixer import EVERY_LENGTH, Mixer
+from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache
 from outrider.mixers.pool import DevicePool
 
 

@@ -18,8 +18,14 @@ from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, Queries
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.base import LayerRows, RecurrentBackend, RecurrentMixer, RecurrentStep, StepCounts
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
+from outrider.mixers.recurrent.recurrent_mixer import (
+    LayerRows,
+    RecurrentBackend,
+    RecurrentMixer,
+    RecurrentStep,
+    StepCounts,
+)
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent
 
 

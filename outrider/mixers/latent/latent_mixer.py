@@ -20,8 +20,8 @@ from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Operation
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
 from outrider.kernels.stretches import Stretches
-from outrider.mixers.base import EVERY_LENGTH, Mixer
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
+from outrider.mixers.mixer import EVERY_LENGTH, Mixer
 from outrider.mixers.pool import DevicePool
 
 MAX_COUNTED = 64  # token rows of batches whose indexers' counters are zeroed together

@@ -23,7 +23,7 @@ from outrider.core import (
 from outrider.core.checked_request import PromptEmbeds
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, send, to_device
-from outrider.sample.rows import SamplingRows
+from outrider.sample.sampling_rows import SamplingRows
 
 
 class RowParams:

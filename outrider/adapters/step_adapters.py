@@ -13,7 +13,7 @@ import torch
 
 from outrider.adapters.arena import AdapterArena
 from outrider.adapters.target import EmbeddingTarget, ExpansionTarget
-from outrider.core.step import AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.kernels import moe, ops
 from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import ExpertTargets, HeadColumns

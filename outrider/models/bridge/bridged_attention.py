@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from outrider.models.bridge.current_step import CurrentStep
 from outrider.models.bridge.installed import import_transformers
-from outrider.models.bridge.step import CurrentStep
 
 NAME = "outrider"  # transformers makes no masks for it
 OUTLINE = "outrider_outline"  # masks are described by `describe_mask`, calls by the recorder of the module

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.lora_request import AdaptersInUse, LoRARequest, UnreadableAdapter
-from outrider.engine.adapters import UnknownAdapter
+from outrider.engine.adapter_registry import UnknownAdapter
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 
