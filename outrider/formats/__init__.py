@@ -81,7 +81,7 @@ is held whole by every rank. `RankGroup` (`formats/ranks.py`) sums and gathers w
   than ranks); their keys and values in the cache; norms of heads, output bias; one sum
 - latent attention: its heads of the query and key/value expansions; compressions, norms, indexer, the cache of
   latents and index keys; one sum
-- attention to chosen stretches: as attention; indexer, index keys; one sum
+- attention to chosen blocks of tokens: as attention; indexer, index keys; one sum
 - n-gram embeddings: some numbers of every row of the table; projections, norms, the convolution and its state; a
   gather of the found numbers
 - MLP, experts: a part of the inner features, of every expert too; router, gate of the shared expert, projections

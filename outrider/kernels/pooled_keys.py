@@ -1,9 +1,9 @@
-"""Index keys of whole stretches for latent attention (GLM5-Next): the torch twins of their kernels.
+"""Index keys of whole blocks for latent attention (GLM5-Next): the torch twins of their kernels.
 
-`stretches.py` says what a stretch is and how its key lies in the pages. Here the key of a stretch is a weighted sum of
-its tokens' normed keys. Each dimension has weights of its own: the softmax over the stretch of every token's gate plus
-a bias for the token's place. A token keeps key and gate in its cells until the stretch is whole; the key cell of the
-stretch's last token then holds the key of the stretch. Chosen stretches become a list of positions, which latent
+`token_blocks.py` says what a block is and how its key lies in the pages. Here the key of a block is a weighted sum of
+its tokens' normed keys. Each dimension has weights of its own: the softmax over the block of every token's gate plus
+a bias for the token's place. A token keeps key and gate in its cells until the block is whole; the key cell of the
+block's last token then holds the key of the block. Chosen blocks become a list of positions, which latent
 attention reads like any other choice.
 """
 
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts, write_entries
 from outrider.kernels.reference import widened
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 
 
 class PoolWeights(NamedTuple):
-    """The tensors that make keys of stretches."""
+    """The tensors that make keys of blocks."""
 
     norm_weight: Tensor  # [dim] of the layer norm of a token's key
     norm_bias: Tensor
-    place_bias: Tensor  # [size, dim] added to the gates, by place in the stretch
+    place_bias: Tensor  # [size, dim] added to the gates, by place in the block
     eps: float
     head_scale: float  # of the indexer's head weights
 
@@ -41,18 +41,18 @@ class PoolCells(NamedTuple):
 
 
 def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
-                      stretches: Stretches) -> Tensor:
+                      blocks: TokenBlocks) -> Tensor:
     """Writes the normed keys and the gates of packed [tokens, key | head weights | gate] to their slots, and in place
-    of a token's key that of the stretch which the token completes. Returns the head weights [tokens, heads], scaled, in
+    of a token's key that of the block which the token completes. Returns the head weights [tokens, heads], scaled, in
     float32 or wider."""
-    dim, size, page_tokens = len(weights.norm_weight), stretches.size, cells.keys.shape[1]
+    dim, size, page_tokens = len(weights.norm_weight), blocks.size, cells.keys.shape[1]
     key, heads, gate = packed.split((dim, packed.shape[1] - 2 * dim, dim), dim=1)
     normed = F.layer_norm(widened(key), (dim,), widened(weights.norm_weight), widened(weights.norm_bias), weights.eps)
     normed = normed.to(key.dtype)
     write_entries(normed, cells.keys, cells.slots)
     write_entries(gate, cells.gates, cells.slots)
     begin = cells.positions - (size - 1)
-    completes = (cells.slots >= 0) & (begin >= stretches.anchor) & ((begin - stretches.anchor) % size == 0)
+    completes = (cells.slots >= 0) & (begin >= blocks.anchor) & ((begin - blocks.anchor) % size == 0)
     at = begin.clamp_min(0)[:, None] + torch.arange(size, device=packed.device)
     pages = contexts.page_table[contexts.request_of[:, None],
                                 (at // page_tokens).clamp_max(contexts.page_table.shape[1] - 1)].long()
@@ -69,18 +69,18 @@ def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, co
     return widened(heads) * weights.head_scale
 
 
-def list_stretches(contexts: TokenContexts, chosen: Tensor, stretches: Stretches) -> Tensor:
-    """[tokens, (most chosen + 1) * size - 1] the positions of chosen stretches and of the tokens after the last whole
+def list_blocks(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:
+    """[tokens, (most chosen + 1) * size - 1] the positions of chosen blocks and of the tokens after the last whole
     one, then NOT_CHOSEN; all positions of contexts that have no more than that.
 
-    chosen [tokens, most chosen]: places among the keys of stretches, ascending, then NOT_CHOSEN."""
-    size, anchor = stretches.size, stretches.anchor
+    chosen [tokens, most chosen]: places among the keys of blocks, ascending, then NOT_CHOSEN."""
+    size, anchor = blocks.size, blocks.anchor
     entry = torch.arange((chosen.shape[1] + 1) * size - 1, device=chosen.device)
     whole = (contexts.stop - anchor).clamp_min(0) // size
     tail = torch.maximum(anchor + whole * size, contexts.first)[:, None]
     num_chosen = (chosen >= 0).sum(dim=1, keepdim=True) * size
     place = chosen[:, (entry // size).clamp_max(chosen.shape[1] - 1)].long()
-    listed = torch.where(entry < num_chosen, anchor + (place - stretches.shift) * size + entry % size,
+    listed = torch.where(entry < num_chosen, anchor + (place - blocks.shift) * size + entry % size,
                          tail + entry - num_chosen)
     is_short = (contexts.stop - contexts.first)[:, None] <= len(entry)
     listed = torch.where(is_short, contexts.first[:, None] + entry, listed)

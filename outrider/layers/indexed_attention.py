@@ -1,7 +1,7 @@
-"""Gated attention to the stretches of a context that an indexer chooses (Qwen4-Exp).
+"""Gated attention to the blocks of a context that an indexer chooses (Qwen4-Exp).
 
 The indexer has query heads and one key of its own, made by the same product as q, k and v. Where keys lie and which
-stretches are chosen, `context.attend` knows.
+blocks are chosen, `context.attend` knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear
 from outrider.layers.norm import HeadNorm, RMSNorm
 from outrider.layers.rotary import Angles, rotate
-from outrider.mixers import BoundIndexedLayer, IndexedLayer, StretchInputs
+from outrider.mixers import BlockInputs, BoundIndexedLayer, IndexedLayer
 
 INDEX = "indexer.index_qk_proj"
 
@@ -46,7 +46,7 @@ class IndexedAttention(SelfAttention):
                 ("indexer.k_layernorm", self.index_k_norm)]
 
     def cut(self, group: RankGroup) -> None:
-        """Keep this rank's heads. The indexer is whole on every rank: all must choose the same stretches."""
+        """Keep this rank's heads. The indexer is whole on every rank: all must choose the same blocks."""
         pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
         super().cut(group)
         self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces | {INDEX: 1}))
@@ -60,8 +60,8 @@ class IndexedAttention(SelfAttention):
             (q_size, q_size + kv_size, kv_size, index.num_heads * index.head_dim, index.head_dim), dim=1)
         qk = rotate(self.head_norm(qk.unflatten(1, (-1, layer.head_dim))), angles)
         index_q = self.index_q_norm(index_q.unflatten(1, (-1, index.head_dim)))
-        given = StretchInputs(rotate(index_q, angles), index_k, self.index_k_norm.scale, self.index_k_norm.eps,
-                              angles.table)
+        given = BlockInputs(rotate(index_q, angles), index_k, self.index_k_norm.scale, self.index_k_norm.eps,
+                            angles.table)
         bound: BoundIndexedLayer = context.attend.mixer(layer.index)
         out = bound(qk[:, : layer.num_heads], qk[:, layer.num_heads :], v.unflatten(1, (-1, layer.head_dim)), given)
         return ops.sigmoid_scale(out, gate)

@@ -115,7 +115,7 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
 class Compression(Module):
     """The products of a layer's input: compressed queries, latents and, with an indexer, index keys, head weights and,
-    where it chooses stretches, gates. They are one product, unless some have a bias and others do not."""
+    where it chooses blocks, gates. They are one product, unless some have a bias and others do not."""
 
     def __init__(self, shape: LatentShape, layer: LatentLayer, index: IndexedPositions | None, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -152,9 +152,9 @@ class LatentAttention(TokenMixer):
         self.q_norm = None if shape.q_rank is None else RMSNorm(shape.q_rank, eps, dtype=dtype, device=device)
         self.latent_norm = RMSNorm(layer.latent_dim, eps, dtype=dtype, device=device)
         self.key_norm = None if self.index is None else LayerNorm(self.index.head_dim, dtype=dtype, device=device)
-        self.place_bias: torch.Tensor | None = None  # [size, dim] of the gates of stretches
+        self.place_bias: torch.Tensor | None = None  # [size, dim] of the gates of blocks
         if isinstance(self.index, PooledPositions):
-            shape_of_bias = self.index.stretches.size, self.index.head_dim
+            shape_of_bias = self.index.blocks.size, self.index.head_dim
             self.place_bias = torch.empty(shape_of_bias, dtype=dtype, device=device)
         self.expansion = LatentExpansion(layer.num_heads, shape.nope_dim, shape.value_dim, layer.latent_dim,
                                          dtype=dtype, device=device)

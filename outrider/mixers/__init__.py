@@ -1,12 +1,12 @@
 """Mixers: the parts of layers in which the tokens of a request meet, over a batch and its cache.
 
 `paged` is attention over keys and values in pages, `latent` attention over one compressed vector per token, `indexed`
-attention to chosen stretches of a context; `recurrent` carries a state per row.
+attention to chosen blocks of a context; `recurrent` carries a state per row.
 """
 
 from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
 from outrider.mixers.cached import Attend, CachedLayers, WantedRows
-from outrider.mixers.indexed.indexed_mixer import BoundIndexedLayer, IndexedLayer, StretchChoice, StretchInputs
+from outrider.mixers.indexed.indexed_mixer import BlockChoice, BlockInputs, BoundIndexedLayer, IndexedLayer
 from outrider.mixers.latent.latent_mixer import (
     AttendsTo,
     BoundLatentLayer,
@@ -32,6 +32,6 @@ __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
     "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
     "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "PooledPositions", "RecurrentLayer",
-    "RecurrentMixer", "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "StretchChoice", "StretchInputs",
+    "RecurrentMixer", "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs",
     "WantedRows",
 ]

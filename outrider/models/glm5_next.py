@@ -1,5 +1,5 @@
 """GLM5-Next (GLM-5.3-Flash): KDA layers, every fourth a latent attention layer without positions whose indexer chooses
-stretches of its context; several residual streams that mix; limited activations; experts beside a shared one.
+blocks of its context; several residual streams that mix; limited activations; experts beside a shared one.
 
 Text only: of a checkpoint with a vision tower the language model is read. A multi-token-prediction module follows the
 last layer. It has one residual stream.
@@ -15,7 +15,7 @@ import torch
 
 from outrider.kernels.moe import limited_silu
 from outrider.kernels.streams import StreamRule, mean_streams
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.layers import (
     DecoderLayer,
     KDANames,
@@ -71,7 +71,7 @@ class Glm5Next(KimiLinear):
                           ("tie_word_embeddings", False), ("mhc", True), ("index_kpool_compress", True),
                           ("index_kpool_always_select_tail", True), ("attention_bias", False)):
             config.must_equal(key, only, default=only)
-        config.must_equal("index_key_dtype", "auto", default="auto")  # keys of stretches have no fp8 form
+        config.must_equal("index_key_dtype", "auto", default="auto")  # keys of blocks have no fp8 form
         if config.get("qk_rope_head_dim", int, 0):
             raise config.refusal("qk_rope_head_dim", "the latent layers of this family have no rotating dimensions")
         # Nothing rotates, and the heads of both kinds of layers have sizes of their own.
@@ -134,7 +134,7 @@ class Glm5Next(KimiLinear):
                            self.shape.nope_dim**-0.5, attends_to)
 
     def pooled_positions(self, anchor: int) -> PooledPositions:
-        """The indexer. anchor: the position at which the first stretch begins."""
+        """The indexer. anchor: the position at which the first block begins."""
         config = self.config
         size, budget = config.get("index_kpool", int, 16, least=1), config.required("index_topk", int)
         if size & (size - 1):
@@ -142,7 +142,7 @@ class Glm5Next(KimiLinear):
         if budget % size:
             raise config.refusal("index_topk", f"it must be a multiple of index_kpool ({size})")
         return PooledPositions(config.required("index_n_heads", int), config.required("index_head_dim", int),
-                               budget // size, stretches=Stretches(size, anchor))
+                               budget // size, blocks=TokenBlocks(size, anchor))
 
     # Layers
 
@@ -155,7 +155,7 @@ class Glm5Next(KimiLinear):
 
     def predicting_layer(self, index: int, lasts: bool) -> tuple[DecoderLayer, LatentLayer]:
         """The layer of a prediction module, which has one residual stream. Its texts begin at position 1, and so do its
-        stretches. lasts: further drafting passes keep the choice of the first one."""
+        blocks. lasts: further drafting passes keep the choice of the first one."""
         latent = self._latent_layer(index, replace(self.pooled_positions(anchor=1), lasts_for_drafting=lasts))
         layer = PreNormLayer(self.make_norm(), self.attention(latent), self.make_norm(), self.make_experts(index))
         return layer, latent
@@ -201,7 +201,7 @@ def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _read_index_kinds(config: ConfigReader) -> Sequence[str]:
-    """Whether each layer chooses stretches itself, or takes the choice of the layer before it. Of KDA layers the config
+    """Whether each layer chooses blocks itself, or takes the choice of the layer before it. Of KDA layers the config
     says nothing."""
     kinds, index_kinds = read_kinds(config, config.required("num_hidden_layers", int)), read_index_kinds(config)
     for index, kind in enumerate(kinds):

@@ -353,7 +353,7 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
 
 
 def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
-    """One more layer with latent attention to stretches and experts, over the target's final state. The config says
+    """One more layer with latent attention to blocks and experts, over the target's final state. The config says
     whether further drafting passes keep the choice of the first: the makers let one module make several drafts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     lasts = target.config.get(SHARED_CHOICE, bool, False)
@@ -366,7 +366,7 @@ def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
 
 
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
-    """One more layer that attends to chosen stretches, over the target's streams. Every pass chooses anew, although
+    """One more layer that attends to chosen blocks, over the target's streams. Every pass chooses anew, although
     checkpoints may say that further passes keep the choice of the first: it sees the same and the newest tokens."""
     target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
     for key in (PREDICTED, "mtp_num_hidden_layers"):

@@ -1,4 +1,4 @@
-"""Qwen4-Exp (Qwen3.8-Flash-Next): gated delta layers, every fourth a layer that attends to chosen stretches of its
+"""Qwen4-Exp (Qwen3.8-Flash-Next): gated delta layers, every fourth a layer that attends to chosen blocks of its
 context; several residual streams; experts beside a gated shared expert; embeddings of hashed n-grams in some layers.
 
 Text only: of a checkpoint with a vision tower the language model is read. A layer with n-gram embeddings keeps the
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.layers import (
     DecoderLayer,
     GatedDelta,
@@ -25,7 +25,7 @@ from outrider.layers import (
 )
 from outrider.layers.indexed_attention import IndexedAttention
 from outrider.layers.ngram_embedding import NgramEmbedding, NgramShape
-from outrider.mixers import IndexedLayer, StretchChoice
+from outrider.mixers import BlockChoice, IndexedLayer
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope, pass_over_components
@@ -85,14 +85,14 @@ class Qwen4Exp(HybridDecoder):
         return self.sizes.hidden_size, self.num_streams, self.stream_rank, self.sizes.eps
 
     def indexed_layer(self, index: int, anchor: int = 0) -> IndexedLayer:
-        """anchor: the position at which the first stretch begins."""
-        heads, size = self.choice, self.choice.stretches.size
-        sizes, choice = self.sizes, StretchChoice(heads.num_heads, heads.head_dim, heads.top_k, Stretches(size, anchor))
+        """anchor: the position at which the first block begins."""
+        heads, size = self.choice, self.choice.blocks.size
+        sizes, choice = self.sizes, BlockChoice(heads.num_heads, heads.head_dim, heads.top_k, TokenBlocks(size, anchor))
         return IndexedLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim**-0.5,
                             choice=choice)
 
     def predicting_layer(self, index: int) -> tuple[DecoderLayer, IndexedLayer]:
-        """A layer of a prediction module. Its texts begin at position 1, and so do its stretches."""
+        """A layer of a prediction module. Its texts begin at position 1, and so do its blocks."""
         attention = self.indexed_layer(index, anchor=1)
         mixer = IndexedAttention(attention, self.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
         return self._layer(mixer, index, None), attention
@@ -178,8 +178,8 @@ class Qwen4Exp(HybridDecoder):
         return [(ids,) if isinstance(layer, StreamLayer) and layer.early is not None else () for layer in self.layers]
 
 
-def read_choice(config: ConfigReader, rotary_dim: int) -> StretchChoice:
-    """The indexer. The budget is in tokens of whole stretches."""
+def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
+    """The indexer. The budget is in tokens of whole blocks."""
     config.must_equal("indexer_kv_heads", 1)
     size, budget = config.required("indexer_compress_ratio", int), config.required("indexer_budget", int)
     dim = config.required("indexer_head_dim", int)
@@ -189,7 +189,7 @@ def read_choice(config: ConfigReader, rotary_dim: int) -> StretchChoice:
         raise config.refusal("indexer_budget", "it must be a multiple of indexer_compress_ratio")
     if dim < rotary_dim:
         raise config.refusal("indexer_head_dim", f"{rotary_dim} dimensions of a head rotate, and it must hold them")
-    return StretchChoice(config.required("indexer_n_heads", int), dim, budget // size, Stretches(size, 0))
+    return BlockChoice(config.required("indexer_n_heads", int), dim, budget // size, TokenBlocks(size, 0))
 
 
 def read_end_id(config: ConfigReader) -> int:

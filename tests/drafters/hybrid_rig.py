@@ -46,14 +46,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": _DELTA | {"architectures": ["Qwen3_5ForCausalLM"]},
     "qwen3_5_moe": _DELTA | _EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
 }
-# Attention to chosen stretches, residual streams and n-gram embeddings: tests of its own kernels take it.
+# Attention to chosen blocks, residual streams and n-gram embeddings: tests of its own kernels take it.
 QWEN4_EXP: dict[str, Any] = _DELTA | _EXPERTS | {
     "architectures": ["Qwen4ExpForCausalLM"], "hc_count": 2, "hc_lowrank": 4, "ple_layer_ids": [3], "ple_embed_dim": 8,
     "ple_conv_kernel_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 20, "split_ngram_parts": 2,
     "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
     "indexer_budget": 8, "indexer_compress_ratio": 4, "eos_token_id": 2,
 }
-# Latent attention to chosen stretches and residual streams that mix.
+# Latent attention to chosen blocks of tokens and residual streams that mix.
 GLM5_NEXT: dict[str, Any] = _SIZES | {
     "architectures": ["Glm5NextForConditionalGeneration"], "num_attention_heads": 4, "num_key_value_heads": 4,
     "num_hidden_layers": 3, "layer_types": _DELTA["layer_types"], "mlp_layer_types": ["dense", "sparse", "dense"],

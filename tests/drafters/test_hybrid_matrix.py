@@ -36,7 +36,7 @@ from tests.models import oracle
 
 K = 3
 LENGTH = 22
-STRETCHES = {"qwen4_exp": QWEN4_EXP, "glm5_next": GLM5_NEXT}
+TOKEN_BLOCKS = {"qwen4_exp": QWEN4_EXP, "glm5_next": GLM5_NEXT}
 SHARED = prompt_of(0, 32, VOCAB)
 FEW = [7, 8]  # a text of so few tokens is what a lookup can continue
 
@@ -237,11 +237,11 @@ def test_many_more_of_any_engine() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", STRETCHES)
-def test_chosen_stretches(family: str, drafter: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All conditions at once, on hybrids that attend to chosen stretches. One of them reads n-grams of drafts, and one
+@pytest.mark.parametrize("family", TOKEN_BLOCKS)
+def test_chosen_blocks(family: str, drafter: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All conditions at once, on hybrids that attend to chosen blocks. One of them reads n-grams of drafts, and one
     attends to latents."""
-    monkeypatch.setitem(FAMILIES, family, STRETCHES[family])
+    monkeypatch.setitem(FAMILIES, family, TOKEN_BLOCKS[family])
     monkeypatch.setitem(SETTINGS, "checkpoint_interval", 32)
     wanted = expected(family)
     right = {tuple(ask.prompt): run for ask, (run,) in zip(ASKS, wanted, strict=True)}

@@ -292,26 +292,26 @@ def test_latent_layers(device: torch.device, family: str, is_shared: bool) -> No
 
 
 @pytest.mark.long
-def test_chosen_stretches_and_streams(device: torch.device) -> None:
+def test_chosen_blocks_and_streams(device: torch.device) -> None:
     """With the multi-token-prediction module. One context becomes too long to be chosen whole while it is decoded."""
     model = random_model(QWEN4_EXP, torch.float32, 4)
     asks = [Ask(prompt_of(1, 8, VOCAB), greedy(5)),
             Ask(prompt_of(2, 13, VOCAB), SamplingParams(temperature=3.0, seed=4, max_tokens=3))]
     settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
-    assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_stretch_keys,
-                                ops.write_keys_values, ops.choose_positions, ops.stretch_attention, ops.join_streams,
+    assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_block_keys,
+                                ops.write_keys_values, ops.choose_positions, ops.block_attention, ops.join_streams,
                                 ops.stream_gates, ops.mix_streams)
 
 
 @pytest.mark.long
-def test_latent_attention_to_chosen_stretches(device: torch.device) -> None:
+def test_latent_attention_to_chosen_blocks(device: torch.device) -> None:
     """GLM5-Next with its module. One context becomes too long to be chosen whole while it is decoded."""
     model = random_model(GLM5_NEXT, torch.float32, 4)
     asks = [Ask(prompt_of(1, 8, VOCAB), greedy(5)),
             Ask(prompt_of(2, 13, VOCAB), SamplingParams(temperature=3.0, seed=4, max_tokens=3))]
     settings = SETTINGS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 32}
     assert_captured_with_module(model, asks, settings, ops.visible_ranges, ops.write_latents, ops.write_pooled_keys,
-                                ops.list_stretches, ops.rotate_queries, ops.head_products, ops.choose_positions,
+                                ops.list_blocks, ops.rotate_queries, ops.head_products, ops.choose_positions,
                                 ops.latent_attention, ops.dense_latent_attention, ops.read_streams, ops.write_streams,
                                 ops.limited_silu_mul)
 

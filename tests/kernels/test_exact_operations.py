@@ -29,7 +29,7 @@ from outrider.kernels.pooled_keys import PoolCells, PoolWeights
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.streams import StreamRule
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CARD else "cpu")
@@ -262,24 +262,24 @@ def head_products(rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def stretch_attention(rows: torch.Tensor) -> torch.Tensor:
-    """Every second of the whole stretches of four tokens, up to 30 of them."""
+def block_attention(rows: torch.Tensor) -> torch.Tensor:
+    """Every second of the whole blocks of four tokens, up to 30 of them."""
     _, contexts = latent_cache(rows)
     places = torch.arange(30, device=DEVICE)[None] * (1 + (contexts.stop > 120)[:, None].long())
     chosen = torch.where(places < contexts.stop[:, None] // 4, places, -1)
     caches = [random(20, 16, 2, 18, seed=seed) for seed in (1, 2)]
-    return ops.stretch_attention.variant(exact=True)(random(ROWS, 6, 18)[rows], *caches, contexts, chosen, 0.3,
-                                                     Stretches(4, 0))
+    return ops.block_attention.variant(exact=True)(random(ROWS, 6, 18)[rows], *caches, contexts, chosen, 0.3,
+                                                   TokenBlocks(4, 0))
 
 
-def write_stretch_keys(rows: torch.Tensor) -> torch.Tensor:
+def write_block_keys(rows: torch.Tensor) -> torch.Tensor:
     """Token rows are requests of their own, each with the keys of the tokens before it in the cache."""
     _, contexts = latent_cache(rows)
     cache, none = random(20, 16, 11, seed=3), torch.zeros_like(rows)
     slots = rows + 16 * 10  # beside what is read
     rope = RopeRows(rows, random(ROWS, ROPE, seed=4, dtype=torch.float32))
-    ops.write_stretch_keys(random(ROWS, 11)[rows], random(11, seed=5, dtype=torch.float32), 1e-6, rope, slots, none,
-                           contexts, cache, Stretches(4, 0))
+    ops.write_block_keys(random(ROWS, 11)[rows], random(11, seed=5, dtype=torch.float32), 1e-6, rope, slots, none,
+                         contexts, cache, TokenBlocks(4, 0))
     return cache.flatten(0, 1)[slots]
 
 
@@ -290,7 +290,7 @@ def write_pooled_keys(rows: torch.Tensor) -> torch.Tensor:
     slots = rows + 16 * 10  # beside what is read
     weights = PoolWeights(random(11, seed=5), random(11, seed=6), random(4, 11, seed=7), 1e-6, 0.3)
     made = ops.write_pooled_keys.variant(exact=True)(random(ROWS, 25)[rows], weights, PoolCells(
-        slots, rows, none, *caches), contexts, Stretches(4, 0))
+        slots, rows, none, *caches), contexts, TokenBlocks(4, 0))
     return torch.cat((made.to(DTYPE), *(cache.flatten(0, 1)[slots] for cache in caches)), dim=1)
 
 
@@ -374,8 +374,8 @@ SHOWN: dict[str, list[Call]] = {
     "exact_write_latents": [write_latents],
     "rotate_queries": [rotate_queries],
     "exact_head_products": [head_products],
-    "exact_stretch_attention": [stretch_attention],
-    "write_stretch_keys": [write_stretch_keys],
+    "exact_block_attention": [block_attention],
+    "write_block_keys": [write_block_keys],
     "exact_write_pooled_keys": [write_pooled_keys],
     "write_keys_values": [write_keys_values],
     "join_streams": [join_streams],

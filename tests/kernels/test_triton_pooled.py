@@ -1,5 +1,5 @@
-"""The kernels of latent attention to stretches, and of latents without a rotating part, against their torch twins:
-several requests, dead token rows, stretches that begin at position 1, and NaN wherever nothing may be read."""
+"""The kernels of latent attention to blocks, and of latents without a rotating part, against their torch twins:
+several requests, dead token rows, blocks that begin at position 1, and NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.kernels import pooled_keys as twins
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.kernels.triton import index_choice, latent_attention
 from outrider.kernels.triton import latent_inputs as inputs_kernel
 from outrider.kernels.triton import pooled_keys as kernels
@@ -26,27 +26,27 @@ from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_context
 LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1, 0, 2), (1, 1, 3)]
 
 
-@pytest.mark.parametrize("stretches", [Stretches(4, 0), Stretches(2, 1)], ids=str)
-def test_choice_and_attention(device: torch.device, dtype: torch.dtype, stretches: Stretches) -> None:
-    """Positions of chosen stretches are those of a plain loop, and attention to them is the twin's. Entries have no
+@pytest.mark.parametrize("blocks", [TokenBlocks(4, 0), TokenBlocks(2, 1)], ids=str)
+def test_choice_and_attention(device: torch.device, dtype: torch.dtype, blocks: TokenBlocks) -> None:
+    """Positions of chosen blocks are those of a plain loop, and attention to them is the twin's. Entries have no
     rotating part."""
     contexts = make_contexts(device, LENS, columns=8)
     count, heads, dim, top = len(contexts.first), 6, 20, 3
     index_q, weights = spread(count, 16, 16, device=device, dtype=dtype), torch.rand(count, 16, device=device)
-    seen, keys = stretches.visible(contexts), stretches.keys(make_cache(contexts, 16, dtype))
+    seen, keys = blocks.visible(contexts), blocks.keys(make_cache(contexts, 16, dtype))
     chosen, wanted = (torch.full((count, top), -9, dtype=torch.int32, device=device) for _ in range(2))
     latent.choose_positions(index_q, weights, keys, seen, wanted)
     index_choice.choose_positions(index_q, weights, keys, seen, chosen, pdl=False)
     assert torch.equal(chosen, wanted)
-    listed = twins.list_stretches(contexts, wanted, stretches)
-    assert torch.equal(kernels.list_stretches(contexts, chosen, stretches, pdl=False), listed)
-    num_long, most = 0, (top + 1) * stretches.size - 1
+    listed = twins.list_blocks(contexts, wanted, blocks)
+    assert torch.equal(kernels.list_blocks(contexts, chosen, blocks, pdl=False), listed)
+    num_long, most = 0, (top + 1) * blocks.size - 1
     for row, (first, stop) in enumerate(zip(contexts.first.tolist(), contexts.stop.tolist(), strict=True)):
         expected = list(range(first, stop))
         if stop - first > most:
-            begins = [stretches.anchor + (place - stretches.shift) * stretches.size for place in wanted[row].tolist()]
-            tail = stretches.anchor + (stop - stretches.anchor) // stretches.size * stretches.size
-            expected = [begin + i for begin in begins for i in range(stretches.size)] + list(range(tail, stop))
+            begins = [blocks.anchor + (place - blocks.shift) * blocks.size for place in wanted[row].tolist()]
+            tail = blocks.anchor + (stop - blocks.anchor) // blocks.size * blocks.size
+            expected = [begin + i for begin in begins for i in range(blocks.size)] + list(range(tail, stop))
             num_long += 1
         assert listed[row].tolist() == expected + [-1] * (most - len(expected))
     assert 3 < num_long < count - 3
@@ -58,9 +58,9 @@ def test_choice_and_attention(device: torch.device, dtype: torch.dtype, stretche
     assert (out[contexts.stop <= contexts.first] == 0).all()
 
 
-@pytest.mark.parametrize("stretches", [Stretches(4, 0), Stretches(4, 1)], ids=str)
-def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: Stretches) -> None:
-    """A text of 23 tokens in steps of several sizes: every cell is a token's own key, or that of its whole stretch. A
+@pytest.mark.parametrize("blocks", [TokenBlocks(4, 0), TokenBlocks(4, 1)], ids=str)
+def test_keys_of_blocks(device: torch.device, dtype: torch.dtype, blocks: TokenBlocks) -> None:
+    """A text of 23 tokens in steps of several sizes: every cell is a token's own key, or that of its whole block. A
     draft is written and rejected in every step."""
     dim, heads, length, page = 12, 3, 23, 4
     table = torch.tensor([[5, 2, 7, 1, 3, 6, 4]], dtype=torch.int32, device=device)
@@ -78,7 +78,7 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
         slots[len(rows) - num_dead :] = -1
         none = torch.zeros(len(rows), dtype=torch.int64, device=device)
         contexts = TokenContexts(table, none, none, at + 1)
-        made = [function(rows, weights, PoolCells(slots, at, at - begin, *cells), contexts, stretches)
+        made = [function(rows, weights, PoolCells(slots, at, at - begin, *cells), contexts, blocks)
                 for function, cells in zip((twins.write_pooled_keys, kernels.write_pooled_keys), caches, strict=True)]
         torch.testing.assert_close(made[0].float(), rows[:, dim : dim + heads].float() * 0.25)
         torch.testing.assert_close(made[1], made[0].float())
@@ -96,12 +96,12 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
     for position in range(length):
         start = position - 3
         wanted = keys[position]
-        if start >= stretches.anchor and (start - stretches.anchor) % 4 == 0:
+        if start >= blocks.anchor and (start - blocks.anchor) % 4 == 0:
             shares = (gates[start : position + 1].float() + weights.place_bias).softmax(0)
             wanted = (shares * keys[start : position + 1]).sum(0)
             num_whole += 1
         torch.testing.assert_close(theirs[position].float(), wanted, **near)
-    assert num_whole == (length - stretches.anchor) // 4
+    assert num_whole == (length - blocks.anchor) // 4
 
 
 def test_latents_without_a_rotating_part(device: torch.device, dtype: torch.dtype) -> None:
@@ -135,8 +135,8 @@ def test_latents_without_a_rotating_part(device: torch.device, dtype: torch.dtyp
 
 def test_rows_that_disagree_are_refused(device: torch.device) -> None:
     contexts = make_contexts(device, LENS, columns=8)
-    with pytest.raises(ValueError, match="list_stretches: first"):
-        kernels.list_stretches(contexts, torch.zeros(3, 2, dtype=torch.int32, device=device), Stretches(2, 0))
+    with pytest.raises(ValueError, match="list_blocks: first"):
+        kernels.list_blocks(contexts, torch.zeros(3, 2, dtype=torch.int32, device=device), TokenBlocks(2, 0))
 
 
 @pytest.mark.long
@@ -163,10 +163,10 @@ def compile_kernels() -> list[str]:
             limited_silu_mul(made(tokens, 4096), 10.0, pdl=False)
             weights = PoolWeights(made(dim), made(dim), made(16, dim), 1e-6, 0.1)
             cells = PoolCells(ints, ints, ints, made(4, page, dim), made(4, page, dim))
-            for stretches in (Stretches(16, 0), Stretches(16, 1)):
-                kernels.write_pooled_keys(made(tokens, 2 * dim + heads), weights, cells, contexts, stretches, pdl=False)
+            for blocks in (TokenBlocks(16, 0), TokenBlocks(16, 1)):
+                kernels.write_pooled_keys(made(tokens, 2 * dim + heads), weights, cells, contexts, blocks, pdl=False)
                 chosen = torch.zeros(tokens, 128, dtype=torch.int32)
-                listed = kernels.list_stretches(contexts, chosen, stretches, pdl=False)
+                listed = kernels.list_blocks(contexts, chosen, blocks, pdl=False)
             cache = made(4, page, 512)
             latent_attention.latent_attention(made(tokens, 64, 512), cache, contexts, listed, 0.1, 512, pdl=False)
             inputs_kernel.write_latents(made(tokens, 2048), made(1536), made(512), 1e-5, rope, ints, cache, None,

@@ -17,7 +17,7 @@ import torch
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers import NothingAttends, StepContext, TokenHistory
-from outrider.mixers.indexed.indexed_mixer import IndexedLayer, StretchInputs
+from outrider.mixers.indexed.indexed_mixer import BlockInputs, IndexedLayer
 from outrider.mixers.latent.latent_mixer import (
     BoundLatentLayer,
     ChosenPositions,
@@ -525,14 +525,14 @@ class DenseAttend:
         return DenseLatentLayer(self, spec) if isinstance(spec, LatentLayer) else DenseLayer(self, layer)
 
     def indexed(self, layer: IndexedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                index: StretchInputs) -> torch.Tensor:
-        """Every query by itself: the best stretches by a plain sort, and the tokens after the last whole one. The
-        tokens of a draft head begin at position 1, and so do its stretches."""
+                index: BlockInputs) -> torch.Tensor:
+        """Every query by itself: the best blocks by a plain sort, and the tokens after the last whole one. The
+        tokens of a draft head begin at position 1, and so do its blocks."""
         given = ((self.keys, k), (self.values, v), (self.index_keys, index.key))
         for kept, new in given:
             kept[layer.index] = torch.cat((kept[layer.index], new)) if layer.index in kept else new
         choice, group = layer.choice, layer.num_heads // layer.num_kv_heads
-        size, anchor, raw = choice.stretches.size, choice.stretches.anchor, self.index_keys[layer.index]
+        size, anchor, raw = choice.blocks.size, choice.blocks.anchor, self.index_keys[layer.index]
         out = torch.zeros_like(q)
         for row in range(len(q)):
             length = len(raw) - len(q) + row + 1
@@ -629,9 +629,9 @@ class DenseLatentLayer:
 
 
 class DensePooledLayer:
-    """One latent attention layer of a DenseAttend that attends to chosen stretches, its own or those of the layer
+    """One latent attention layer of a DenseAttend that attends to chosen blocks, its own or those of the layer
     before it. Every query by itself, by a plain sort. The tokens of a draft head begin at position 1, and so do its
-    stretches."""
+    blocks."""
 
     def __init__(self, dense: DenseAttend, layer: LatentLayer) -> None:
         assert layer.rope_dim == 0
@@ -658,7 +658,7 @@ class DensePooledLayer:
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
         dense, index = self._dense, self._layer.attends_to
         assert isinstance(index, PooledPositions)
-        size, keys, gates = index.stretches.size, dense.index_keys[self._layer.index], dense.gates[self._layer.index]
+        size, keys, gates = index.blocks.size, dense.index_keys[self._layer.index], dense.gates[self._layer.index]
         dense.seen = []
         for row in range(len(q)):
             length = len(keys) - len(q) + row + 1

@@ -41,7 +41,7 @@ from tests.models.prediction_modules import assert_drafts_equal, drafts_in_an_en
 Folders = Callable[[str], Path]
 pytestmark = needs_kda
 H, HEADS, NOPE, VALUE, INDEX_HEADS, INDEX_DIM, TOP, EPS, LIMIT = 64, 4, 24, 20, 16, 32, 3, 1e-5, 1.0
-STRETCH, CHOSEN = 4, 3  # tokens of a stretch, and stretches that are chosen
+BLOCK, CHOSEN = 4, 3  # tokens of a block, and blocks that are chosen
 QUICK = ["glm5_next", pytest.param("glm5_next_free", marks=pytest.mark.long)]
 
 
@@ -205,14 +205,14 @@ class NaiveModule:
         bias = self.t["self_attn.indexer.index_kpool_compress_ape"]
         out = torch.zeros(len(x), HEADS, VALUE, dtype=x.dtype)
         for row in range(len(x)):
-            whole = (row + 1) // STRETCH
-            seen = list(range(whole * STRETCH, row + 1))
+            whole = (row + 1) // BLOCK
+            seen = list(range(whole * BLOCK, row + 1))
             if whole:
-                parts = [slice(i * STRETCH, (i + 1) * STRETCH) for i in range(whole)]
+                parts = [slice(i * BLOCK, (i + 1) * BLOCK) for i in range(whole)]
                 pooled = torch.stack([((gates[at] + bias).softmax(0) * keys[at]).sum(0) for at in parts])
                 scores = weights[row] @ (index_q[row] @ pooled.T).clamp_min(0)
                 best = scores.topk(min(CHOSEN, whole)).indices.tolist()
-                seen += [at * STRETCH + i for at in best for i in range(STRETCH)]
+                seen += [at * BLOCK + i for at in best for i in range(BLOCK)]
             if self.is_shared and row == len(x) - 1:
                 seen = self.kept = seen if self.kept is None else self.kept
             for head in range(HEADS):

@@ -41,7 +41,7 @@ Folders = Callable[[str], Path]
 pytestmark = needs_kda
 H, STREAMS, HEADS, KV, DIM, INDEX_HEADS, INDEX_DIM, TOP, EPS = 64, 4, 4, 2, 16, 16, 16, 3, 1e-6
 QUICK = ["qwen4_exp", pytest.param("qwen4_exp_sigmoid", marks=pytest.mark.long)]
-STRETCH, CHOSEN = 4, 3  # tokens of a stretch, and stretches that are chosen
+BLOCK, CHOSEN = 4, 3  # tokens of a block, and blocks that are chosen
 
 
 @pytest.mark.parametrize("family", STREAM_FAMILIES)
@@ -188,14 +188,14 @@ class NaiveModule:
         index_q = self.rope(self.norm(made[:, :-1], f"{prefix}.indexer.q_layernorm"), rows)
         out = torch.zeros_like(q)
         for row in range(len(x)):
-            whole = (row + 1) // STRETCH
-            seen = list(range(whole * STRETCH, row + 1))
+            whole = (row + 1) // BLOCK
+            seen = list(range(whole * BLOCK, row + 1))
             if whole:
-                means = torch.stack([made[i * STRETCH : (i + 1) * STRETCH, -1].mean(0) for i in range(whole)])
-                keys = self.rope(self.norm(means, f"{prefix}.indexer.k_layernorm")[:, None], STRETCH * rows[:whole])
+                means = torch.stack([made[i * BLOCK : (i + 1) * BLOCK, -1].mean(0) for i in range(whole)])
+                keys = self.rope(self.norm(means, f"{prefix}.indexer.k_layernorm")[:, None], BLOCK * rows[:whole])
                 scores = (index_q[row] @ keys[:, 0].T).clamp_min(0).sum(0)
                 best = scores.topk(min(CHOSEN, whole)).indices.tolist()
-                seen += [at * STRETCH + i for at in best for i in range(STRETCH)]
+                seen += [at * BLOCK + i for at in best for i in range(BLOCK)]
             for head in range(HEADS):
                 weights = (k[seen, head // 2] @ q[row, head] * DIM**-0.5).softmax(0)
                 out[row, head] = weights @ v[seen, head // 2]

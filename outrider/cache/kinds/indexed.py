@@ -1,4 +1,4 @@
-"""Attention to chosen stretches of a context: keys and values of every token, and the index keys that choose.
+"""Attention to chosen blocks of a context: keys and values of every token, and the index keys that choose.
 
 All parts lie in the same pages and are found by the same page table. Pages stay until the request ends.
 """

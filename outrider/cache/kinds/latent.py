@@ -51,7 +51,7 @@ class IndexedLatentSpec(LatentSpec):
 
 @dataclass(frozen=True)
 class PooledIndexSpec(IndexedLatentSpec):
-    """A latent cache whose indexer chooses stretches: beside the keys it keeps the gates that weigh them."""
+    """A latent cache whose indexer chooses blocks: beside the keys it keeps the gates that weigh them."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

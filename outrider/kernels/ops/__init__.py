@@ -64,8 +64,8 @@ token rows, so that a library always gets the same shape. On CUDA:
 - attention: one kernel for prompts and decoding; splits over the keys have a fixed size, begin at multiples of it and
   are merged in order (`exact_attention.py`)
 - latent attention: its ordinary kernels, in one tile for any number of token rows (`exact_latent.py`)
-- chosen stretches: the ordinary kernel with a fixed number of splits; short contexts take the same kernel
-  (`stretches.py`)
+- chosen blocks: the ordinary kernel with a fixed number of splits; short contexts take the same kernel
+  (`token_blocks.py`)
 
 `tests/kernels/test_exact_operations.py` walks the table and demands a proof for every row that claims to be exact;
 `tests/engine/test_exact_mode.py` compares whole engines bit for bit.
@@ -89,22 +89,22 @@ from outrider.kernels.ops.adapters import (
     sort_slots,
 )
 from outrider.kernels.ops.attention import (
+    block_attention,
     choose_positions,
     dense_latent_attention,
     enter_latents,
     head_products,
     latent_attention,
     latent_values,
-    list_stretches,
+    list_blocks,
     paged_attention,
     rope_write,
     rotate_queries,
-    stretch_attention,
     visible_ranges,
+    write_block_keys,
     write_keys_values,
     write_latents,
     write_pooled_keys,
-    write_stretch_keys,
 )
 from outrider.kernels.ops.coded import (
     arrange_codes,
@@ -177,7 +177,7 @@ __all__ = [
     # Attention (attention.py)
     "rope_write", "paged_attention", "visible_ranges", "write_latents", "rotate_queries", "head_products",
     "enter_latents", "choose_positions", "latent_attention", "dense_latent_attention", "latent_values",
-    "write_stretch_keys", "write_pooled_keys", "list_stretches", "write_keys_values", "stretch_attention",
+    "write_block_keys", "write_pooled_keys", "list_blocks", "write_keys_values", "block_attention",
     # Residual streams (streams.py)
     "join_streams", "stream_gates", "mix_streams", "gate_values", "add_silu", "read_streams", "write_streams",
     # Products (products.py)

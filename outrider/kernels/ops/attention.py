@@ -1,11 +1,11 @@
-"""The table's rows of attention: paged on the CPU, latent with its indexer, and to chosen stretches of keys."""
+"""The table's rows of attention: paged on the CPU, latent with its indexer, and to chosen blocks of keys."""
 
 from __future__ import annotations
 
 import torch
 
 import outrider.kernels.ops.exact as exact
-from outrider.kernels import latent, latent_inputs, pooled_keys, reference, stretches
+from outrider.kernels import latent, latent_inputs, pooled_keys, reference, token_blocks
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
     FLOAT32,
@@ -87,11 +87,11 @@ latent_values = Operation(
     exact=NotExact("it serves few token rows, and more of them attend and are multiplied one after the other"),
 )
 
-# Chosen stretches
+# Chosen blocks
 
-write_stretch_keys = Operation(
-    stretches.write_stretch_keys,
-    triton_kernel("outrider.kernels.triton.stretches:write_stretch_keys", UP_TO_FLOAT32),
+write_block_keys = Operation(
+    token_blocks.write_block_keys,
+    triton_kernel("outrider.kernels.triton.token_blocks:write_block_keys", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 write_pooled_keys = Operation(
@@ -105,18 +105,18 @@ def _chosen_of(contexts: latent.TokenContexts, chosen: torch.Tensor, *_: object)
     return chosen
 
 
-list_stretches = Operation(
-    pooled_keys.list_stretches,
-    triton_kernel("outrider.kernels.triton.pooled_keys:list_stretches"),
+list_blocks = Operation(
+    pooled_keys.list_blocks,
+    triton_kernel("outrider.kernels.triton.pooled_keys:list_blocks"),
     subject=_chosen_of, exact=Exactness.NO_ARITHMETIC,
 )
 write_keys_values = Operation(
-    stretches.write_keys_values,
+    token_blocks.write_keys_values,
     triton_kernel("outrider.kernels.triton.cache_write:cache_write", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
-stretch_attention = Operation(
-    stretches.stretch_attention,
-    triton_kernel("outrider.kernels.triton.stretches:stretch_attention", UP_TO_FLOAT32),
-    exact=exact.stretch_attention,
+block_attention = Operation(
+    token_blocks.block_attention,
+    triton_kernel("outrider.kernels.triton.token_blocks:block_attention", UP_TO_FLOAT32),
+    exact=exact.block_attention,
 )

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import exact_latent, moe, pooled_keys, reference, scaled, streams, stretches
+from outrider.kernels import exact_latent, moe, pooled_keys, reference, scaled, streams, token_blocks
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.native import checks
 from outrider.kernels.ops.operation import (
@@ -28,7 +28,7 @@ from outrider.kernels.ops.operation import (
     triton_kernel,
 )
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,19 +181,19 @@ dense_latent_attention = Operation(
     name="exact_dense_latent_attention", exact=ROW_BY_ROW,
 )
 
-# Attention to chosen stretches
+# Attention to chosen blocks
 
 
 def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
-                       stretches: Stretches) -> torch.Tensor:
-    """Token row by token row: a stretch's last token finds in the cache what the rows before it wrote."""
+                       blocks: TokenBlocks) -> torch.Tensor:
+    """Token row by token row: a block's last token finds in the cache what the rows before it wrote."""
     if not len(packed):
-        return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, stretches)
+        return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, blocks)
     made = []
     for at, row in enumerate(packed.split(1)):
         own = slice(at, at + 1)
         one = cells._replace(slots=cells.slots[own], positions=cells.positions[own], offsets=cells.offsets[own])
-        made.append(pooled_keys.write_pooled_keys(row.clone(), weights, one, contexts.cut(own), stretches))
+        made.append(pooled_keys.write_pooled_keys(row.clone(), weights, one, contexts.cut(own), blocks))
     return torch.cat(made)
 
 
@@ -202,10 +202,10 @@ write_pooled_keys = Operation(
     triton_kernel("outrider.kernels.triton.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
     name="exact_write_pooled_keys", exact=ROW_BY_ROW,
 )
-stretch_attention = Operation(
-    stretches.exact_stretch_attention,
-    triton_kernel("outrider.kernels.triton.stretches:exact_stretch_attention", UP_TO_FLOAT32),
-    name="exact_stretch_attention", exact=ROW_BY_ROW,
+block_attention = Operation(
+    token_blocks.exact_block_attention,
+    triton_kernel("outrider.kernels.triton.token_blocks:exact_block_attention", UP_TO_FLOAT32),
+    name="exact_block_attention", exact=ROW_BY_ROW,
 )
 
 # Residual streams. On a CPU a library's exp may differ by the element's place in the tensor.

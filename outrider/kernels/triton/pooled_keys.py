@@ -1,6 +1,6 @@
-"""Index keys of whole stretches for latent attention, and the positions of chosen stretches.
+"""Index keys of whole blocks for latent attention, and the positions of chosen blocks.
 
-`kernels/pooled_keys.py` says what they are. One program writes one token's key and gate, or the key of the stretch that
+`kernels/pooled_keys.py` says what they are. One program writes one token's key and gate, or the key of the block that
 the token completes; another kernel lists the positions of one token row. Everything is read on the device.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.kernels.triton.common import (
     FLOATS,
     cdiv,
@@ -96,7 +96,7 @@ def _write_pooled_kernel(
 
 
 def write_pooled_keys(
-    packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts, stretches: Stretches, *,
+    packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts, blocks: TokenBlocks, *,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """See `kernels.pooled_keys.write_pooled_keys`."""
@@ -108,7 +108,7 @@ def write_pooled_keys(
     require(num_heads > 0, name, "packed", f"has {packed.shape[1]} columns, expected more than two keys of {dim}")
     for argument in ("norm_weight", "norm_bias"):
         require_tensor(name, argument, getattr(weights, argument), (dim,), device, FLOATS)
-    require_tensor(name, "place_bias", weights.place_bias, (stretches.size, dim), device, FLOATS)
+    require_tensor(name, "place_bias", weights.place_bias, (blocks.size, dim), device, FLOATS)
     for argument in ("slots", "positions", "offsets"):
         require_tensor(name, argument, getattr(cells, argument), (num_tokens,), device, (torch.int64,))
     keys, gates = cells.keys, cells.gates
@@ -122,7 +122,7 @@ def write_pooled_keys(
             packed, weights.norm_weight, weights.norm_bias, weights.place_bias, cells.slots, cells.positions,
             cells.offsets, contexts.page_table, contexts.request_of, keys, gates, head_weights, weights.eps,
             weights.head_scale, packed.stride(0), weights.place_bias.stride(0), contexts.page_table.stride(0),
-            *keys.stride()[:2], *gates.stride()[:2], SIZE=stretches.size, ANCHOR=stretches.anchor, D=dim,
+            *keys.stride()[:2], *gates.stride()[:2], SIZE=blocks.size, ANCHOR=blocks.anchor, D=dim,
             D_PAD=next_power_of_two(dim), HEADS=num_heads, HEADS_PAD=next_power_of_two(num_heads), PAGE=keys.shape[1],
             PDL=pdl, num_warps=1 if dim <= 256 else 4, **pdl_options(pdl),
         )
@@ -143,28 +143,28 @@ def _list_kernel(first, stop, chosen, listed, chosen_stride, SIZE: tl.constexpr,
     num_chosen = tl.sum(tl.where(is_chosen, 1, 0), axis=0) * SIZE
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tail = tl.maximum(ANCHOR + tl.maximum(high - ANCHOR, 0) // SIZE * SIZE, low)
-    stretch = tl.load(own + entry // SIZE, mask=entry < num_chosen, other=0).to(tl.int32)
-    position = tl.where(entry < num_chosen, ANCHOR + (stretch - SHIFT) * SIZE + entry % SIZE, tail + entry - num_chosen)
+    block = tl.load(own + entry // SIZE, mask=entry < num_chosen, other=0).to(tl.int32)
+    position = tl.where(entry < num_chosen, ANCHOR + (block - SHIFT) * SIZE + entry % SIZE, tail + entry - num_chosen)
     position = tl.where(high - low <= ENTRIES, low + entry, position)
     position = tl.where(position < high, position, -1)
     tl.store(listed + token * ENTRIES + entry, position, mask=entry < ENTRIES)
 
 
-def list_stretches(contexts: TokenContexts, chosen: torch.Tensor, stretches: Stretches, *,
-                   pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.pooled_keys.list_stretches`."""
-    name, device = "list_stretches", chosen.device
+def list_blocks(contexts: TokenContexts, chosen: torch.Tensor, blocks: TokenBlocks, *,
+                pdl: bool | None = None) -> torch.Tensor:
+    """See `kernels.pooled_keys.list_blocks`."""
+    name, device = "list_blocks", chosen.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "chosen", chosen, (None, None), device, _INTEGERS)
     num_tokens, top = chosen.shape
     for argument in ("first", "stop"):
         require_tensor(name, argument, getattr(contexts, argument), (num_tokens,), device, _INTEGERS)
-    entries = (top + 1) * stretches.size - 1
+    entries = (top + 1) * blocks.size - 1
     listed = torch.empty(num_tokens, entries, dtype=torch.int32, device=device)
     if listed.numel():
         _list_kernel[(num_tokens, cdiv(entries, _ENTRIES))](
-            contexts.first, contexts.stop, chosen, listed, chosen.stride(0), SIZE=stretches.size,
-            ANCHOR=stretches.anchor, SHIFT=stretches.shift, TOP=top, TOP_PAD=next_power_of_two(top), ENTRIES=entries,
+            contexts.first, contexts.stop, chosen, listed, chosen.stride(0), SIZE=blocks.size,
+            ANCHOR=blocks.anchor, SHIFT=blocks.shift, TOP=top, TOP_PAD=next_power_of_two(top), ENTRIES=entries,
             BLOCK=_ENTRIES, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )
     return listed

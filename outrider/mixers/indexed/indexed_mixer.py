@@ -1,8 +1,8 @@
-"""IndexedMixer: layers with keys and values in pages that attend to the stretches of a context that an indexer chooses.
+"""IndexedMixer: layers with keys and values in pages that attend to the blocks of a context that an indexer chooses.
 
 Batches whose contexts are all short enough to be chosen whole are served by the attention backend, like other layers
-with keys and values; longer ones by operations of their own (`kernels/stretches.py`). In exact mode all batches are, so
-that the order of additions does not depend on the longest context.
+with keys and values; longer ones by operations of their own (`kernels/token_blocks.py`). In exact mode all batches are,
+so that the order of additions does not depend on the longest context.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from outrider.core import Limits
 from outrider.kernels import ops
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.kernels.stretches import Stretches, every_stretch
+from outrider.kernels.token_blocks import TokenBlocks, every_block
 from outrider.mixers.batch import BatchView
-from outrider.mixers.latent.latent_mixer import check_stretch_size, plan_group, step_offsets
+from outrider.mixers.latent.latent_mixer import check_block_size, plan_group, step_offsets
 from outrider.mixers.mixer import EVERY_LENGTH, Mixer
 from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache
 from outrider.mixers.pool import DevicePool
 
 
 @dataclass(frozen=True)
-class StretchChoice:
+class BlockChoice:
     """The indexer of a layer."""
 
     num_heads: int
     head_dim: int
-    top_k: int  # stretches that it chooses
-    stretches: Stretches
+    top_k: int  # blocks that it chooses
+    blocks: TokenBlocks
 
     @property
     def whole_len(self) -> int:
         """Tokens of the longest context of which everything is chosen."""
-        return (self.top_k + 1) * self.stretches.size - 1
+        return (self.top_k + 1) * self.blocks.size - 1
 
 
 @dataclass(frozen=True)
 class IndexedLayer(AttentionLayer):
-    """The arithmetic of one layer that attends to chosen stretches."""
+    """The arithmetic of one layer that attends to chosen blocks of tokens."""
 
-    choice: StretchChoice = field(kw_only=True)
+    choice: BlockChoice = field(kw_only=True)
 
     def cache_spec(self, itemsize: int) -> IndexedSpec:  # type: ignore[override]
         return IndexedSpec(self.num_kv_heads, self.head_dim, itemsize, self.choice.head_dim)
 
 
-class StretchInputs(NamedTuple):
+class BlockInputs(NamedTuple):
     """An indexer's inputs of one step."""
 
     q: torch.Tensor  # [tokens, index heads, index dim] normed and rotated
     key: torch.Tensor  # [tokens, index dim] as projected
-    gain: torch.Tensor  # [index dim] scale of the norm of a stretch's key
+    gain: torch.Tensor  # [index dim] scale of the norm of a block's key
     eps: float
-    table: torch.Tensor  # [positions, cos | sin] the rope of stretches' keys
+    table: torch.Tensor  # [positions, cos | sin] the rope of blocks' keys
 
 
 @dataclass(frozen=True)
@@ -85,35 +85,35 @@ class BoundIndexedLayer:
     plan: IndexedPlan
     exact: bool
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: StretchInputs) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockInputs) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim], normed and rotated. Returns [tokens, heads * dim].
         """
         plan, layer, choice = self.plan, self.layer, self.layer.choice
-        ops.write_stretch_keys(index.key, index.gain, index.eps, RopeRows(plan.positions, index.table), plan.slots,
-                               plan.offsets, plan.contexts, self.index_keys, choice.stretches)
+        ops.write_block_keys(index.key, index.gain, index.eps, RopeRows(plan.positions, index.table), plan.slots,
+                             plan.offsets, plan.contexts, self.index_keys, choice.blocks)
         if plan.num_positions <= choice.whole_len and not self.exact:
             return self.backend.run(layer, self.cache, q, k, v, plan.attention)
         ops.write_keys_values(k, v, plan.slots, self.cache.k, self.cache.v)
-        attend = ops.stretch_attention.variant(self.exact)
+        attend = ops.block_attention.variant(self.exact)
         return attend(q, self.cache.k, self.cache.v, plan.contexts, self._chosen(index.q), layer.scale,
-                      choice.stretches).flatten(1)
+                      choice.blocks).flatten(1)
 
     def _chosen(self, q: torch.Tensor) -> torch.Tensor:
-        """[tokens, top_k] the stretches that score highest, each by the sum over heads of relu(q . key)."""
+        """[tokens, top_k] the blocks that score highest, each by the sum over heads of relu(q . key)."""
         choice = self.layer.choice
-        seen = choice.stretches.visible(self.plan.contexts)
+        seen = choice.blocks.visible(self.plan.contexts)
         if self.plan.num_positions <= choice.whole_len:
-            return every_stretch(seen, choice.top_k)
+            return every_block(seen, choice.top_k)
         chosen = torch.empty(q.shape[0], choice.top_k, dtype=torch.int32, device=q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
         weights = torch.ones(q.shape[:2], dtype=wide, device=q.device)
         choose = ops.choose_positions.variant(self.exact)
-        choose(q, weights, choice.stretches.keys(self.index_keys), seen, chosen)
+        choose(q, weights, choice.blocks.keys(self.index_keys), seen, chosen)
         return chosen
 
 
 class IndexedMixer(Mixer):
-    """A model's layers that attend to chosen stretches, with their parts of the pool."""
+    """A model's layers that attend to chosen blocks of tokens, with their parts of the pool."""
 
     def __init__(self, layers: Sequence[IndexedLayer], pool: DevicePool, backend: Backend) -> None:
         self.backend, self._exact = backend, False
@@ -121,7 +121,7 @@ class IndexedMixer(Mixer):
         self._layers = []
         for layer in layers:
             group, parts = pool.layout.groups_of(layer.index)[0], pool.layer(layer.index)
-            check_stretch_size(layer.index, layer.choice.stretches.size, group.page_tokens)
+            check_block_size(layer.index, layer.choice.blocks.size, group.page_tokens)
             cache = KeyValueCache(parts["k"], parts["v"])
             backend.check_cache(cache)
             self._layers.append((layer, cache, parts["index_key"], group))

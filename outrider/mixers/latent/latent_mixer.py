@@ -19,7 +19,7 @@ from outrider.kernels.latent import NUM_COUNTERS, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from outrider.kernels.ops import Operation
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.mixer import EVERY_LENGTH, Mixer
 from outrider.mixers.pool import DevicePool
@@ -51,14 +51,14 @@ class IndexedPositions:
 
 @dataclass(frozen=True)
 class PooledPositions(IndexedPositions):
-    """The layer's indexer chooses stretches, `top_k` of them; the tokens after the last whole stretch are attended to
+    """The layer's indexer chooses blocks, `top_k` of them; the tokens after the last whole block are attended to
     in any case."""
 
-    stretches: Stretches = field(kw_only=True)
+    blocks: TokenBlocks = field(kw_only=True)
 
     @property
     def whole_len(self) -> int:
-        return (self.top_k + 1) * self.stretches.size - 1
+        return (self.top_k + 1) * self.blocks.size - 1
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
-class StretchPlan(GroupPlan):
-    """The plan of a group in which indexers choose stretches."""
+class BlockPlan(GroupPlan):
+    """The plan of a group in which indexers choose blocks."""
 
     positions: torch.Tensor  # [tokens] in their requests
     offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
-    visible: Mapping[Stretches, TokenContexts]  # the whole stretches that each token row sees
+    visible: Mapping[TokenBlocks, TokenContexts]  # the whole blocks that each token row sees
 
 
 class LatentOperations(NamedTuple):
@@ -142,7 +142,7 @@ class LatentNorms(NamedTuple):
     eps: float
     index_in_pairs: bool
     index_eps: float = 1e-6  # of the norm of index keys
-    place_bias: torch.Tensor | None = None  # [size, dim] of gates, where the indexer chooses stretches
+    place_bias: torch.Tensor | None = None  # [size, dim] of gates, where the indexer chooses blocks
 
 
 class VisibleRanges(NamedTuple):
@@ -203,7 +203,7 @@ class BoundLatentLayer:
     def write(self, compressed: torch.Tensor, norms: LatentNorms,
               rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights], and
-        gates behind these where the indexer chooses stretches. Returns q, normed, and the indexer's head weights,
+        gates behind these where the indexer chooses blocks. Returns q, normed, and the indexer's head weights,
         scaled."""
         index, attends_to = None, self.layer.attends_to
         if isinstance(attends_to, PooledPositions):
@@ -218,14 +218,14 @@ class BoundLatentLayer:
 
     def _write_pooled(self, compressed: torch.Tensor, norms: LatentNorms, rope: RopeRows,
                       index: PooledPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        assert isinstance(self.plan, StretchPlan) and norms.index_key is not None and norms.place_bias is not None
+        assert isinstance(self.plan, BlockPlan) and norms.index_key is not None and norms.place_bias is not None
         plan, width = self.plan, compressed.shape[1] - 2 * index.head_dim - index.num_heads
         q, _ = self.operations.write(compressed[:, :width], norms.q, norms.latent, norms.eps, rope, plan.slots,
                                      self.cache["latent"], None)
         weights = PoolWeights(*norms.index_key, norms.place_bias, norms.index_eps,
                               (index.num_heads * index.head_dim) ** -0.5)
         cells = PoolCells(plan.slots, plan.positions, plan.offsets, self.cache["index_key"], self.cache["index_gate"])
-        return q, self.operations.write_pooled(compressed[:, width:], weights, cells, plan.contexts, index.stretches)
+        return q, self.operations.write_pooled(compressed[:, width:], weights, cells, plan.contexts, index.blocks)
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
         """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads] for this layer and for those after it
@@ -239,13 +239,13 @@ class BoundLatentLayer:
             return
         keys, contexts = self.cache["index_key"], plan.contexts
         if isinstance(index, PooledPositions):
-            assert isinstance(plan, StretchPlan)
-            keys, contexts = index.stretches.keys(keys), plan.visible[index.stretches]
+            assert isinstance(plan, BlockPlan)
+            keys, contexts = index.blocks.keys(keys), plan.visible[index.blocks]
         chosen = torch.empty(q.shape[0], index.top_k, dtype=torch.int32, device=q.device)
         self.operations.choose(q, weights, keys, contexts, chosen, self.cache.get("index_scale"),
                                self.chosen.take_counters())
         if isinstance(index, PooledPositions):
-            chosen = ops.list_stretches(plan.contexts, chosen, index.stretches)
+            chosen = ops.list_blocks(plan.contexts, chosen, index.blocks)
         self.chosen.latest = ListedPositions(chosen)
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
@@ -296,12 +296,12 @@ class LatentMixer(Mixer):
         # Up to these lengths an indexer would choose every position, and is not asked.
         lengths = [own.attends_to.whole_len for own in layers if isinstance(own.attends_to, IndexedPositions)]
         self.whole_len = min(lengths, default=EVERY_LENGTH)
-        self._stretches: dict[int, set[Stretches]] = {}  # by group
+        self._blocks: dict[int, set[TokenBlocks]] = {}  # by group
         for layer, _, group in self._layers:
             if isinstance(layer.attends_to, PooledPositions):
-                stretches = layer.attends_to.stretches
-                check_stretch_size(layer.index, stretches.size, group.page_tokens)
-                self._stretches.setdefault(group.index, set()).add(stretches)
+                blocks = layer.attends_to.blocks
+                check_block_size(layer.index, blocks.size, group.page_tokens)
+                self._blocks.setdefault(group.index, set()).add(blocks)
 
     @staticmethod
     def is_capturable(spec: LatentSpec) -> bool:
@@ -318,12 +318,12 @@ class LatentMixer(Mixer):
                 for layer, cache, group in self._layers}
 
     def _plan(self, view: BatchView, group: Group) -> GroupPlan:
-        made, stretches = plan_group(view, group), self._stretches.get(group.index)
-        if stretches is None:
+        made, blocks = plan_group(view, group), self._blocks.get(group.index)
+        if blocks is None:
             return made
         is_asked = made.num_positions > self.whole_len
-        visible = {each: each.visible(made.contexts) for each in stretches if is_asked}
-        return StretchPlan(made.slots, made.contexts, made.num_positions, view.positions, step_offsets(view), visible)
+        visible = {each: each.visible(made.contexts) for each in blocks if is_asked}
+        return BlockPlan(made.slots, made.contexts, made.num_positions, view.positions, step_offsets(view), visible)
 
     def _make_counters(self, view: BatchView) -> tuple[torch.Tensor, ...]:
         """Counters of zero for all indexers of a small batch, made by one fill: a fill in every layer would take longer
@@ -349,9 +349,9 @@ def step_offsets(view: BatchView) -> torch.Tensor:
     return rows - view.query_starts[view.request_of]
 
 
-def check_stretch_size(layer: int, size: int, page_tokens: int) -> None:
+def check_block_size(layer: int, size: int, page_tokens: int) -> None:
     if page_tokens % size:
-        raise ValueError(f"layer {layer}: a stretch of {size} tokens, which the indexer chooses at once, must divide a "
+        raise ValueError(f"layer {layer}: a block of {size} tokens, which the indexer chooses at once, must divide a "
                          f"page of {page_tokens} tokens")
 
 

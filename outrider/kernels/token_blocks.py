@@ -1,11 +1,11 @@
-"""Attention to the stretches of a context that an indexer chose: the torch twins of its kernels.
+"""Attention to the blocks of a context that an indexer chose: the torch twins of its kernels.
 
-A *stretch* is `size` consecutive tokens; stretch s begins at position `anchor + s * size`. The indexer compares queries
-with one key for each whole stretch: the mean of its tokens' keys, normed and rotated by the stretch's first position. A
-query attends to the chosen stretches, and to the last tokens, which make no whole stretch yet.
+A *block* is `size` consecutive tokens; block s begins at position `anchor + s * size`. The indexer compares queries
+with one key for each whole block: the mean of its tokens' keys, normed and rotated by the block's first position. A
+query attends to the chosen blocks, and to the last tokens, which make no whole block yet.
 
-Index keys lie in pages like other keys. A token keeps its own key in its cell until the stretch is whole; the cell of
-the stretch's last token then holds the key of the stretch. A rejected draft is overwritten by the token that takes its
+Index keys lie in pages like other keys. A token keeps its own key in its cell until the block is whole; the cell of
+the block's last token then holds the key of the block. A rejected draft is overwritten by the token that takes its
 place, so nothing has to be undone. Everything is in flat token space, as in `latent.py`.
 """
 
@@ -24,45 +24,45 @@ from outrider.kernels.reference import contain_non_finite, widened
 MAX_ELEMENTS = 1 << 24  # of gathered keys that exist at a time
 
 
-class Stretches(NamedTuple):
-    """The division of a text into stretches, runs of tokens that share one index key of a layer."""
+class TokenBlocks(NamedTuple):
+    """The division of a text into blocks, runs of tokens that share one index key of a layer."""
 
     size: int  # tokens
     anchor: int  # the position at which the first one begins
 
     @property
     def cell(self) -> int:
-        """The cell of a page, modulo `size`, that holds a stretch's key."""
+        """The cell of a page, modulo `size`, that holds a block's key."""
         return (self.anchor + self.size - 1) % self.size
 
     @property
     def shift(self) -> int:
-        """A stretch's place among the keys of its request's stretches, less its number."""
+        """A block's place among the keys of its request's blocks, less its number."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:
-        """The keys of stretches in a cache [pages, page tokens, dim]: a view [pages, page tokens / size, dim]."""
+        """The keys of blocks in a cache [pages, page tokens, dim]: a view [pages, page tokens / size, dim]."""
         return cache[:, self.cell :: self.size]
 
     def visible(self, contexts: TokenContexts) -> TokenContexts:
-        """The whole stretches that each token row sees, as places among the keys of stretches."""
+        """The whole blocks that each token row sees, as places among the keys of blocks."""
         first = (contexts.first - self.anchor).clamp_min(0).add(self.size - 1).div(self.size, rounding_mode="floor")
         stop = (contexts.stop - self.anchor).clamp_min(0).div(self.size, rounding_mode="floor")
         stop = torch.maximum(first, stop)
         return contexts._replace(first=first + self.shift, stop=stop + self.shift)
 
 
-def write_stretch_keys(raw: Tensor, gain: Tensor, eps: float, rope: RopeRows, slots: Tensor, offsets: Tensor,
-                       contexts: TokenContexts, cache: Tensor, stretches: Stretches) -> None:
-    """Writes index keys raw [tokens, dim] to their slots, or the key of the stretch that a token completes.
+def write_block_keys(raw: Tensor, gain: Tensor, eps: float, rope: RopeRows, slots: Tensor, offsets: Tensor,
+                     contexts: TokenContexts, cache: Tensor, blocks: TokenBlocks) -> None:
+    """Writes index keys raw [tokens, dim] to their slots, or the key of the block that a token completes.
 
     gain [dim]: scale of the RMS norm of the mean. rope: positions [tokens] in their requests, and the table of cos and
     sin. offsets [tokens]: how many tokens of its request each one has before it in this step: their keys need not be
     in the cache yet. cache [pages, page tokens, dim]."""
-    size, positions, page_tokens = stretches.size, rope.positions, cache.shape[1]
+    size, positions, page_tokens = blocks.size, rope.positions, cache.shape[1]
     write_entries(raw, cache, slots)
     begin = positions - (size - 1)
-    completes = (slots >= 0) & (begin >= stretches.anchor) & ((begin - stretches.anchor) % size == 0)
+    completes = (slots >= 0) & (begin >= blocks.anchor) & ((begin - blocks.anchor) % size == 0)
     at = begin.clamp_min(0)[:, None] + torch.arange(size, device=raw.device)
     pages = contexts.page_table[contexts.request_of[:, None],
                                 (at // page_tokens).clamp_max(contexts.page_table.shape[1] - 1)].long()
@@ -83,56 +83,56 @@ def write_keys_values(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_ca
         cache[pages, offsets] = torch.where(is_live, made.to(cache.dtype), cache[pages, offsets])
 
 
-def stretch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
-                      scale: float, stretches: Stretches) -> Tensor:
-    """Attention of q [tokens, heads, dim] to chosen stretches and to the tokens after the last whole one.
+def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
+                    scale: float, blocks: TokenBlocks) -> Tensor:
+    """Attention of q [tokens, heads, dim] to chosen blocks and to the tokens after the last whole one.
 
-    chosen [tokens, most chosen]: places among the keys of stretches, ascending, then NOT_CHOSEN. k_cache and v_cache
+    chosen [tokens, most chosen]: places among the keys of blocks, ascending, then NOT_CHOSEN. k_cache and v_cache
     [pages, page tokens, kv heads, dim]. Returns [tokens, heads, dim]; 0 for token rows that see nothing."""
-    positions = _listed(contexts, chosen, stretches)
+    positions = _listed(contexts, chosen, blocks)
     out = torch.empty_like(q)
     for rows in _chunks(q.shape[0], positions.shape[1] * q.shape[1] * q.shape[2]):
         out[rows] = _attend(q[rows], k_cache, v_cache, contexts.cut(rows), positions[rows], scale)
     return out
 
 
-def exact_stretch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
-                            scale: float, stretches: Stretches) -> Tensor:
-    """See `stretch_attention`. Every token row by itself, so that a library gets the same shapes whatever the batch."""
+def exact_block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
+                          scale: float, blocks: TokenBlocks) -> Tensor:
+    """See `block_attention`. Every token row by itself, so that a library gets the same shapes whatever the batch."""
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
         own = contexts.cut(slice(row, row + 1))
-        positions = _listed(own, chosen[row : row + 1].clone(), stretches)
+        positions = _listed(own, chosen[row : row + 1].clone(), blocks)
         out[row] = _attend(q[row : row + 1].clone(), k_cache, v_cache, own, positions, scale)[0]
     return out
 
 
-def every_stretch(contexts: TokenContexts, count: int) -> Tensor:
-    """[tokens, count] all stretches that a token row sees, given as `Stretches.visible` does, then NOT_CHOSEN. No token
+def every_block(contexts: TokenContexts, count: int) -> Tensor:
+    """[tokens, count] all blocks that a token row sees, given as `TokenBlocks.visible` does, then NOT_CHOSEN. No token
     row may see more than `count`."""
     places = contexts.first[:, None] + torch.arange(count, device=contexts.first.device)
     return torch.where(places < contexts.stop[:, None], places, NOT_CHOSEN).int()
 
 
-def check_stretches(q: Tensor, k_cache: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
-    """Raises unless the arguments of `stretch_attention` agree."""
+def check_blocks(q: Tensor, k_cache: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
+    """Raises unless the arguments of `block_attention` agree."""
     if not q.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
-        raise ValueError(f"stretch_attention: token rows disagree: queries {q.shape[0]}, contexts "
+        raise ValueError(f"block_attention: token rows disagree: queries {q.shape[0]}, contexts "
                          f"{contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
     if q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"stretch_attention: {q.shape[1]} heads cannot share {k_cache.shape[2]} kv heads")
+        raise ValueError(f"block_attention: {q.shape[1]} heads cannot share {k_cache.shape[2]} kv heads")
 
 
-def _listed(contexts: TokenContexts, chosen: Tensor, stretches: Stretches) -> Tensor:
-    """[tokens, most chosen * size + size - 1] the positions of chosen stretches and of the last tokens."""
-    size, anchor = stretches.size, stretches.anchor
-    begins = anchor + (chosen.long() - stretches.shift) * size
-    of_stretches = (begins[..., None] + torch.arange(size, device=chosen.device)).masked_fill(
+def _listed(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:
+    """[tokens, most chosen * size + size - 1] the positions of chosen blocks and of the last tokens."""
+    size, anchor = blocks.size, blocks.anchor
+    begins = anchor + (chosen.long() - blocks.shift) * size
+    of_blocks = (begins[..., None] + torch.arange(size, device=chosen.device)).masked_fill(
         chosen[..., None] < 0, NOT_CHOSEN).flatten(1)
     tail = anchor + (contexts.stop - anchor).clamp_min(0) // size * size
     last = tail[:, None] + torch.arange(size - 1, device=chosen.device)
     is_seen = (last >= contexts.first[:, None]) & (last < contexts.stop[:, None])
-    return torch.cat((of_stretches, torch.where(is_seen, last, NOT_CHOSEN)), dim=1)
+    return torch.cat((of_blocks, torch.where(is_seen, last, NOT_CHOSEN)), dim=1)
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, positions: Tensor,

@@ -1,5 +1,5 @@
-"""The kernels of attention to chosen stretches against their torch twins: several requests with any number of token
-rows, dead token rows, stretches that begin at position 1, and NaN wherever nothing may be read."""
+"""The kernels of attention to chosen blocks against their torch twins: several requests with any number of token
+rows, dead token rows, blocks that begin at position 1, and NaN wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
-from outrider.kernels import stretches as twins
+from outrider.kernels import token_blocks as twins
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.kernels.stretches import Stretches
+from outrider.kernels.token_blocks import TokenBlocks
 from outrider.kernels.triton import index_choice
-from outrider.kernels.triton import stretches as kernels
+from outrider.kernels.triton import token_blocks as kernels
 from outrider.kernels.triton.cache_write import cache_write
 from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread
 
@@ -22,10 +22,10 @@ LENS = [(1, 0, 19), (5, 0, 23), (3, 3, 9), (2, 0, 1), (1, 5, 5), (7, 2, 30), (1,
 
 
 def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, stop: int, places: list[int],
-          stretches: Stretches, scale: float) -> torch.Tensor:
+          blocks: TokenBlocks, scale: float) -> torch.Tensor:
     """One token row over plain lists of its request's keys and values [positions, kv heads, dim]."""
-    size, anchor = stretches
-    seen = [anchor + (place - stretches.shift) * size + i for place in places for i in range(size)]
+    size, anchor = blocks
+    seen = [anchor + (place - blocks.shift) * size + i for place in places for i in range(size)]
     seen += [p for p in range(anchor + max(stop - anchor, 0) // size * size, stop) if p >= first]
     out = torch.zeros_like(q)
     for head in range(len(q) if seen else 0):
@@ -34,8 +34,8 @@ def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int,
     return out
 
 
-@pytest.mark.parametrize(("stretches", "splits"), [(Stretches(4, 0), 1), (Stretches(2, 1), 3)], ids=str)
-def test_choice_and_attention(device: torch.device, dtype: torch.dtype, stretches: Stretches, splits: int) -> None:
+@pytest.mark.parametrize(("blocks", "splits"), [(TokenBlocks(4, 0), 1), (TokenBlocks(2, 1), 3)], ids=str)
+def test_choice_and_attention(device: torch.device, dtype: torch.dtype, blocks: TokenBlocks, splits: int) -> None:
     contexts = make_contexts(device, LENS, columns=8)
     count, heads, kv_heads, dim, top = len(contexts.first), 6, 2, 12, 3
     index_keys = make_cache(contexts, 16, dtype)
@@ -43,14 +43,14 @@ def test_choice_and_attention(device: torch.device, dtype: torch.dtype, stretche
     v_cache = v_cache * 2 + 1
     index_q = spread(count, 16, 16, device=device, dtype=dtype)
     weights = torch.ones(count, 16, device=device)
-    seen = stretches.visible(contexts)
+    seen = blocks.visible(contexts)
     chosen, wanted = (torch.full((count, top), -9, dtype=torch.int32, device=device) for _ in range(2))
-    latent.choose_positions(index_q, weights, stretches.keys(index_keys), seen, wanted)
-    index_choice.choose_positions(index_q, weights, stretches.keys(index_keys), seen, chosen, pdl=False)
+    latent.choose_positions(index_q, weights, blocks.keys(index_keys), seen, wanted)
+    index_choice.choose_positions(index_q, weights, blocks.keys(index_keys), seen, chosen, pdl=False)
     assert torch.equal(chosen, wanted) and (wanted >= 0).sum() > 20
     q = spread(count, heads, dim, device=device, dtype=dtype, seed=5)
-    expected = twins.stretch_attention(q, k_cache, v_cache, contexts, wanted, 0.3, stretches)
-    out = kernels.stretch_attention(q, k_cache, v_cache, contexts, wanted, 0.3, stretches, num_splits=splits, pdl=False)
+    expected = twins.block_attention(q, k_cache, v_cache, contexts, wanted, 0.3, blocks)
+    out = kernels.block_attention(q, k_cache, v_cache, contexts, wanted, 0.3, blocks, num_splits=splits, pdl=False)
     near = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(out, expected, **near)
     for row in range(0, count, 3):
@@ -58,14 +58,14 @@ def test_choice_and_attention(device: torch.device, dtype: torch.dtype, stretche
         keys, values = (cache[pages].flatten(0, 1).float() for cache in (k_cache, v_cache))
         places = [place for place in wanted[row].tolist() if place >= 0]
         span = int(contexts.first[row]), int(contexts.stop[row])
-        alone = naive(q[row].float(), keys, values, *span, places, stretches, 0.3)
+        alone = naive(q[row].float(), keys, values, *span, places, blocks, 0.3)
         torch.testing.assert_close(expected[row].float(), alone, **near)
     assert (out[contexts.stop <= contexts.first] == 0).all()
 
 
-@pytest.mark.parametrize("stretches", [Stretches(4, 0), Stretches(4, 1)], ids=str)
-def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: Stretches) -> None:
-    """A text of 23 tokens in steps of several sizes: every cell is a token's own key, or that of its whole stretch. A
+@pytest.mark.parametrize("blocks", [TokenBlocks(4, 0), TokenBlocks(4, 1)], ids=str)
+def test_keys_of_blocks(device: torch.device, dtype: torch.dtype, blocks: TokenBlocks) -> None:
+    """A text of 23 tokens in steps of several sizes: every cell is a token's own key, or that of its whole block. A
     draft is written and rejected in every step."""
     dim, turning, length, page = 12, 8, 23, 4
     table = torch.tensor([[5, 2, 7, 1, 3, 6, 4]], dtype=torch.int32, device=device)
@@ -80,8 +80,8 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
         slots[live:] = -1
         none = torch.zeros(len(keys), dtype=torch.int64, device=device)
         contexts = latent.TokenContexts(table, none, none, at + 1)
-        for function, cache in zip((twins.write_stretch_keys, kernels.write_stretch_keys), caches, strict=True):
-            function(keys, gain, 1e-6, RopeRows(at, rope), slots, at - begin, contexts, cache, stretches)
+        for function, cache in zip((twins.write_block_keys, kernels.write_block_keys), caches, strict=True):
+            function(keys, gain, 1e-6, RopeRows(at, rope), slots, at - begin, contexts, cache, blocks)
 
     begin = 0
     for count in (1, 6, 2, 1, 9, 4):
@@ -93,8 +93,8 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
     torch.testing.assert_close(mine, theirs, **near)
     num_whole = 0
     for position in range(length):
-        start = position - stretches.size + 1
-        if start < stretches.anchor or (start - stretches.anchor) % stretches.size:
+        start = position - blocks.size + 1
+        if start < blocks.anchor or (start - blocks.anchor) % blocks.size:
             assert torch.equal(theirs[position], raw[position])
             continue
         mean = raw[start : position + 1].float().mean(0)
@@ -103,15 +103,15 @@ def test_keys_of_stretches(device: torch.device, dtype: torch.dtype, stretches: 
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin, key[turning:]))
         torch.testing.assert_close(theirs[position].float(), turned, **near)
         num_whole += 1
-    assert num_whole == (length - stretches.anchor) // stretches.size
+    assert num_whole == (length - blocks.anchor) // blocks.size
 
 
 def test_rows_that_disagree_are_refused(device: torch.device) -> None:
     contexts = make_contexts(device, LENS, columns=8)
     cache, chosen = torch.zeros(4, 4, 2, 16, device=device), torch.zeros(3, 2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="token rows disagree: queries 3"):
-        kernels.stretch_attention(torch.zeros(3, 4, 16, device=device), cache, cache, contexts, chosen, 1.0,
-                                  Stretches(2, 0))
+        kernels.block_attention(torch.zeros(3, 4, 16, device=device), cache, cache, contexts, chosen, 1.0,
+                                TokenBlocks(2, 0))
 
 
 def test_keys_and_values(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,7 +1,7 @@
-"""Attention to the stretches of a context that an indexer chose, and the cache write of its index keys.
+"""Attention to the blocks of a context that an indexer chose, and the cache write of its index keys.
 
-`kernels/stretches.py` says what a stretch is. One program attends for the heads of one kv head of one token row, over a
-split of its chosen stretches and last tokens; the splits are merged as those of latent attention. Contexts and choices
+`kernels/token_blocks.py` says what a block is. One program attends for the heads of one kv head of one token row, over
+a split of its chosen blocks and last tokens; the splits are merged as those of latent attention. Contexts and choices
 are read on the device: the host sizes the grid by the number of token rows alone.
 """
 
@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
-from outrider.kernels.stretches import Stretches, check_stretches
+from outrider.kernels.token_blocks import TokenBlocks, check_blocks
 from outrider.kernels.triton.attention_core import no_sums, weigh_scores
 from outrider.kernels.triton.common import (
     FLOATS,
@@ -44,7 +44,7 @@ def _write_kernel(
     SIZE: tl.constexpr, ANCHOR: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program writes one token's key, or that of the stretch that the token completes. Every dimension is computed
+    """A program writes one token's key, or that of the block that the token completes. Every dimension is computed
     beside the one with which it turns."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -87,12 +87,12 @@ def _write_kernel(
         tl.store(cache + (slot // PAGE) * page_stride + (slot % PAGE) * key_stride + dim, own, mask=valid)
 
 
-def write_stretch_keys(
+def write_block_keys(
     raw: torch.Tensor, gain: torch.Tensor, eps: float, rope: RopeRows, slots: torch.Tensor, offsets: torch.Tensor,
-    contexts: TokenContexts, cache: torch.Tensor, stretches: Stretches, *, pdl: bool | None = None,
+    contexts: TokenContexts, cache: torch.Tensor, blocks: TokenBlocks, *, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.stretches.write_stretch_keys`."""
-    name, device = "write_stretch_keys", raw.device
+    """See `kernels.token_blocks.write_block_keys`."""
+    name, device = "write_block_keys", raw.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "raw", raw, (None, None), device, FLOATS)
     num_tokens, dim = raw.shape
@@ -109,7 +109,7 @@ def write_stretch_keys(
         _write_kernel[(num_tokens,)](
             raw, gain, rope.table, rope.positions, slots, offsets, contexts.page_table, contexts.request_of, cache, eps,
             raw.stride(0), rope.table.stride(0), contexts.page_table.stride(0), *cache.stride()[:2],
-            SIZE=stretches.size, ANCHOR=stretches.anchor, D=dim, D_PAD=next_power_of_two(dim), HALF=turning // 2,
+            SIZE=blocks.size, ANCHOR=blocks.anchor, D=dim, D_PAD=next_power_of_two(dim), HALF=turning // 2,
             PAGE=cache.shape[1], PDL=pdl, num_warps=1 if dim <= 256 else 4, **pdl_options(pdl),
         )
 
@@ -123,7 +123,7 @@ def _attention_kernel(
     GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Entries of a token row are the tokens of its chosen stretches, then those after its last whole stretch."""
+    """Entries of a token row are the tokens of its chosen blocks, then those after its last whole block."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -167,15 +167,15 @@ def _attention_kernel(
     tl.store(to, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=(row < GROUP)[:, None] & (dim < D)[None, :])
 
 
-def stretch_attention(
+def block_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
-    scale: float, stretches: Stretches, *, num_splits: int | None = None, pdl: bool | None = None,
+    scale: float, blocks: TokenBlocks, *, num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.stretches.stretch_attention`."""
-    name, device = "stretch_attention", q.device
+    """See `kernels.token_blocks.block_attention`."""
+    name, device = "block_attention", q.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
-    check_stretches(q, k_cache, contexts, chosen)
+    check_blocks(q, k_cache, contexts, chosen)
     num_tokens, num_heads, dim = q.shape
     for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_tensor(name, argument, cache, (None, None, None, dim), device, (q.dtype,))
@@ -189,7 +189,7 @@ def stretch_attention(
     if num_tokens == 0:
         return out
     top, block_n = chosen.shape[1], _KEYS[q.element_size()]
-    most = cdiv((top + 1) * stretches.size - 1, block_n)
+    most = cdiv((top + 1) * blocks.size - 1, block_n)
     splits = num_splits or max(1, min(most, 2 * num_sms(device) // (num_tokens * num_kv), MOST_SPLITS))
     made, lse = out, None
     if splits > 1:
@@ -200,8 +200,8 @@ def stretch_attention(
     _attention_kernel[(num_tokens, num_kv, splits)](
         q, k_cache, v_cache, contexts.page_table, contexts.request_of, contexts.first, contexts.stop, chosen, made,
         made if lse is None else lse, scale, splits, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        contexts.page_table.stride(0), chosen.stride(0), *strides, SIZE=stretches.size, ANCHOR=stretches.anchor,
-        SHIFT=stretches.shift, TOP=top, GROUP=group, GROUP_PAD=max(16, next_power_of_two(group)), D=dim,
+        contexts.page_table.stride(0), chosen.stride(0), *strides, SIZE=blocks.size, ANCHOR=blocks.anchor,
+        SHIFT=blocks.shift, TOP=top, GROUP=group, GROUP_PAD=max(16, next_power_of_two(group)), D=dim,
         D_PAD=max(16, next_power_of_two(dim)), PAGE=page_tokens, BLOCK_N=block_n, SPLIT=lse is not None, PDL=pdl,
         num_warps=4, num_stages=2, **pdl_options(pdl),
     )
@@ -210,14 +210,14 @@ def stretch_attention(
     return out
 
 
-def exact_stretch_attention(
+def exact_block_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
-    scale: float, stretches: Stretches, *, pdl: bool | None = None,
+    scale: float, blocks: TokenBlocks, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`stretch_attention` with one number of splits for any number of token rows: every token row has programs of its
+    """`block_attention` with one number of splits for any number of token rows: every token row has programs of its
     own, so that its bits do not depend on other rows."""
-    check_stretches(q, k_cache, contexts, chosen)
+    check_blocks(q, k_cache, contexts, chosen)
     parts = [slice(begin, begin + EXACT_ROWS) for begin in range(0, max(1, q.shape[0]), EXACT_ROWS)]
-    made = [stretch_attention(q[rows], k_cache, v_cache, contexts.cut(rows), chosen[rows], scale, stretches,
-                              num_splits=EXACT_SPLITS, pdl=pdl) for rows in parts]
+    made = [block_attention(q[rows], k_cache, v_cache, contexts.cut(rows), chosen[rows], scale, blocks,
+                            num_splits=EXACT_SPLITS, pdl=pdl) for rows in parts]
     return made[0] if len(made) == 1 else torch.cat(made)

@@ -1,4 +1,4 @@
-"""The kernels of residual streams and of attention to chosen stretches, at sizes of Qwen4-Exp, compile for an H200
+"""The kernels of residual streams and of attention to chosen blocks, at sizes of Qwen4-Exp, compile for an H200
 that is not there: the interpreter takes what the compiler may refuse. This file runs as a program, in which Triton does
 not interpret."""
 
@@ -28,10 +28,10 @@ def compile_kernels() -> list[str]:
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
     from outrider.kernels.streams import StreamRule
-    from outrider.kernels.stretches import Stretches
+    from outrider.kernels.token_blocks import TokenBlocks
     from outrider.kernels.triton.hyper_streams import read_streams, write_streams
     from outrider.kernels.triton.streams import join_streams, mix_streams, stream_gates
-    from outrider.kernels.triton.stretches import stretch_attention, write_stretch_keys
+    from outrider.kernels.triton.token_blocks import block_attention, write_block_keys
 
     ints, width = torch.zeros(TOKENS, dtype=torch.int64), STREAMS * HIDDEN
     contexts = TokenContexts(torch.zeros(2, 512, dtype=torch.int32), ints, ints, ints)
@@ -53,13 +53,13 @@ def compile_kernels() -> list[str]:
                 write_streams(streams, made(TOKENS, HIDDEN), *weights[1:], pdl=False)
             index_keys, keys = made(4, PAGE, INDEX_DIM), made(4, PAGE, KV, DIM)
             rope = RopeRows(ints, torch.zeros(64, 64))
-            for stretches in (Stretches(4, 0), Stretches(16, 1)):
-                write_stretch_keys(made(TOKENS, INDEX_DIM), torch.zeros(INDEX_DIM), 1e-6, rope, ints, ints, contexts,
-                                   index_keys, stretches, pdl=False)
+            for blocks in (TokenBlocks(4, 0), TokenBlocks(16, 1)):
+                write_block_keys(made(TOKENS, INDEX_DIM), torch.zeros(INDEX_DIM), 1e-6, rope, ints, ints, contexts,
+                                 index_keys, blocks, pdl=False)
                 for splits in (1, 4):
                     chosen = torch.zeros(TOKENS, 512, dtype=torch.int32)
-                    stretch_attention(made(TOKENS, HEADS, DIM), keys, keys, contexts, chosen, 0.1, stretches,
-                                      num_splits=splits, pdl=False)
+                    block_attention(made(TOKENS, HEADS, DIM), keys, keys, contexts, chosen, 0.1, blocks,
+                                    num_splits=splits, pdl=False)
     return found
 
 
