@@ -87,7 +87,8 @@ class PageChanges:
 
 
 class AdapterReach(enum.Flag):
-    """The kinds of products that adapters change. Steps are captured for the kinds that they may change."""
+    """The kinds of products that adapters change. Steps are captured for the kinds that they may change, so that
+    adapters of linear layers alone do not pay for those of experts, embeddings or latents."""
 
     NOTHING = 0
     LINEARS = enum.auto()
