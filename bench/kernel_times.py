@@ -215,13 +215,13 @@ def bench_rope(bench: Bench, model: Model, num_tokens: int) -> None:
 
 def bench_sampling(bench: Bench, vocab: int, num_rows: int, temperature: float) -> None:
     logits = torch.randn(num_rows, vocab, device="cuda")
-    heat = torch.full((num_rows,), temperature, device="cuda")
+    temperatures = torch.full((num_rows,), temperature, device="cuda")
     seed = torch.arange(num_rows, device="cuda")
     zero = torch.zeros_like(seed)
-    tokens = kernels.sample_logits(logits, heat, seed, zero, zero)
+    tokens = kernels.sample_logits(logits, temperatures, seed, zero, zero)
     if temperature == 0 and not torch.equal(tokens, logits.argmax(-1)):
         raise AssertionError("sample_logits: greedy tokens differ from argmax")
-    us = graph_us(lambda i: kernels.sample_logits(logits, heat, seed, zero, zero), 8)
+    us = graph_us(lambda i: kernels.sample_logits(logits, temperatures, seed, zero, zero), 8)
     torch_us = graph_us(lambda i: logits.argmax(-1), 8)
     bench.report("sample_logits", f"{num_rows} x {vocab} T={temperature}", us, 4 * logits.numel(),
                  torch_argmax_us=round(torch_us, 2))

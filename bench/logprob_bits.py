@@ -40,7 +40,7 @@ from outrider.llm import LLM
 ROUNDS = ("fresh", "prefix hits", "a mate with many")
 NUMS = (0, 20, 1, 5)  # of the likeliest tokens
 MANY = 200  # more than kernels report
-HEATS: tuple[dict[str, Any], ...] = (  # parameters of the requests, in turn
+TEMPERATURES: tuple[dict[str, Any], ...] = (  # parameters of the requests, in turn
     {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 50},
     {"temperature": 0.9, "frequency_penalty": 0.3},
 )
@@ -71,7 +71,7 @@ def vary(asks: Sequence[Ask], tokens: int, seed: int) -> list[Ask]:
     for index, ask in enumerate(asks):
         length = max(2, round(2 * tokens / len(asks) * (0.2 + 0.6 * chance.random())))
         params = SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, seed=seed + index,
-                                logprobs=NUMS[index % len(NUMS)], **HEATS[index % len(HEATS)])
+                                logprobs=NUMS[index % len(NUMS)], **TEMPERATURES[index % len(TEMPERATURES)])
         made.append(replace(ask, params=params))
     last, so_far = made[-1], sum(ask.params.max_tokens or 0 for ask in made)
     length = (last.params.max_tokens or 0) + max(0, tokens - so_far)

@@ -56,9 +56,9 @@ def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int |
     first, second = tokens
     scores = (float("nan"), float("nan"))
     if first is not None and second is not None:  # a run that ended has a token for its end, so arithmetic is no excuse
-        heat = ask.params.temperature or 1.0
+        temperature = ask.params.temperature or 1.0
         noise = noise_of(ask, len(ask.token_ids) + position, (first, second))
-        scores = (logprobs[first] / heat + noise[0], logprobs[second] / heat + noise[1])
+        scores = (logprobs[first] / temperature + noise[0], logprobs[second] / temperature + noise[1])
     return Difference(index, position, ask.params.is_greedy, tokens, scores, TOLERANCE[dtype])
 
 

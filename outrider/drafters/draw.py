@@ -19,9 +19,9 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
     before it; the first draft begins it anew."""
     scores = logits
     if any_sampled:
-        heat = keys.temperature[:, None].to(logits.dtype)
+        temperature = keys.temperature[:, None].to(logits.dtype)
         noise = gumbel(keys.seed, keys.sample_index, keys.positions[index], target_ids, logits.shape[1], logits.dtype)
-        scores = torch.where(heat > 0, logits / heat + noise, logits)
+        scores = torch.where(temperature > 0, logits / temperature + noise, logits)
     best = scores.argmax(dim=1)
     out.copy_(best if target_ids is None else target_ids[best])
     if index < MOST_PLACES:

@@ -112,8 +112,8 @@ def test_a_drafter_that_computes_nan_harms_nobody(where: str, dtype: torch.dtype
             own.embed_tokens.weight[::3] = torch.nan
         case "infinite logits":
             own.norm.weight.fill_(torch.inf)
-    asks = [Ask(STEM[:n], SamplingParams(max_tokens=8, speculative=k, temperature=heat, seed=n))
-            for n, k, heat in ((20, 3, 0), (9, 0, 0), (34, 3, 1.0), (17, 0, 1.0), (5, 2, 1.0))]
+    asks = [Ask(STEM[:n], SamplingParams(max_tokens=8, speculative=k, temperature=temperature, seed=n))
+            for n, k, temperature in ((20, 3, 0), (9, 0, 0), (34, 3, 1.0), (17, 0, 1.0), (5, 2, 1.0))]
     with Rig(target, overlap=False) as rig:
         expected = tokens_of(rig.run(asks))
     network = DraftModelNetwork(draft, target.num_layers, target.vocab_size)

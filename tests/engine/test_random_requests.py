@@ -53,8 +53,8 @@ def random_params(draw: random.Random) -> SamplingParams:
     chosen = {name: value for name, value in given.items() if draw.random() < 0.3}
     if "structured_outputs" in chosen:
         chosen.pop("allowed_token_ids", None)  # no text would have both
-    heat = draw.choice([0.0, 0.0, 0.5, 1.0, 3.0])
-    return SamplingParams(temperature=heat, seed=draw.randrange(1 << 40), max_tokens=max_tokens, **chosen)
+    temperature = draw.choice([0.0, 0.0, 0.5, 1.0, 3.0])
+    return SamplingParams(temperature=temperature, seed=draw.randrange(1 << 40), max_tokens=max_tokens, **chosen)
 
 
 def random_asks(draw: random.Random) -> list[Ask]:

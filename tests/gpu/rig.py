@@ -163,5 +163,5 @@ def margin(expected: RequestOutput, ask: Ask, position: int, token: int) -> floa
     assert logprobs is not None
     entry = {int(key): value.logprob for key, value in logprobs[position].items()}
     noise = noise_of(CommandAsk(ask.prompt, ask.params), len(ask.prompt) + position, (right, token))
-    heat = ask.params.temperature or 1.0
-    return (entry[right] / heat + noise[0]) - (entry[token] / heat + noise[1])
+    temperature = ask.params.temperature or 1.0
+    return (entry[right] / temperature + noise[0]) - (entry[token] / temperature + noise[1])

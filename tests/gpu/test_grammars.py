@@ -59,9 +59,9 @@ def test_steps_with_a_grammar_replay_captured_halves(drafter: str, overlap: bool
         assert set(rig.engine.stats.uncaptured) <= {Uncaptured.NEW_SIZE}, rig.engine.stats.uncaptured_line
         forms = {key.form for key in rig.runner.graphs.captured}
         assert forms == set(StepForm)
-        unheated = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
-                    for ask in asks()]
-        assert_same_tokens(outputs, reference(), unheated)
+        scaled_by_one = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
+                         for ask in asks()]
+        assert_same_tokens(outputs, reference(), scaled_by_one)
         texts = [output.outputs[0].token_ids for output in outputs[: len(OTHERS)]]
         assert all(len(text) == LENGTH + 1 and text[-1] == END for text in texts)
         assert all(token in own.allowed(i) for text in texts for i, token in enumerate(text))

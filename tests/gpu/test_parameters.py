@@ -49,9 +49,9 @@ def test_no_parameter_needs_an_uncaptured_step(drafter: str) -> None:
         assert set(rig.engine.stats.uncaptured) <= {Uncaptured.NEW_SIZE}, rig.engine.stats.uncaptured_line
         assert rig.runner.num_replays > rig.runner.num_uncaptured
         # The reference's log-probabilities are divided by temperatures already.
-        unheated = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
-                    for ask in asks()]
-        assert_same_tokens(outputs, reference(), unheated)
+        scaled_by_one = [ask if ask.params.is_greedy else replace(ask, params=replace(ask.params, temperature=1.0))
+                         for ask in asks()]
+        assert_same_tokens(outputs, reference(), scaled_by_one)
         for output, ask in zip(outputs, asks(), strict=True):
             named = output.outputs[0].logprobs
             assert (named is None) == (ask.params.logprobs is None)

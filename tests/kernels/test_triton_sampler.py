@@ -71,11 +71,11 @@ def asked_of(drawn: list[Case]) -> list[int | None]:
     return [case.params.logprobs for case in drawn for _ in case.logits]
 
 
-def some_cases(every: list[dict[str, Any]], heat: float = 1.0, spread: float = 3.0, seed: int = 0) -> list[Case]:
+def some_cases(every: list[dict[str, Any]], temperature: float = 1.0, spread: float = 3.0, seed: int = 0) -> list[Case]:
     random = np.random.default_rng(seed)
     return [
         Case(
-            SamplingParams(**({"temperature": heat, "max_tokens": None} | fields)),
+            SamplingParams(**({"temperature": temperature, "max_tokens": None} | fields)),
             tuple(random.integers(0, 12, 8).tolist()), 4, drafts := tuple(random.integers(0, 12, i % 3).tolist()),
             random.normal(0, spread, (len(drafts) + 1, VOCAB)).astype(np.float32), seed=i - 3, sample_index=i % 2,
             eos_ids=(7,),
@@ -94,31 +94,31 @@ def test_any_batch_gives_what_the_torch_code_gives(device: torch.device, drawn: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("heat", [0.0, 0.7])
-def test_everything_at_once_over_several_tiles(device: torch.device, mode: str, heat: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_everything_at_once_over_several_tiles(device: torch.device, mode: str, temperature: float) -> None:
     loud = {name: value for name, value in LOUD.__dict__.items() if name not in ("temperature", "max_tokens")}
-    drawn = some_cases([loud, loud | {"top_k": 0, "logprobs": 0}, {}], heat)
+    drawn = some_cases([loud, loud | {"top_k": 0, "logprobs": 0}, {}], temperature)
     batch = make_batch(drawn, device=str(device), limits=LIMITS)
     made, wanted = (sampled_by(kind, batch, logprobs=mode) for kind in ("triton", "reference"))
     assert_equal(made, wanted, asked_of(drawn))
     assert not wanted.bad.any()
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.3])
-def test_every_parameter_alone(device: torch.device, heat: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_every_parameter_alone(device: torch.device, temperature: float) -> None:
     for first in range(0, len(ALONE), 8):
-        drawn = some_cases(ALONE[first : first + 8], heat, seed=first)
+        drawn = some_cases(ALONE[first : first + 8], temperature, seed=first)
         batch = make_batch(drawn, device=str(device), limits=LIMITS)
         made, wanted = (sampled_by(kind, batch) for kind in ("triton", "reference"))
         assert_equal(made, wanted, asked_of(drawn))
 
 
-@pytest.mark.parametrize("heat", [0.0, 0.9])
-def test_grammars_beside_every_other_edit(device: torch.device, heat: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_grammars_beside_every_other_edit(device: torch.device, temperature: float) -> None:
     """Masks of both tiles, one for each draft, over logits that are edited otherwise too; the last has none."""
     loud = {name: value for name, value in LOUD.__dict__.items() if name not in ("temperature", "max_tokens")}
     drawn = []
-    for i, case in enumerate(some_cases([{}, loud, {"top_p": 0.8}, {"logit_bias": {1499: 90.0}}, {}], heat)):
+    for i, case in enumerate(some_cases([{}, loud, {"top_p": 0.8}, {"logit_bias": {1499: 90.0}}, {}], temperature)):
         if i < 4:
             params = replace(case.params, structured_outputs=StructuredOutputsParams(json_object=True))
             allowed = np.random.default_rng(i).random(case.logits.shape) < 0.3

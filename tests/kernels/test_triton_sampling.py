@@ -187,7 +187,7 @@ def test_mapped_ids_have_the_noise_of_what_they_stand_for(device: torch.device) 
 
 
 LIMITS = Limits(max_requests=6, max_batched_tokens=64, max_len=40, max_drafts=3, vocab_size=1300)
-HEATS = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
+TEMPERATURES = [0.0, 1.0, 0.7, 1e-3, 1e-30, 5.0]
 
 
 def sampling_rows(device: torch.device, params: list[SamplingParams]) -> SamplingRows:
@@ -220,13 +220,13 @@ def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[Samp
     "fields", [{}, {"temperature": 0.0}, {"top_k": 20}, {"top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.5}]
 )
 def test_the_sampler_gives_the_same_with_kernels(device: torch.device, fields: dict[str, Any]) -> None:
-    of = logit_rows(device, len(HEATS))
+    of = logit_rows(device, len(TEMPERATURES))
     logits = (4 * torch.randn(len(of), 1300, generator=torch.Generator().manual_seed(1))).to(device)
     logits[1, 7] = float("nan")
     logits[4, 1299] = float("inf")
     logits[5] = float("-inf")
     logits[8:10] *= 1e6  # shifted first, or a tiny temperature makes several infinite
-    params = [SamplingParams(**({"temperature": heat} | fields)) for heat in HEATS]
+    params = [SamplingParams(**({"temperature": temperature} | fields)) for temperature in TEMPERATURES]
     wanted, made = (sampled_by(kind, logits, of, params) for kind in ("reference", "triton"))
     assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.bad, wanted.bad)
     assert wanted.bad.tolist() == [i in (1, 4, 5) for i in range(len(of))]
@@ -234,18 +234,18 @@ def test_the_sampler_gives_the_same_with_kernels(device: torch.device, fields: d
 
 def test_a_draw_is_the_choice_from_scaled_logits(device: torch.device) -> None:
     """Alone or beside a request that asks for more, a request is drawn the same: bits, not only up to near-ties."""
-    rows = sampling_rows(device, [SamplingParams(temperature=heat) for heat in (0.3, 0.9, 1.7)])
+    rows = sampling_rows(device, [SamplingParams(temperature=temperature) for temperature in (0.3, 0.9, 1.7)])
     generator, count = torch.Generator().manual_seed(2), 10
     row = torch.randint(1, 4, (count,), generator=generator).to(device)
     position = torch.arange(count, device=device)
-    heat, seed, sample_index = (field[row] for field in rows.keys)
+    temperature, seed, sample_index = (field[row] for field in rows.keys)
     # Two tokens whose scores are equal but for rounding.
     noise = gumbel(seed, sample_index, position, None, 2, torch.float32)
-    logits = torch.randn(count, 1, generator=generator).to(device) * 30 - heat[:, None] * noise
+    logits = torch.randn(count, 1, generator=generator).to(device) * 30 - temperature[:, None] * noise
     tokens, bad = draw_tokens(logits, row, position, rows.keys, any_sampled=True)
     chosen = choose_scaled(scale(logits, row, rows), row, position, rows.keys)
     assert torch.equal(tokens, chosen) and not bad.any()
-    unshifted = sample_logits(logits, heat, seed, sample_index, position)
+    unshifted = sample_logits(logits, temperature, seed, sample_index, position)
     assert not torch.equal(tokens, unshifted), "how it is rounded decides"
 
 

@@ -185,7 +185,7 @@ static Best find_best(const Chain *c, int64_t pass, int64_t r, int64_t from, int
     best.mass = sum_lanes(total);
     for (; i < to; i++) best.mass += expf(logits[i] - best.top);
     if (b->any_sampled && b->temperature[r] > 0) {
-        LogitRow row = {.heat = b->temperature[r]};
+        LogitRow row = {.temperature = b->temperature[r]};
         row.key[0] = (uint32_t)b->seed[r], row.key[1] = (uint32_t)((uint64_t)b->seed[r] >> 32);
         row.words[0] = (uint32_t)b->draft_positions[pass * b->requests + r];
         row.words[1] = (uint32_t)b->sample_index[r];

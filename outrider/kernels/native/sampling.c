@@ -154,12 +154,13 @@ static void start_row(const Sampling *s, int64_t index, const WaveMemory *memory
     const float *raw = in->logits + at * in->stride;
     *r = (LogitRow){.raw = raw, .logits = raw, .raw_groups = groups, .groups = groups + is_edited * s->groups,
                     .blocks = memory->blocks + index * s->blocks, .of = of, .flags = flags,
-                    .position = in->position ? in->position[at] : 0, .furthest = bits_of(INFINITY), .heat = state->temperature[of]};
+                    .position = in->position ? in->position[at] : 0, .furthest = bits_of(INFINITY),
+                    .temperature = state->temperature[of]};
     if (is_edited && in->edited) r->logits = in->edited + at * in->edited_stride;
     if (is_edited && !in->edited) r->logits = r->edited = memory->edited + index * in->vocab;
     if (is_edited) r->num_before = lower(in->draft_index[at], in->max_drafts);
-    r->is_drawn = in->any_sampled && r->heat > 0;
-    if (!r->is_drawn) r->heat = 1, r->flags &= EDITED;
+    r->is_drawn = in->any_sampled && r->temperature > 0;
+    if (!r->is_drawn) r->temperature = 1, r->flags &= EDITED;
     r->is_weighed = (r->flags & (TOP_K | TOP_P)) == TOP_P;
     r->is_reported = in->reports && state->num_logprobs[of] >= -1;
     if (in->chosen) r->token = in->chosen[at];

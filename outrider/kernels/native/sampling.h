@@ -54,15 +54,15 @@ typedef struct {
     float score, sum;
 } BlockWork;
 
-/* A logit row at work. Scaled logits are (logit - greatest) / heat; a distance is what lies between one and 0, as the
- * bits of a float, which are ordered like the floats. */
+/* A logit row at work. Scaled logits are (logit - greatest) / temperature; a distance is what lies between one and 0, as
+ * the bits of a float, which are ordered like the floats. */
 typedef struct {
     const float *raw, *logits; /* the model's own; those that are drawn from */
     float *edited;             /* where `logits` are written, or null */
     float *raw_groups, *groups;
     BlockWork *blocks;
     int64_t of, flags, position, num_before, token;
-    float raw_greatest, greatest, heat, bound; /* bound: a score that is beaten */
+    float raw_greatest, greatest, temperature, bound; /* bound: a score that is beaten */
     uint32_t furthest;                         /* distance up to which tokens are kept */
     uint32_t key[2], words[2];                 /* of the noise */
     int is_bad, is_drawn, is_weighed, is_reported;
@@ -89,7 +89,7 @@ INLINE float float_of(uint32_t bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-INLINE float scaled_of(const LogitRow *r, float logit) { return (logit - r->greatest) / r->heat; }
+INLINE float scaled_of(const LogitRow *r, float logit) { return (logit - r->greatest) / r->temperature; }
 INLINE uint32_t distance_of(const LogitRow *r, float logit) { return bits_of(scaled_of(r, logit)) & 0x7fffffff; }
 INLINE float scaled_at(uint32_t distance) { return -float_of(distance); }
 
@@ -120,7 +120,7 @@ uint32_t furthest_of_top_k(const Sampling *s, const LogitRow *r, uint32_t *keys)
 uint32_t furthest_of_top_p(const Sampling *s, const LogitRow *r, int64_t total, uint32_t *keys);
 float gumbel_of(const LogitRow *r, int64_t token);
 /* The best of outputs [from, to) by scaled logit and the noise of its token, which `ids` names unless it is null; the
- * first of equals. Reads heat, key and words of the row; writes the best score. */
+ * first of equals. Reads temperature, key and words of the row; writes the best score. */
 int64_t draw_of_ids(const LogitRow *r, const float *logits, const int64_t *ids, int64_t from, int64_t to, float *score);
 void draw_block(const Sampling *s, LogitRow *r, int64_t block);
 void add_exponentials(const Sampling *s, LogitRow *r, int64_t block);

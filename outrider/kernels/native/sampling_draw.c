@@ -99,7 +99,7 @@ INLINE vf noise_bounds(vf uniform) {
     return __builtin_convertvector(127 - ((vi)uniform >> 23), vf) * LOG_2;
 }
 
-/* `slope` is a little less than 1 / heat, so that what it gives is a little more than the scaled logit. */
+/* `slope` is a little less than 1 / temperature, so that what it gives is a little more than the scaled logit. */
 INLINE void draw_lanes(const LogitRow *r, const float *own, int64_t first, float slope, vu *words, BlockWork *best) {
     vf bounds[4];
     vi is_open = {0};
@@ -131,7 +131,7 @@ static void draw_group(const LogitRow *r, const float *own, int64_t first, float
 /* The best score of a block, the lowest token of equals; the row's bound if no token beats that. */
 void draw_block(const Sampling *s, LogitRow *r, int64_t block) {
     BlockWork *best = r->blocks + block;
-    float slope = 1.0f / r->heat, room[GROUP];
+    float slope = 1.0f / r->temperature, room[GROUP];
     slope = (slope < 3e38f ? slope : 3e38f) * 0.999999f;
     best->score = r->bound;
     for (int64_t first = block * BLOCK; first < lower(block * BLOCK + BLOCK, s->in->vocab); first += GROUP) {
@@ -148,7 +148,7 @@ int64_t draw_of_ids(const LogitRow *r, const float *logits, const int64_t *ids, 
     for (int64_t first = from; first < to; first += VL) {
         const int live = to - first < VL ? (int)(to - first) : VL;
         vf own = live == VL ? load(logits + first) : load_tail(logits + first, live);
-        const vf scaled = own / r->heat;
+        const vf scaled = own / r->temperature;
         if (!any_lane(scaled + MOST_NOISE > *score)) continue;
         vu words[1][4];
         for (int i = 0; i < VL; i++) {

@@ -37,7 +37,7 @@ int64_t weigh_block(const LogitRow *r, int64_t vocab, int64_t first, int64_t las
         const float *own = load_group(r->logits, g * GROUP, vocab, room);
         for (int i = 0; i < GROUP; i += VL) {
             vq even, odd;
-            vf scaled = (load(own + i) - r->greatest) / r->heat;
+            vf scaled = (load(own + i) - r->greatest) / r->temperature;
             masses_of(pick(scaled < floor, splat(-64.0f), scaled), &even, &odd);
             total += even + odd;
         }
@@ -57,7 +57,7 @@ static int64_t list_distances(const Sampling *s, const LogitRow *r, uint32_t lim
         const float *own = load_group(r->logits, g * GROUP, s->in->vocab, room);
         for (int i = 0; i < GROUP; i += VL) {
             uint32_t lanes[VL];
-            vi distances = (vi)((load(own + i) - r->greatest) / r->heat) & 0x7fffffff;
+            vi distances = (vi)((load(own + i) - r->greatest) / r->temperature) & 0x7fffffff;
             memcpy(lanes, &distances, sizeof lanes);
             for (int l = 0; l < VL && i + l < count; l++) {
                 keys[found] = lanes[l];

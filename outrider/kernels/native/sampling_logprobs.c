@@ -13,7 +13,7 @@ INLINE float reported_of(const Sampling *s, const LogitRow *r, float logit) {
 
 INLINE vf reported_lanes(const Sampling *s, const LogitRow *r, vf logits) {
     if (!s->in->is_processed) return logits;
-    vf scaled = (logits - r->greatest) / r->heat;
+    vf scaled = (logits - r->greatest) / r->temperature;
     return pick(scaled < scaled_at(r->furthest), splat(-INFINITY), scaled);
 }
 

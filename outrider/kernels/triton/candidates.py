@@ -27,12 +27,12 @@ def has_candidates(flag, top_k, num_groups):
 
 
 @triton.jit
-def bound_of(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexpr):
+def bound_of(group_greatest, num_groups, top_k, shift, temperature, GROUPS: tl.constexpr):
     """A distance that at least k groups have a token within, and not many more: where nearly all groups have one, most
     have several, so that fewer are enough to be too many."""
     group = tl.arange(0, GROUPS)
     greatest = tl.load(group_greatest + group, mask=group < num_groups, other=float("-inf"))
-    distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, heat)), UNKNOWN)
+    distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, temperature)), UNKNOWN)
     inside, outside = tl.full([], 0, dtype=tl.int32), tl.full([], INFINITE + 1, dtype=tl.int32)
     num_within = tl.sum((distance < outside).to(tl.int32), axis=0)
     enough = top_k + tl.minimum(8 + top_k // 4, (num_groups - top_k) // 8)
@@ -47,15 +47,15 @@ def bound_of(group_greatest, num_groups, top_k, shift, heat, GROUPS: tl.constexp
 
 @triton.jit
 def list_candidates(
-    own, first, last, vocab, bound, shift, heat, floor, group_greatest, count, values, ids,
+    own, first, last, vocab, bound, shift, temperature, floor, group_greatest, count, values, ids,
     ROOM: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):
     """Adds the candidates of tiles [first, last) to the row's, as long as there is room, and counts all of them."""
     for tile in range(first, last):
         greatest = tl.load(group_greatest + tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP))
-        if tl.min(distance_of(tl.div_rn(greatest - shift, heat)), axis=0) < bound:
+        if tl.min(distance_of(tl.div_rn(greatest - shift, temperature)), axis=0) < bound:
             token = tile * SIZE + tl.arange(0, SIZE)
-            scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
+            scaled = scaled_logits(own, token, token < vocab, shift, temperature, floor)
             is_in = (distance_of(scaled) < bound) & (scaled > float("-inf"))
             found = tl.sum(is_in.to(tl.int32), axis=0)
             if found > 0:

@@ -119,10 +119,10 @@ def _score_filtered_kernel(
     first = tl.program_id(0) * span
     last = tl.minimum(first + span, num_tiles)
     of = tl.load(row + at)
-    flag, heat = tl.load(rows.flags + of), tl.load(rows.temperature + of)
+    flag, temperature = tl.load(rows.flags + of), tl.load(rows.temperature + of)
     own = own_logits(logits, edited, at, logit_stride, edited_stride, flag)
     place = at * num_spans + tl.program_id(0)
-    if heat > 0:
+    if temperature > 0:
         shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
         floor, top_k = tl.load(rows.min_p_floor + of), tl.load(rows.top_k + of)
         if has_candidates(flag, top_k, num_groups):
@@ -130,14 +130,14 @@ def _score_filtered_kernel(
             if BOUNDED:
                 bound = tl.load(scratch.bounds + at)
             else:
-                bound = bound_of(groups, num_groups, top_k.to(tl.int32), shift, heat, GROUPS)
+                bound = bound_of(groups, num_groups, top_k.to(tl.int32), shift, temperature, GROUPS)
             list_candidates(
-                own, first, last, vocab, bound, shift, heat, floor, groups, scratch.num_candidates + at,
+                own, first, last, vocab, bound, shift, temperature, floor, groups, scratch.num_candidates + at,
                 scratch.candidates + at * ROOM, scratch.candidate_ids + at * ROOM, ROOM, GROUP, 4 * QUADS,
             )
         else:
             top, chosen = scan(
-                own, first, last, vocab, heat, shift, floor, tl.load(rows.seed + of),
+                own, first, last, vocab, temperature, shift, floor, tl.load(rows.seed + of),
                 tl.load(position + at).to(tl.uint32), tl.load(rows.sample_index + of).to(tl.uint32), True, QUADS,
             )
             tl.store(scratch.scores + place, top)
@@ -167,7 +167,7 @@ def _pick_filtered_kernel(
     at = tl.program_id(0).to(tl.int64)
     of = tl.load(row + at)
     flag, top_k = tl.load(rows.flags + of), tl.load(rows.top_k + of)
-    floor, heat = tl.load(rows.min_p_floor + of), tl.load(rows.temperature + of)
+    floor, temperature = tl.load(rows.min_p_floor + of), tl.load(rows.temperature + of)
     # The greatest logits of greedy rows were looked for only where logits are edited.
     greatest = greatest_of_spans(span_greatest + at * num_spans, num_spans, SPANS)
     if _is_listed(scratch, at, flag, top_k, num_groups, ROOM):
@@ -197,8 +197,8 @@ def _pick_filtered_kernel(
             tl.store(thresholds + at, floor)
         if is_weighed(flag, top_k, num_groups):
             shift = tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
-            distance = token_distances(own, token, shift, heat, vocab)
-            pivot = distance_of(tl.div_rn(logit - shift, heat))
+            distance = token_distances(own, token, shift, temperature, vocab)
+            pivot = distance_of(tl.div_rn(logit - shift, temperature))
             for index in tl.static_range(PIVOTS):
                 tl.store(scratch.pivots + at * PIVOTS + index, pivot)
                 pivot = best_nearer(score, distance, pivot)
@@ -260,16 +260,16 @@ def _settle_kernel(
         if FIRST:
             tl.store(scratch.is_pending + at, 0)
         if not is_bad:
-            heat, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
+            temperature, floor = tl.load(rows.temperature + of), tl.load(rows.min_p_floor + of)
             if LAST | is_weighed(flag, top_k, num_groups):
                 chosen, limit, furthest, outside = draw_by_rejection(
-                    own, tl.load(position + at).to(tl.uint32), of, flag, rows, scratch, at, greatest, heat, floor,
-                    vocab, num_tiles, num_groups, num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
+                    own, tl.load(position + at).to(tl.uint32), of, flag, rows, scratch, at, greatest, temperature,
+                    floor, vocab, num_tiles, num_groups, num_spans, span, FIRST, LAST, PIVOTS, QUADS, SPANS,
                 )
                 if THRESHOLDS:
                     if tl.load(rows.num_logprobs + of) >= 0:
-                        furthest = furthest_kept(own, num_tiles, vocab, greatest, heat, floor, (flag & _TOP_P) != 0,
-                                                 limit, furthest, outside, 4 * QUADS)
+                        furthest = furthest_kept(own, num_tiles, vocab, greatest, temperature, floor,
+                                                 (flag & _TOP_P) != 0, limit, furthest, outside, 4 * QUADS)
                     tl.store(thresholds + at, tl.maximum(floor, scaled_at(furthest)))
             else:
                 tl.store(scratch.is_pending + at, 1)

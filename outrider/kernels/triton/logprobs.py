@@ -71,20 +71,20 @@ def _shape_of(inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED:
     if PROCESSED:
         flag = tl.load(inputs.flags + of)
         own = own_logits(inputs.logits, inputs.edited, at, logit_stride, edited_stride, flag)
-        heat = tl.load(inputs.temperature + of)
+        temperature = tl.load(inputs.temperature + of)
         # The greatest logits of greedy logit rows were not looked for, and the shift changes no log-probability.
-        shift = tl.where(heat > 0, shift_of(inputs.greatest + at * num_spans, num_spans, SPANS), 0.0)
+        shift = tl.where(temperature > 0, shift_of(inputs.greatest + at * num_spans, num_spans, SPANS), 0.0)
         threshold = tl.load(inputs.thresholds + at, mask=(flag & _FILTERED) != 0, other=float("-inf"))
-        return own, shift, tl.where(heat > 0, heat, 1.0), threshold
+        return own, shift, tl.where(temperature > 0, temperature, 1.0), threshold
     else:
         return inputs.logits + at * logit_stride, 0.0, 1.0, float("-inf")
 
 
 @triton.jit
-def _shaped(own, token, valid, shift, heat, threshold, PROCESSED: tl.constexpr):
+def _shaped(own, token, valid, shift, temperature, threshold, PROCESSED: tl.constexpr):
     logit = tl.load(own + token, mask=valid, other=float("-inf"))
     if PROCESSED:
-        logit = tl.div_rn(logit - shift, heat)
+        logit = tl.div_rn(logit - shift, temperature)
         logit = tl.where(logit < threshold, float("-inf"), logit)
     return logit
 
@@ -99,12 +99,12 @@ def _tiles_kernel(
     at, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * span
     of = tl.load(inputs.row + at)
     if tl.load(inputs.num_logprobs + of) >= 0:
-        own, shift, heat, threshold = _shape_of(
+        own, shift, temperature, threshold = _shape_of(
             inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED, SPANS
         )
         for tile in range(first, tl.minimum(first + span, num_tiles)):
             token = tile * SIZE + tl.arange(0, SIZE)
-            logit = _shaped(own, token, token < vocab, shift, heat, threshold, PROCESSED)
+            logit = _shaped(own, token, token < vocab, shift, temperature, threshold, PROCESSED)
             logit = tl.where(logit < float("inf"), logit, float("inf"))  # a NaN: the row has no log-probabilities
             groups = tl.max(tl.reshape(logit, [SIZE // GROUP, GROUP]), axis=1)
             greatest = tl.max(groups, axis=0)
@@ -147,16 +147,16 @@ def _count_kernel(
     of = tl.load(inputs.row + at)
     wanted = tl.load(inputs.num_logprobs + of)
     if wanted >= 0:
-        own, shift, heat, threshold = _shape_of(
+        own, shift, temperature, threshold = _shape_of(
             inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED, SPANS
         )
-        chosen = _shaped(own, tl.load(tokens + at), True, shift, heat, threshold, PROCESSED)
+        chosen = _shaped(own, tl.load(tokens + at), True, shift, temperature, threshold, PROCESSED)
         enough = nth_greatest(scratch.group_greatest + at * num_groups, wanted, num_groups, GROUPS)
         greater = tl.zeros([SIZE], dtype=tl.int32)
         for tile in range(tl.program_id(0) * TILES, tl.program_id(0) * TILES + TILES):
             token = tile * SIZE + tl.arange(0, SIZE)
             valid = token < vocab
-            logit = _shaped(own, token, valid, shift, heat, threshold, PROCESSED)
+            logit = _shaped(own, token, valid, shift, temperature, threshold, PROCESSED)
             greater += (logit > chosen).to(tl.int32)
             is_in = valid & (logit >= enough)
             found = tl.sum(is_in.to(tl.int32), axis=0)
@@ -176,13 +176,14 @@ def _next_of(logit, token, is_in, last, last_token):
 
 
 @triton.jit
-def _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE: tl.constexpr, PROCESSED: tl.constexpr):
+def _next_in_row(own, last, last_token, shift, temperature, threshold, vocab, SIZE: tl.constexpr,
+                 PROCESSED: tl.constexpr):
     """The likeliest token of a whole logit row after (last, last_token), as (logit, token); ties by id."""
     best = tl.full([], float("-inf"), dtype=tl.float32)
     best_token = tl.full([], 2147483647, dtype=tl.int32)
     for first in range(0, vocab, SIZE):
         token = first + tl.arange(0, SIZE)
-        logit = _shaped(own, token, token < vocab, shift, heat, threshold, PROCESSED)
+        logit = _shaped(own, token, token < vocab, shift, temperature, threshold, PROCESSED)
         top, at = _next_of(logit, token, token < vocab, last, last_token)
         wins = (at != _NO_ID) & ((best_token == _NO_ID) | (top > best))
         best, best_token = tl.where(wins, top, best), tl.where(wins, at, best_token)
@@ -201,7 +202,7 @@ def _report_kernel(
     of = tl.load(inputs.row + at)
     wanted = tl.load(inputs.num_logprobs + of)
     if wanted >= 0:
-        own, shift, heat, threshold = _shape_of(
+        own, shift, temperature, threshold = _shape_of(
             inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED, SPANS
         )
         tile = tl.arange(0, TILES)
@@ -217,7 +218,7 @@ def _report_kernel(
         tl.store(mosts + at, most)
         tl.store(norms + at, norm)
         chosen_token = tl.load(tokens + at)
-        chosen = _shaped(own, chosen_token, True, shift, heat, threshold, PROCESSED)
+        chosen = _shaped(own, chosen_token, True, shift, temperature, threshold, PROCESSED)
         count = tl.arange(0, COUNTS)
         greater = tl.load(scratch.greater + at * num_counts + count, mask=count < num_counts, other=0)
         own_ids, own_values = ids + at * (2 + width), values + at * (1 + width)
@@ -229,14 +230,15 @@ def _report_kernel(
         index = tl.arange(0, ROOM)
         is_in = index < found
         token = tl.load(scratch.candidates + at * ROOM + index, mask=is_in, other=0)
-        logit = _shaped(own, token, is_in, shift, heat, threshold, PROCESSED)
+        logit = _shaped(own, token, is_in, shift, temperature, threshold, PROCESSED)
         last = tl.full([], float("inf"), dtype=tl.float32)
         last_token = tl.full([], -1, dtype=tl.int32)
         for place in range(0, tl.minimum(wanted, width).to(tl.int32)):
             if found <= ROOM:
                 last, last_token = _next_of(logit, token, is_in, last, last_token)
             else:
-                last, last_token = _next_in_row(own, last, last_token, shift, heat, threshold, vocab, SIZE, PROCESSED)
+                last, last_token = _next_in_row(own, last, last_token, shift, temperature, threshold, vocab, SIZE,
+                                                PROCESSED)
             tl.store(own_ids + 2 + place, tl.where(last_token == _NO_ID, 0, last_token).to(tl.int64))
             tl.store(own_values + 1 + place, last - most - norm)
 

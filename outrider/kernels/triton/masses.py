@@ -45,16 +45,16 @@ def scaled_at(distance):
 
 
 @triton.jit
-def scaled_logits(own, token, valid, shift, heat, floor):
+def scaled_logits(own, token, valid, shift, temperature, floor):
     """Scaled logits, -inf where min-p leaves none."""
     logit = tl.load(own + token, mask=valid, other=float("-inf"))
-    scaled = tl.div_rn(logit - shift, heat)
+    scaled = tl.div_rn(logit - shift, temperature)
     return tl.where(scaled >= floor, scaled, float("-inf"))
 
 
 @triton.jit
 def weights_within(
-    own, first, last, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr,
+    own, first, last, vocab, shift, temperature, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr,
     ABOUT: tl.constexpr = False,
 ):
     """(weight of all tokens, weights of those strictly nearer than each pivot) of tiles [first, last).
@@ -66,7 +66,7 @@ def weights_within(
     sum0, sum1, sum2, sum3 = total, total, total, total
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
-        scaled = scaled_logits(own, token, token < vocab, shift, heat, floor)
+        scaled = scaled_logits(own, token, token < vocab, shift, temperature, floor)
         distance = distance_of(scaled)
         mass = tl.exp2(scaled * 1.4426950408889634) if ABOUT else probability_mass(scaled)
         weight = tl.where(is_mass, mass, 1)
@@ -102,14 +102,15 @@ def narrowed(inside, outside, pivot, weight, limit, slack):
 
 
 @triton.jit
-def furthest_kept(own, num_tiles, vocab, shift, heat, floor, is_mass, limit, inside, outside, SIZE: tl.constexpr):
+def furthest_kept(own, num_tiles, vocab, shift, temperature, floor, is_mass, limit, inside, outside,
+                  SIZE: tl.constexpr):
     """The greatest distance that is kept, between one that is and one that is not. Reads the row some ten times."""
     while outside - inside > 1:
         step = tl.maximum((outside - inside) // 5, 1)
         pivot0, pivot1 = inside + step, tl.minimum(inside + 2 * step, outside)
         pivot2, pivot3 = tl.minimum(inside + 3 * step, outside), tl.minimum(inside + 4 * step, outside)
         _, sum0, sum1, sum2, sum3 = weights_within(
-            own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
+            own, 0, num_tiles, vocab, shift, temperature, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
         )
         inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
         inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)

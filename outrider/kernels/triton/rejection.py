@@ -45,11 +45,11 @@ def best_nearer(score, distance, before):
 
 
 @triton.jit
-def token_distances(own, token, shift, heat, vocab):
+def token_distances(own, token, shift, temperature, vocab):
     """Distances of spans' best tokens, unknown where a span has none."""
     is_token = token < vocab
     logit = tl.load(own + token, mask=is_token, other=float("-inf"))
-    return tl.where(is_token, distance_of(tl.div_rn(logit - shift, heat)), UNKNOWN)
+    return tl.where(is_token, distance_of(tl.div_rn(logit - shift, temperature)), UNKNOWN)
 
 
 @triton.jit
@@ -94,14 +94,15 @@ def _weighed_pivots(
 
 
 @triton.jit
-def _search_top_k(own, flag, top_k, top_p, shift, heat, floor, vocab, num_tiles, SIZE: tl.constexpr):
+def _search_top_k(own, flag, top_k, top_p, shift, temperature, floor, vocab, num_tiles, SIZE: tl.constexpr):
     """(limit, least distance known not to be kept) of a row whose top-k is not by candidates."""
     limit, outside = top_k.to(tl.float64), tl.full([], INFINITE, dtype=tl.int32)
     if (flag & _TOP_P) != 0:  # of what top-k leaves
         inside = tl.full([], 0, dtype=tl.int32)
-        outside = 1 + furthest_kept(own, num_tiles, vocab, shift, heat, floor, False, limit, inside, outside, SIZE)
+        outside = 1 + furthest_kept(own, num_tiles, vocab, shift, temperature, floor, False, limit, inside, outside,
+                                    SIZE)
         _, total, _, _, _ = weights_within(
-            own, 0, num_tiles, vocab, shift, heat, floor, True, outside, outside, outside, outside, SIZE
+            own, 0, num_tiles, vocab, shift, temperature, floor, True, outside, outside, outside, outside, SIZE
         )
         limit = _limit_of(flag, top_k, top_p, total)
     return limit, outside
@@ -150,7 +151,8 @@ def _leave_pivots(scratch, at, pivot0, pivot1, pivot2, pivot3, inside, outside, 
 
 @triton.jit
 def draw_by_rejection(
-    own, position_word, of, flag, rows, scratch, at, shift, heat, floor, vocab, num_tiles, num_groups, num_spans, span,
+    own, position_word, of, flag, rows, scratch, at, shift, temperature, floor, vocab, num_tiles, num_groups,
+    num_spans, span,
     FIRST: tl.constexpr, LAST: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
 ):
     """(token, limit, greatest distance known to be kept, least known not to be) of a row that is weighed, or has too
@@ -161,14 +163,14 @@ def draw_by_rejection(
     index = tl.arange(0, SPANS)
     # Of a row with too many candidates no span has been scored.
     score, token = _best_of_spans(scratch, at, not has_candidates(flag, top_k, num_groups), num_spans, SPANS)
-    distance = token_distances(own, token, shift, heat, vocab)
+    distance = token_distances(own, token, shift, temperature, vocab)
     limit, inside, outside = _weighed_pivots(
         scratch, at, flag, top_k, top_p, num_spans, FIRST, FIRST and not LAST, PIVOTS, SPANS
     )
     if LAST:
         if not is_weighed(flag, top_k, num_groups):
             inside = tl.full([], 0, dtype=tl.int32)
-            limit, outside = _search_top_k(own, flag, top_k, top_p, shift, heat, floor, vocab, num_tiles, SIZE)
+            limit, outside = _search_top_k(own, flag, top_k, top_p, shift, temperature, floor, vocab, num_tiles, SIZE)
     seed, word2 = tl.load(rows.seed + of), tl.load(rows.sample_index + of).to(tl.uint32)
     chosen = tl.full([], -1, dtype=tl.int32)
     while chosen < 0:
@@ -177,16 +179,16 @@ def draw_by_rejection(
         stale = tl.min(tl.where((score == top) & (distance >= outside), index, SPANS), axis=0)
         if stale < SPANS:
             best, its_token = scan_all(
-                own, rows.seed, stale * span, tl.minimum(stale * span + span, num_tiles), vocab, heat, shift,
+                own, rows.seed, stale * span, tl.minimum(stale * span + span, num_tiles), vocab, temperature, shift,
                 tl.maximum(floor, scaled_at(outside - 1)), seed, position_word, word2, SHIFT, False, True, QUADS,
             )
             its_token = tl.where(best > float("-inf"), its_token, NO_ID)
             score = tl.where(index == stale, best, score)
             token = tl.where(index == stale, its_token, token)
-            distance = tl.where(index == stale, token_distances(own, its_token, shift, heat, vocab), distance)
+            distance = tl.where(index == stale, token_distances(own, its_token, shift, temperature, vocab), distance)
         else:
             best_token = tl.min(tl.where(score == top, token, NO_ID), axis=0)
-            pivot0 = token_distances(own, best_token, shift, heat, vocab)
+            pivot0 = token_distances(own, best_token, shift, temperature, vocab)
             if pivot0 <= inside:
                 chosen = best_token
             else:
@@ -195,7 +197,8 @@ def draw_by_rejection(
                 pivot3 = best_nearer(score, distance, pivot2)
                 if LAST:
                     _, sum0, sum1, sum2, sum3 = weights_within(
-                        own, 0, num_tiles, vocab, shift, heat, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE
+                        own, 0, num_tiles, vocab, shift, temperature, floor, is_mass, pivot0, pivot1, pivot2, pivot3,
+                        SIZE
                     )
                     inside, outside = _narrowed_by_four(
                         inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum1, sum2, sum3, limit

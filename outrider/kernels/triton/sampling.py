@@ -136,20 +136,20 @@ def _score_kernel(
         of = at
         if HAS_ROWS:
             of = tl.load(row + at)
-        heat = tl.load(temperature + of)
-        if heat > 0:
+        own_temperature = tl.load(temperature + of)
+        if own_temperature > 0:
             key = tl.load(seed + of)
             word1 = tl.load(position + at).to(tl.uint32)
             word2 = tl.load(sample_index + of).to(tl.uint32)
             if SCALE == SHIFT:
                 shift = shift_of(span_greatest + at * num_spans, num_spans, SPANS)
                 top, chosen = scan(
-                    own, first, last, vocab, heat, shift, float("-inf"), key, word1, word2, False, QUADS
+                    own, first, last, vocab, own_temperature, shift, float("-inf"), key, word1, word2, False, QUADS
                 )
             else:
                 top, chosen = scan_all(
-                    own, ids, first, last, vocab, heat, 0.0, float("-inf"), key, word1, word2, SCALE, MAPPED, False,
-                    QUADS,
+                    own, ids, first, last, vocab, own_temperature, 0.0, float("-inf"), key, word1, word2, SCALE,
+                    MAPPED, False, QUADS,
                 )
         else:
             top, chosen = scan_greedy(own, first, last, vocab, 4 * QUADS)

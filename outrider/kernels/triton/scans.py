@@ -65,7 +65,8 @@ def word_of(ids, token, valid, key, word1, word2, zero):
 
 @triton.jit
 def scan(
-    logits, first, last, vocab, heat, shift, threshold, key, word1, word2, FULL: tl.constexpr, QUADS: tl.constexpr
+    logits, first, last, vocab, temperature, shift, threshold, key, word1, word2, FULL: tl.constexpr,
+    QUADS: tl.constexpr
 ):
     """The best (score, token) of tiles [first, last), as `scan_all` finds it with SHIFT, mostly without its logarithms.
 
@@ -78,7 +79,7 @@ def scan(
     second = tl.full([QUADS], float("inf"), dtype=tl.float32)
     token_of = tl.full([QUADS], NO_ID, dtype=tl.int32)
     bits_of = tl.full([QUADS], 0, dtype=tl.uint32)
-    slope = -1.4426950408889634 / heat
+    slope = -1.4426950408889634 / temperature
     lowest = threshold - tl.abs(threshold) * 1e-6  # a quotient's rounding
     for tile in range(first, last):
         quad = tile * QUADS + tl.arange(0, QUADS)
@@ -96,7 +97,7 @@ def scan(
             token_of = tl.where(is_less, token, token_of)
             bits_of = tl.where(is_less, bits[lane], bits_of)
     is_token = token_of < vocab
-    scaled = tl.div_rn(load_logits(logits, token_of, is_token) - shift, heat)
+    scaled = tl.div_rn(load_logits(logits, token_of, is_token) - shift, temperature)
     score = tl.where(is_token, scaled + gumbel(bits_of), float("-inf"))
     is_kept = is_token
     if FULL:
@@ -108,14 +109,15 @@ def scan(
     is_open = (second <= bound) | ((least <= bound) & (not is_kept))
     if (tl.max(is_open.to(tl.int32), axis=0) > 0) | (best == float("-inf")):
         best, chosen = scan_all(
-            logits, logits, first, last, vocab, heat, shift, threshold, key, word1, word2, SHIFT, False, FULL, QUADS
+            logits, logits, first, last, vocab, temperature, shift, threshold, key, word1, word2, SHIFT, False, FULL,
+            QUADS
         )
     return best, chosen
 
 
 @triton.jit
 def scan_all(
-    logits, ids, first, last, vocab, heat, shift, threshold, key, word1, word2,
+    logits, ids, first, last, vocab, temperature, shift, threshold, key, word1, word2,
     SCALE: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr,
 ):
     """The best (score, token) of tiles [first, last), each of them four token ids of each quad, with their noise."""
@@ -131,9 +133,9 @@ def scan_all(
             valid = token < vocab
             score = load_logits(logits, token, valid)
             if SCALE == SHIFT:
-                score = tl.div_rn(score - shift, heat)
+                score = tl.div_rn(score - shift, temperature)
             elif SCALE == DIVIDE:
-                score = tl.div_rn(score, heat)
+                score = tl.div_rn(score, temperature)
             is_kept = score >= threshold
             if MAPPED:
                 score += gumbel(word_of(ids, token, valid, key, word1, word2, zero))
