@@ -1,3 +1,12 @@
 """The HTTP server: OpenAI's routes in front of one AsyncLLM. `app.build_app` makes the application; `outrider serve`
 runs it. Nothing is imported here, so that the command line can read the settings without FastAPI.
+
+    request -> http_protocol (bounds of the head) -> guard (host names, keys, bounds of the body) -> app (routes)
+            -> bodies, protocol (JSON, fields) -> service, admission (prompts, places in the queue)
+            -> generation (engine) -> work (one JSON object, or server-sent events)
+
+The worker runs in a process of its own, which never outlives the server's, so tokenizing and HTTP delay no step. What
+takes long runs in threads that tenants share (`fair_threads`). `engine_host` loads, watches and restarts the engine.
+Forced calls of tools (`forms`) are written in the model's own format with the parser `hermes`, and otherwise as a JSON
+list, which every model can write.
 """

@@ -59,7 +59,11 @@ class Tracing:
         span.end(_nanoseconds(now, offset))
 
     def record_step(self, step: TracedStep) -> None:
-        """The spans of a step whose result was read. A trace of their own: a step serves many requests."""
+        """The spans of a step whose result was read. A trace of their own: a step serves many requests.
+
+        Below the step are `schedule` and the parts that the worker timed: on a CPU `admit`, `forward`, `grammars` (if a
+        request has one), `finish`, `draft` (if there is a drafter) and `read`. On a GPU a step is one captured graph in
+        which no time is taken, so its parts are one span, `device`."""
         from opentelemetry.trace import set_span_in_context
 
         batch, result = step.batch, step.result

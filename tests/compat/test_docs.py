@@ -64,7 +64,7 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/replicas.md", "On Ray"): "tests/ray/test_ray_serve.py",
     ("docs/scale.md", "Ranks: one model on several devices of a machine"): "tests/ranks/test_commands.py",
     ("docs/serving.md", "Serving"): "tests/server/test_sdk_clients.py",
-    ("docs/serving.md", "Routes"): "tests/server/test_prompt_embeds.py",
+    ("docs/serving.md", "Fields beyond OpenAI's"): "tests/server/test_prompt_embeds.py",
     ("docs/serving.md", "Stored responses"): "tests/server/test_stored_responses.py",
     ("docs/serving.md", "Batches without a server"): NO_CODE,
     ("docs/serving.md", "Settings"): "tests/server/test_serve.py",
