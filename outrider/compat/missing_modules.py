@@ -37,7 +37,7 @@ MISSING_MODULES = {
     "distributed": RANKS,
     "distributed.device_communicators": "replace weights with LLM.update_weights, which takes tensors",
     "distributed.ec_transfer": NO_IMAGES,
-    "distributed.kv_events": "kv_events_config publishes events of the cache, and docs/replicas.md says in which form",
+    "distributed.kv_events": "kv_events_config publishes events of the cache: docs/replicas.md says how",
     "distributed.kv_transfer": ONE_CACHE,
     "distributed.weight_transfer": "LLM.update_weights replaces weights by tensors or by a folder's",
     "engine": ENGINE,

@@ -2,7 +2,20 @@
 
 A batch is a list: the time, its events, the number of the replica. An event is a map with its `type`. Block hashes are
 64-bit integers, as vLLM sends them by default: hashes of the pages' digests under a secret, because from the digests
-themselves a subscriber could tell whether a prompt that it guesses was sent.
+themselves a subscriber could tell whether a prompt that it guesses was sent. A hash is BLAKE2b of the page's 16-byte
+digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
+
+    message           topic, sequence number (8 bytes, big end first), msgpack of the batch
+    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id (number of the adapter's load),
+                      medium, lora_name, extra_keys (the adapter's name, and with `token_ids` salts of first blocks),
+                      group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window
+    BlockRemoved      block_hashes, medium, group_idx
+    AllBlocksCleared  after a start, a sleep, a reset and a dropped batch; after a reset that leaves pages of running
+                      requests, BlockRemoved of the others
+
+A block is a page, so `block_size` can differ between groups. A group of kind `mamba` holds states of recurrent layers:
+its blocks have no tokens, and their hash is that of the page of tokens that ends where the state was kept. Pages of
+drafters alone are left out.
 """
 
 from __future__ import annotations

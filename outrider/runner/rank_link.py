@@ -1,7 +1,10 @@
 """Messages between the hosts of several ranks, and the state that each of them shows of itself. No torch here.
 
 Ranks must run the same sums in the same order. A decision that two ranks could take differently, because it depends on
-a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed on, through a `RankLink`.
+a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed on, through a `RankLink`: which
+captured step runs, what is captured while the engine is idle, how many measurements start-up makes, how many pages
+there are, and whether a grammar was compiled in time. Batches, commands and forms are pickled once and sent to every
+rank in one order; rank 0 answers batches, all ranks answer commands.
 """
 
 from __future__ import annotations

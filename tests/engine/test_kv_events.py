@@ -47,7 +47,7 @@ SECRET = "shared with routers"
 
 
 def hash_of(digest: bytes) -> int:
-    """The hash of a page under SECRET, as docs/replicas.md says it."""
+    """The hash of a page under SECRET, as kv_event_wire.py says it."""
     key = hashlib.sha256(SECRET.encode()).digest()
     return int.from_bytes(hashlib.blake2b(digest, digest_size=8, key=key).digest(), "big")
 
