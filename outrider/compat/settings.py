@@ -218,7 +218,7 @@ VLLM_SETTINGS |= {
                                     (None, False), is_switch=True),
     "scheduler_reserve_full_isl": Explained("a request is admitted as soon as its next step has room", is_switch=True),
     "sleep_mode_backend": Explained("every engine can sleep"),
-    "sleep_mode_offload_cudagraph": Explained("captured steps are kept", is_switch=True),
+    "sleep_mode_offload_cudagraph": Explained("captured steps are dropped, and captured again", is_switch=True),
     "sleep_preserve_parameter_names": Refused("LLM.sleep(level=1) keeps all weights in the host's memory",
                                               (None, (), [])),
     "specialize_active_lora": Explained("captured steps serve any number of adapters", is_switch=True),
