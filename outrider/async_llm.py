@@ -121,7 +121,7 @@ class AsyncLLM(Front):
 
         if checks.grammars is not None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
             try:
-                return await asyncio.wrap_future(checks.grammars.start_check(check))
+                return await asyncio.wrap_future(checks.grammars.start_check(check, client))
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
         return await asyncio.to_thread(check) if _take_long(prompts) else check()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from outrider.core.structured import FormClient, FormsBusy, StructuredOutputsParams
-from outrider.engine.grammar import GrammarCompiler, compile_process, trial
+from outrider.engine.grammar import GrammarCompiler, check_threads, compile_process, trial
+from outrider.engine.grammar.check_threads import CheckThreads
 from outrider.engine.grammar.turns import MOST_AT_ONCE, CompileTurns
 from tests.engine.harness import byte_tokenizer
 
@@ -171,6 +172,37 @@ def test_equal_forms_that_come_together_are_compiled_once(monkeypatch: pytest.Mo
     for thread in threads:
         thread.join()
     assert len(texts) == 1 and own._find(texts[0]) is not None
+
+
+def test_nobody_waits_for_the_turn_of_another_client_that_asks_for_an_equal_form() -> None:
+    own, is_over = compiler(), threading.Event()
+    own.check(form(regex="a+"))
+    with own._trial._turns.turn("hostile"):  # it compiles something else, for long
+        def wait() -> None:
+            with pytest.raises(FormsBusy):
+                own.check(form(regex="b+"), FormClient("hostile", is_over.is_set))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: bool(own._trial._turns._waiting))
+        try:
+            own.check(form(regex="b+"), FormClient("victim", is_gone=lambda: False))
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def test_a_client_has_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads are the whole process's: a client that could start any number would leave none to others."""
+    monkeypatch.setattr(check_threads, "MOST_THREADS", 3)
+    own, goes_on, before = CheckThreads(), threading.Event(), threading.active_count()
+    checks = [own.start(lambda: goes_on.wait(PATIENCE), "hostile") for _ in range(50)]
+    checks[40].cancel()
+    assert threading.active_count() <= before + 3
+    assert own.start(lambda: 7, "victim").result(PATIENCE) == 7
+    goes_on.set()
+    assert all(check.cancelled() or check.result(PATIENCE) for check in checks)
+    eventually(lambda: not own._running and not own._lines)
 
 
 @pytest.mark.parametrize("num_properties", [500, 2000])

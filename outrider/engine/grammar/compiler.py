@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from outrider.core.structured import FormClient, StructuredOutputsParams
+from outrider.engine.grammar.check_threads import CheckThreads
 from outrider.engine.grammar.deep_thread import run_deep
 from outrider.engine.grammar.matcher import TokenMatcher
 from outrider.engine.grammar.trial import GrammarTrial, NewForm, short
@@ -60,6 +61,7 @@ class GrammarCompiler:
         self._executor: Any = None  # an LLExecutor
         self._has_announced = False
         self._kept: OrderedDict[str, KeptGrammar] = OrderedDict()  # by grammar
+        self._checks = CheckThreads()
         # Holds no reference to this compiler: the compile process ends when the last one is gone.
         self._trial = GrammarTrial(partial(_describe, self._own_tokenizer), self._eos_ids)
 
@@ -80,21 +82,9 @@ class GrammarCompiler:
         form = NewForm(asked, text, parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS, caller or FormClient())
         self._trial.admit(form, lambda: self._find(text) is not None, lambda size: self._make_ready(form, size))
 
-    def start_check(self, check: Callable[[], T]) -> Future[T]:
-        """Run a check that may compile a grammar in a thread of its own, for callers that must not wait. No pool: one
-        client's checks, which mostly wait for their turns, would take all of its threads."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(check())
-            except BaseException as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="outrider-grammar-check", daemon=True).start()
-        return done
+    def start_check(self, check: Callable[[], T], client: str = "") -> Future[T]:
+        """Run a check that may compile a grammar in a thread of its own, for callers that must not wait."""
+        return self._checks.start(check, client)
 
     # Matchers, next to the device
 

@@ -18,11 +18,11 @@ from hashlib import sha256
 from typing import Any
 
 from outrider.core.structured import FormClient, FormsBusy, StructuredOutputsParams
-from outrider.engine.grammar.compile_process import POLL_SECONDS, CompileFailure, CompileProcess, Found, JobLimits
+from outrider.engine.grammar.compile_process import CompileFailure, CompileProcess, Found, JobLimits
 from outrider.engine.grammar.compile_program import TIME
 from outrider.engine.grammar.matcher import NO_DETAILS
 from outrider.engine.grammar.schemas import subschemas
-from outrider.engine.grammar.turns import CompileTurns
+from outrider.engine.grammar.turns import LOOK_SECONDS, CompileTurns
 
 CPU_SECONDS = 3  # of one grammar: the largest useful schemas take half a second
 SLOW_CPU_SECONDS = 1.5  # of a grammar that was not compiled in time, from which it is not tried again
@@ -58,7 +58,8 @@ class GrammarTrial:
         self._turns = CompileTurns()
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, tuple[str, int]] = OrderedDict()  # (error, bytes) by digest of the grammar
-        self._in_hand: dict[bytes, Future[None]] = {}  # forms whose turn some request has, or waits for
+        # Forms whose turn some request has, or waits for. By client: none may wait for the turns of another.
+        self._in_hand: dict[tuple[str, bytes], Future[None]] = {}
 
     def begin(self) -> None:
         """Start the compile process, if it does not run. Does not wait for it."""
@@ -67,15 +68,16 @@ class GrammarTrial:
     def admit(self, form: NewForm, is_ready: Callable[[], bool], make_ready: Callable[[int], None]) -> None:
         """Raises a ValueError that says what is wrong with a form, or has `make_ready` compile it where it is used: a
         grammar of so many bytes. Unless that is done already (`is_ready`), it is part of the caller's turn."""
+        own_key = form.caller.name, form.digest
         while True:
             num_bytes = self._known(form.digest)
             if num_bytes is not None and is_ready():
                 make_ready(num_bytes)
                 return
             with self._lock:
-                other = self._in_hand.get(form.digest)
+                other = self._in_hand.get(own_key)
                 if other is None:
-                    own = self._in_hand[form.digest] = Future[None]()
+                    own = self._in_hand[own_key] = Future[None]()
             if other is not None:
                 _wait(other, form.caller)
                 continue
@@ -85,7 +87,7 @@ class GrammarTrial:
                 return
             finally:
                 with self._lock:
-                    del self._in_hand[form.digest]
+                    del self._in_hand[own_key]
                 own.set_result(None)
 
     def _try(self, form: NewForm) -> int:
@@ -168,9 +170,9 @@ def short(message: str) -> str:
 
 
 def _wait(other: Future[None], caller: FormClient) -> None:
-    """Wait until another request with the same form has had its turn."""
+    """Wait until another request of the client with the same form has had its turn."""
     while not caller.is_gone():
         with suppress(TimeoutError):
-            other.result(POLL_SECONDS)
+            other.result(LOOK_SECONDS)
             return
     raise FormsBusy("the request was given up before its form was compiled")
