@@ -112,8 +112,9 @@ class Guard:
         return hmac.digest(self._secret, key, "sha256")
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads the whole body before the route sees it, within the limits, and plays it back."""
-        if scope["method"] in BODILESS_METHODS:
+        """Reads the whole body before the route sees it, within the limits, and plays it back. Not where no key is
+        asked for: anyone could fill the memory."""
+        if scope["method"] in BODILESS_METHODS or scope["path"] in OPEN_PATHS:
             return receive
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._max_body_bytes:

@@ -16,6 +16,7 @@ import pytest
 
 from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
+from outrider.server.guard import Guard
 from tests.server.rig import MODEL, PATIENCE, Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -226,6 +227,16 @@ def test_every_route_but_health_wants_a_key(guarded: Served) -> None:
     with pytest.raises(openai.AuthenticationError):
         guarded.client("third").models.list()
     assert list(guarded.client("first").models.list()) and list(guarded.client("second").models.list())
+
+
+def test_bodies_are_kept_for_no_client_without_a_key(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not on routes that are open: a thousand clients could fill the memory."""
+    monkeypatch.setattr(Guard, "_read", lambda *_: pytest.fail("a body is read"))
+    for path, status in (("/ping", 200), ("/health", 405), ("/ready", 405), ("/", 405), ("/docs", 405)):
+        answer = guarded.http.post(path, content=b"x" * 1_000_000)
+        assert answer.status_code == status, path
+        assert guarded.http.get("/health").status_code == 200
+    assert guarded.http.post("/v1/completions", content=b"x" * 1_000_000).status_code == 401
 
 
 def test_prefix_hits_do_not_cross_keys_or_salts(guarded: Served) -> None:
