@@ -29,8 +29,7 @@ class QueueBound:
         """Raises the 429 if the samples would make the queue longer than allowed. tenant: the API key that sent them;
         None where there are no keys, or none is known."""
         if self._is_full(num_samples, max_running + self._max_queued, tenant):
-            raise ApiError(429, f"{self.num_live} samples are running or waiting, and at most {max_running} run and "
-                                f"{self._max_queued} wait: try again later", retry_after=self._wait(max_running))
+            raise self._refusal(max_running)
         self.num_live += num_samples
         self._live[tenant] += num_samples
         began = time.monotonic()
@@ -42,6 +41,18 @@ class QueueBound:
             if not self._live[tenant]:
                 del self._live[tenant]
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
+
+    def check_room(self, max_running: int, num_keys: int) -> None:
+        """Raises the 429 if a sample of every key would be refused. One key that fills the queue makes no server
+        unready: a balancer would then send it nobody's requests."""
+        if len(self._live) < num_keys:
+            return
+        if all(self._is_full(1, max_running + self._max_queued, tenant) for tenant in self._live or (None,)):
+            raise self._refusal(max_running)
+
+    def _refusal(self, max_running: int) -> ApiError:
+        return ApiError(429, f"{self.num_live} samples are running or waiting, and at most {max_running} run and "
+                             f"{self._max_queued} wait: try again later", retry_after=self._wait(max_running))
 
     def _is_full(self, num_samples: int, most: int, tenant: str | None) -> bool:
         if not self.num_live or self.num_live + num_samples <= most:

@@ -236,12 +236,12 @@ def _state_routes(service: Service) -> APIRouter:
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Whether a request would be served now: healthy, awake, and room in the queue."""
+        """Whether a request would be served now, of some key: healthy, awake, and room in the queue."""
         await health()
         pause = service.host.pause
         if pause is not None:
             raise ApiError(503, pause, retry_after=5)
-        service.check_load()
+        service.admission.check_room(service.host.llm.engine.limits.max_requests, len(service.config.api_key))
         return Response()
 
     page = dashboard()
