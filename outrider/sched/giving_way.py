@@ -1,11 +1,15 @@
-"""Which running request gives way to others when rows or pages are short: one of the tenant that holds the most."""
+"""Which running request gives way to others when rows or pages are short: one of the tenant that holds the most.
+
+Tenants share pages equally as long as each request fits into its tenant's part. A larger one would be given up again
+and again for requests of others, which hold less, and never end. So a request that gave way a few times has tenure.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from outrider.sched.request import Request
+from outrider.sched.request import Request, State
 from outrider.sched.shares import Tenant
 from outrider.sched.waiting import Rank
 
@@ -28,3 +32,50 @@ def least_important(requests: Sequence[Request], running: Iterable[Request],
         giver = max(tenants, key=lambda tenant: held[tenant])
         requests = [request for request in requests if request.input.tenant == giver]
     return max(requests, key=rank)
+
+
+MOST_GIVEN_WAY = 3  # times that a request gives way beside other tenants, until it has tenure
+
+
+class Tenure:
+    """One request at a time, the holder, keeps its row and pages, and all others give way to it until it ends."""
+
+    def __init__(self) -> None:
+        self.is_short = False  # the holder lacked pages in the last step
+        self._is_kept_free = False  # what others give up is the holder's: none of them starts
+        self._times: Counter[int] = Counter()  # that requests gave way
+        self._due: list[Request] = []  # the first of them is the holder
+
+    @property
+    def holder(self) -> Request | None:
+        return self._due[0] if self._due else None
+
+    def give_way(self, request: Request) -> None:
+        self._times[request.id] += 1
+        if self._times[request.id] == MOST_GIVEN_WAY:
+            self._due.append(request)
+
+    def lack(self) -> None:
+        """The holder needs pages that it cannot get in this step."""
+        self.is_short = self._is_kept_free = True
+
+    def begin_step(self) -> None:
+        """A holder that yields tokens needs a page now and then: meanwhile others may have the room that is left."""
+        holder = self.holder
+        if holder is None or (holder.yields_tokens and not self.is_short):
+            self._is_kept_free = False
+        self.is_short = False
+
+    def keeps_out(self, request: Request, next_of_holder: Request | None) -> bool:
+        """Whether a request may not start now. next_of_holder: the request that is next of the holder's tenant: a
+        holder that must wait for its own tenant's others holds up nobody."""
+        holder = self.holder
+        return (self._is_kept_free and holder is not None and request is not holder
+                and (holder.state is State.RUNNING or holder is next_of_holder))
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if request is self.holder:
+            self.is_short = self._is_kept_free = False
+        if self._times.pop(request.id, 0) >= MOST_GIVEN_WAY:
+            self._due.remove(request)

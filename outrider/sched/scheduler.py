@@ -8,7 +8,7 @@ use a token or an exact length of a step in flight.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
@@ -28,7 +28,7 @@ from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
 from outrider.sched.faults import Suspects
-from outrider.sched.giving_way import held_tokens, least_important
+from outrider.sched.giving_way import Tenure, held_tokens, least_important
 from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
 from outrider.sched.request import Request, State
@@ -61,6 +61,8 @@ class Scheduler:
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
         self._shares = TenantShares(limits.max_requests, limits.max_batched_tokens)
+        self._tenure = Tenure()
+        self._overdue: Request | None = None  # has waited long for room for its adapter, among several tenants
         self._running: list[Request] = []
         self._num_with_form = 0  # running requests that ask for structured output
         self._requests: dict[int, Request] = {}
@@ -123,8 +125,9 @@ class Scheduler:
         """The next batch, or None if there is nothing to compute before a result comes back."""
         if self._suspects:
             self._try_suspects()
-        if self._waiting.has_next:
+        if self._waiting.has_next or self._tenure.is_short:
             self._make_way()
+        self._tenure.begin_step()
         batch = BatchBuilder(self.stats.num_steps, self._generation)
         plan = self._plan_drafts()
         num_preemptions = self.stats.num_preemptions
@@ -311,7 +314,7 @@ class Scheduler:
         """Give rows to requests of a tenant that wait; returns these requests. A request whose beginning others are
         computing, or whose long prompt gets no room beside short ones, waits for a later step, and holds up none of
         those behind it. So does a request for whose adapter the device has no room, which needs no row meanwhile; once
-        it has waited for long, no other adapter starts before it."""
+        it has waited for long, no other adapter starts before it, of whatever tenant."""
         waiting = self._waiting
         passed_over: list[Request] = []
         without_adapter: list[Request] = []
@@ -324,12 +327,15 @@ class Scheduler:
         while (waiting.has_next_of(tenant) and self._num_free_rows(tenant) > len(passed_over)
                and step.most_tokens(0) > 0 and len(without_adapter) < MAX_WITHOUT_ADAPTER):
             request = waiting.next_of(tenant)
+            if self._is_kept_out(request):
+                break
             if step.room_for(request) == 0:
                 passed_over.append(waiting.pop(tenant))
                 continue
             number = request.input.adapter
-            if number is not None and self.adapters is not None and (is_full or not self.adapters.may_start(number)):
-                is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
+            if number is not None and self.adapters is not None and (
+                    is_full or self._lets_pass(request) or not self.adapters.may_start(number)):
+                is_full |= self._is_overdue(request, batch.step)
                 without_adapter.append(waiting.pop(tenant))
                 continue
             start = self._find_start(request, batch.step)
@@ -338,9 +344,11 @@ class Scheduler:
                 continue
             if not self.cache.can_start(start):
                 without_pages.append(tenant)
+                if request is self._tenure.holder:
+                    self._tenure.lack()
                 break
             if number is not None and self.adapters is not None and not self.adapters.start(number):
-                is_full |= batch.step - request.arrived_at >= ADAPTER_PATIENCE
+                is_full |= self._is_overdue(request, batch.step)
                 without_adapter.append(waiting.pop(tenant))
                 continue
             self._start(waiting.pop(tenant), start)
@@ -350,6 +358,27 @@ class Scheduler:
         for request in (*passed_over, *without_adapter):
             waiting.push(request)
         return started
+
+    def _is_overdue(self, request: Request, step: int) -> bool:
+        """Whether a request that finds no room for its adapter has waited for long."""
+        is_overdue = step - request.arrived_at >= ADAPTER_PATIENCE
+        if is_overdue and self._overdue is None and self._waiting.tenants.keys() | self._shares.rows.keys() != {
+                request.input.tenant}:
+            self._overdue = request
+        return is_overdue
+
+    def _lets_pass(self, request: Request) -> bool:
+        """Whether a request with an adapter waits for one of another tenant that has waited for long."""
+        return self._overdue not in (None, request) and request is not self._tenure.holder
+
+    def _is_kept_out(self, request: Request) -> bool:
+        """Whether a waiting request may not start, because what is free is kept for the one that has tenure."""
+        holder = self._tenure.holder
+        if holder is None:
+            return False
+        tenant = holder.input.tenant
+        next_one = self._waiting.next_of(tenant) if self._waiting.has_next_of(tenant) else None
+        return self._tenure.keeps_out(request, next_one)
 
     def _num_free_rows(self, tenant: Tenant) -> int:
         return len(self._free_rows) - self._shares.num_reserved(tenant, self._waiting.tenants)
@@ -361,6 +390,8 @@ class Scheduler:
                                      use_prefix=asked.reads_prefix_cache, step=step if may_share else None)
 
     def _start(self, request: Request, start: Start) -> None:
+        if request is self._overdue:
+            self._overdue = None
         row = self._free_rows.pop()
         request.take_row(row, self.cache.admit(request.id, row, start))
         request.next_event = self.cache.next_event(request.settled)
@@ -371,38 +402,55 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Preempt a request of the tenant with the most, if a request of another tenant waits for want of rows or of
-        pages. Not if the two tenants would only swap places."""
+        pages. Not if the two tenants would only swap places. The request that has tenure gives way to none, and if it
+        lacked pages, another one gives way to it."""
         waiting = self._waiting.tenants
-        if not self._running or len(waiting.keys() | self._shares.rows.keys()) < 2:
+        others = [request for request in self._running if request is not self._tenure.holder]
+        if not others or len(waiting.keys() | self._shares.rows.keys()) < 2:
             return
-        if not self._free_rows:
+        if self._tenure.is_short:
+            self._give_way(least_important(others, others, self._waiting.rank))
+        elif waiting and not self._free_rows:
             giver = self._shares.row_giver(waiting)
-            if giver is not NO_TENANT:
-                own = [r for r in self._running if r.input.tenant == giver]
-                self._preempt(least_important(own, own, self._waiting.rank))
-            return
+            own = [request for request in others if request.input.tenant == giver]
+            if giver is not NO_TENANT and own:
+                self._give_way(least_important(own, own, self._waiting.rank))
+        elif waiting:
+            self._make_way_for_pages(waiting, others)
+
+    def _make_way_for_pages(self, waiting: Mapping[Tenant, int], others: Sequence[Request]) -> None:
         held = held_tokens(self._running)
         tenant = min(waiting, key=lambda each: held[each])
         request = self._waiting.next_of(tenant)
-        victim = least_important(self._running, self._running, self._waiting.rank)
+        victim = least_important(others, self._running, self._waiting.rank)
         giver = victim.input.tenant
         if giver == tenant or held[giver] - victim.covered < held[tenant] + len(request.token_ids):
             return
         start = self._find_start(request, self.stats.num_steps)
-        if not (start.must_wait or self.cache.can_start(start)):
-            self._preempt(victim)
+        if not (self._is_kept_out(request) or start.must_wait or self.cache.can_start(start)):
+            self._give_way(victim)
+
+    def _give_way(self, request: Request) -> None:
+        """Preempt a request for others."""
+        if len(self._shares.rows) > 1 or any(tenant != request.input.tenant for tenant in self._waiting.tenants):
+            self._tenure.give_way(request)
+        self._preempt(request)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
         """Get pages up to `bound`. Waits for outstanding results, then preempts the least important request, perhaps
-        this one."""
-        target = Bound(bound)
+        this one. The one that has tenure waits for the next step instead, in which another one gives way to it."""
+        target, holder = Bound(bound), self._tenure.holder
         while not self.cache.reserve(request.id, target):
+            if request is holder:
+                self._tenure.lack()
             if self._in_flight:
                 return False
             scheduled = batch.request_ids
-            left = [r for r in self._running if r.id not in scheduled]
-            victim = least_important(left, self._running, self._waiting.rank)
-            self._preempt(victim)
+            left = [r for r in self._running if r.id not in scheduled and r is not holder]
+            if not left and len(self._running) > 1:
+                return False
+            victim = least_important(left or [request], self._running, self._waiting.rank)
+            self._give_way(victim)
             if victim is request:
                 return False
         request.covered = self.cache.covered(request.id)
@@ -439,6 +487,7 @@ class Scheduler:
             for request in [r for r in self._running if r.id not in on_trial]:
                 self._preempt(request)
         self._waiting.hold_back_all_but(on_trial)
+        self._overdue = None  # it may be held back
 
     def _finish_batch(self, batch: BatchBuilder, plan: DraftPlan) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
@@ -490,11 +539,14 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.state = State.FINISHED
+        if request is self._overdue:
+            self._overdue = None
         self.cache.forget(request.id)
         if self._host_drafts is not None:
             self._host_drafts.finish(request)
         del self._requests[request.id]
         self._waiting.forget(request)
+        self._tenure.forget(request)
         self._suspects.forget(request.id)
         if self._drafts is not None:
             self._drafts.forget(request)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
-from outrider.core import Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
+from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.request import Request, State
-from outrider.sched.scheduler import Scheduler
+from outrider.sched.scheduler import ADAPTER_PATIENCE, Scheduler
 from outrider.sched.shares import NO_TENANT, TenantShares
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
@@ -21,15 +23,22 @@ ENDLESS = SamplingParams(max_tokens=None)
 MAX_LEN = 400
 
 
-def scheduler(max_rows: int = 4, budget: int = 16, num_pages: int = 2000) -> Scheduler:
+def scheduler(max_rows: int = 4, budget: int = 16, num_pages: int = 2000, num_slots: int = 0) -> Scheduler:
+    """num_slots: for adapters 1 and 2."""
     limits = Limits(max_rows, budget, MAX_LEN, 0, 99, steps_in_flight=2)
     cache = CacheManager(make_layout((4, 0)), PagePool(num_pages), limits, enable_prefix_caching=False)
-    return Scheduler(cache, limits)
+    return Scheduler(cache, limits, adapters=AdapterSlots(num_slots, 9, {1: 1, 2: 1}) if num_slots else None)
 
 
-def asked(index: int, tenant: str | None, prompt: int = 3, new: int = 200, priority: int = 0) -> Request:
+def asked(index: int, tenant: str | None, prompt: int = 3, new: int = 200, priority: int = 0,
+          adapter: int | None = None) -> Request:
     tokens = [(index * 7 + i) % 99 for i in range(prompt)]
-    return Request(index, made_request(tokens, ENDLESS, priority=priority, tenant=tenant), prompt + new)
+    made = made_request(tokens, ENDLESS, priority=priority, tenant=tenant)
+    return Request(index, replace(made, adapter=adapter), prompt + new)
+
+
+def end_of(request: Request) -> Finish:
+    return Finish.LENGTH if len(request.token_ids) + 1 == request.end_len else Finish.NO
 
 
 def step(sched: Scheduler) -> ScheduledBatch:
@@ -37,7 +46,8 @@ def step(sched: Scheduler) -> ScheduledBatch:
     batch = sched.schedule()
     assert batch is not None
     sched.update(StepResult(batch.step, [
-        RequestResult(i, e, [5] if s else [], k, 0, 0) for i, e, s, k in
+        RequestResult(i, e, [5] if s else [], k, 0, 0, finish=end_of(sched._requests[i]) if s else Finish.NO)
+        for i, e, s, k in
         zip(batch.request_ids, batch.epochs, batch.samples, batch.num_known, strict=True)]))
     sched.check_integrity()
     return batch
@@ -143,6 +153,58 @@ def test_one_request_that_holds_all_pages_keeps_them() -> None:
     for _ in range(20):
         step(sched)
     assert sched.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(390, 5), (260, 40), (20, 280), (5, 390)])
+@pytest.mark.parametrize("small", [30, 200])
+def test_a_request_that_needs_most_of_the_pool_ends_beside_another_tenant(prompt: int, new: int, small: int) -> None:
+    """It has more pages than the other tenant in the end, and would be given up for its requests for ever."""
+    sched = scheduler(max_rows=8, num_pages=101)  # 400 tokens
+    index = 0
+    sched.add(asked(10**6, "two", prompt=prompt, new=new))
+    for _ in range(1500):
+        while sched.num_waiting < 12:
+            sched.add(asked(index := index + 1, "one", prompt=10, new=small))
+        step(sched)
+        if 10**6 not in sched._requests:
+            break
+    else:
+        raise AssertionError("a request is given up again and again")
+    ended = index
+    for _ in range(300):  # and it leaves nothing behind
+        while sched.num_waiting < 12:
+            sched.add(asked(index := index + 1, "one", prompt=10, new=small))
+        step(sched)
+    assert index > ended
+
+
+def test_large_requests_of_many_tenants_end_one_after_another() -> None:
+    sched = scheduler(max_rows=6, num_pages=101)
+    names = ["one", "two", "three", None]
+    sched.add(*(asked(index, names[index % 4], prompt=40 + 30 * (index % 9), new=80) for index in range(24)))
+    for _ in range(8000):
+        if not sched.has_work:
+            break
+        step(sched)
+    assert not sched.has_work
+    assert sched._tenure.holder is None and not sched._tenure._times
+
+
+@pytest.mark.parametrize("lasts", [5, 60])
+def test_an_adapter_waits_for_those_of_another_tenant_for_a_while_only(lasts: int) -> None:
+    sched = scheduler(max_rows=8, num_slots=1)
+    index = 0
+    sched.add(asked(index, "one", new=lasts, adapter=1))
+    for _ in range(3):
+        step(sched)
+    sched.add(asked(10**6, "two", new=3, adapter=2))
+    for _ in range(ADAPTER_PATIENCE + 3 * lasts):
+        while len(sched._requests) < 5:
+            sched.add(asked(index := index + 1, "one", new=lasts, adapter=1))
+        step(sched)
+        if 10**6 not in sched._requests:
+            return
+    raise AssertionError("the adapter never gets room")
 
 
 def test_shares_of_random_tenants() -> None:
