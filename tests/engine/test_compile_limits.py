@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_nobody_waits_for_the_turn_of_another_client_that_asks_for_an_equal_form
         thread.start()
         eventually(lambda: bool(own._trial._turns._waiting))
         try:
-            own.check(form(regex="b+"), FormClient("victim", is_gone=lambda: False))
+            own.check(form(regex="b+"), FormClient("victim"))
         finally:
             is_over.set()
             thread.join()
@@ -196,10 +197,10 @@ def test_a_client_has_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatc
     """Threads are the whole process's: a client that could start any number would leave none to others."""
     monkeypatch.setattr(check_threads, "MOST_THREADS", 3)
     own, goes_on, before = CheckThreads(), threading.Event(), threading.active_count()
-    checks = [own.start(lambda: goes_on.wait(PATIENCE), "hostile") for _ in range(50)]
+    checks = [own.start(partial(goes_on.wait, PATIENCE), "hostile") for _ in range(50)]
     checks[40].cancel()
     assert threading.active_count() <= before + 3
-    assert own.start(lambda: 7, "victim").result(PATIENCE) == 7
+    assert own.start(partial(int, "7"), "victim").result(PATIENCE) == 7
     goes_on.set()
     assert all(check.cancelled() or check.result(PATIENCE) for check in checks)
     eventually(lambda: not own._running and not own._lines)
