@@ -66,10 +66,10 @@ class DraftNetwork(Protocol):
 class NetworkDrafter(Drafter):
     """A drafter that draws its drafts from the logits of a network of its own."""
 
-    skip_reads_taps = False
+    skip_reads_aux = False
 
-    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = ()) -> None:
-        self.name, self.network, self.max_drafts, self.taps = name, network, max_drafts, taps
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, aux_layers: tuple[int, ...] = ()) -> None:
+        self.name, self.network, self.max_drafts, self.aux_layers = name, network, max_drafts, aux_layers
         self.attention_layers = tuple(network.attention_layers)
 
     def modules(self) -> list[LayeredModule]:
@@ -94,11 +94,11 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     _num_chained = 0  # slots from the first valid input to the first slot that is valid in every module
 
-    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, taps: tuple[int, ...] = (),
+    def __init__(self, name: str, network: DraftNetwork, max_drafts: int, aux_layers: tuple[int, ...] = (),
                  max_positions: int | None = None) -> None:
         """max_positions: tokens of the longest text that the network can take; longer texts get no drafts. None: as
         many as the target."""
-        super().__init__(name, network, max_drafts, taps)
+        super().__init__(name, network, max_drafts, aux_layers)
         self._max_positions = max_positions
         self.lookahead = max_drafts
         self._is_head = network.hidden_size > 0  # else a whole model, which needs nothing but tokens

@@ -7,8 +7,10 @@ and never changes the text: a draft is accepted only if the one sampler picks th
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -93,6 +95,9 @@ class Drafts:
     levels: torch.Tensor | None = None  # [requests] int64, how sure it is of each: see `core/draft_confidence.py`
 
 
+RENAMED = {"taps": "aux_layers", "skip_reads_taps": "skip_reads_aux"}  # attributes of drafters, since version 0.1
+
+
 class Drafter:
     """Base class of drafters. Override `propose`; the other methods are for drafters with layers, hidden states or row
     state of their own.
@@ -102,11 +107,23 @@ class Drafter:
 
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
-    taps: tuple[int, ...] = ()  # target layers whose hidden states it reads
-    skip_reads_taps = True  # or only `propose` does: then steps without drafts record none
-    reads_hidden = HiddenReads.ALL  # beside the states of taps
+    aux_layers: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    skip_reads_aux = True  # or only `propose` does: then steps without drafts record none
+    reads_hidden = HiddenReads.ALL  # beside the states of aux_layers
     attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes
+
+    def __init_subclass__(cls) -> None:
+        """Take attributes under the names that they had in version 0.1."""
+        for old, name in RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is called {name} now", FutureWarning, stacklevel=2)
+                setattr(cls, name, vars(cls)[old])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RENAMED:
+            warnings.warn(f"{type(self).__name__}.{name} is called {RENAMED[name]} now", FutureWarning, stacklevel=2)
+        super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
         """Claims of its own layers. What it keeps once for each page is declared there too (`LayerCache.page_parts`),

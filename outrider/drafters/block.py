@@ -55,14 +55,15 @@ MOST_LOGITS = 1 << 26  # numbers of logits that are made at once
 
 class BlockDrafter(Drafter):
     name = "block"
-    skip_reads_taps = False
+    skip_reads_aux = False
 
     def __init__(self, head: BlockHead, max_drafts: int, min_confidence: float = 0.0) -> None:
         """min_confidence: a request gets no drafts from the first one on that the confidence head thinks is reached and
         accepted less probably than this."""
-        self.head, self.max_drafts, self.taps = head, max_drafts, head.taps
-        # Beside taps it reads nothing; the last layer's stream, if it is a tap, is made of all token rows or of none.
-        self.reads_hidden = HiddenReads.ALL if head.target.num_layers in head.taps else HiddenReads.NOTHING
+        self.head, self.max_drafts, self.aux_layers = head, max_drafts, head.aux_layers
+        # Beside auxiliary states it reads nothing. The last layer's stream, if it is one of them, is made of all token
+        # rows or of none.
+        self.reads_hidden = HiddenReads.ALL if head.target.num_layers in head.aux_layers else HiddenReads.NOTHING
         self.attention_layers = tuple(head.attention_layers)
         self.lookahead = max_drafts + head.first_row
         self._min_confidence = min_confidence

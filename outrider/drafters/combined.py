@@ -21,10 +21,10 @@ class CombinedDrafter(Drafter):
         self.drafters = list(drafters)
         self.name = "+".join(drafter.name for drafter in drafters)
         self.max_drafts = max(drafter.max_drafts for drafter in drafters)
-        with_taps = [drafter for drafter in drafters if drafter.taps]
-        if len(with_taps) > 1:
+        with_aux_layers = [drafter for drafter in drafters if drafter.aux_layers]
+        if len(with_aux_layers) > 1:
             raise ValueError(f"{self.name}: only one drafter of a combination may read hidden states")
-        self.taps = with_taps[0].taps if with_taps else ()
+        self.aux_layers = with_aux_layers[0].aux_layers if with_aux_layers else ()
         self.attention_layers = tuple(layer for drafter in drafters for layer in drafter.attention_layers)
         self.reads_hidden = max(drafter.reads_hidden for drafter in drafters)
         self.lookahead = max(drafter.lookahead for drafter in drafters)

@@ -35,7 +35,7 @@ def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> 
 
 def head_drafter(method: str, head: SlotHead, num_drafts: int) -> AutoregressiveDrafter:
     warn_beyond(method, head, num_drafts)
-    return AutoregressiveDrafter(method, head, num_drafts, head.taps)
+    return AutoregressiveDrafter(method, head, num_drafts, head.aux_layers)
 
 
 def warn_beyond(method: str, head: DraftHead, num_drafts: int) -> None:

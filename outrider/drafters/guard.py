@@ -169,7 +169,7 @@ class DrafterGuards:
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
         # Read once: these decide what a captured step contains.
-        self.taps = () if drafter is None else tuple(drafter.taps)
+        self.aux_layers = () if drafter is None else tuple(drafter.aux_layers)
         self.reads_hidden = HiddenReads.NOTHING if drafter is None else drafter.reads_hidden
         self.has_layers = drafter is not None and bool(drafter.attention_layers)
         self._num_told_off = 0  # drafters that the device knows to be off
@@ -228,12 +228,12 @@ class DrafterGuards:
         if self._learner is not None:
             self._learner.reset()
 
-    def taps_for(self, num_wanted: int) -> tuple[int, ...]:
-        """The taps that the target records in a step that asks for so many drafts. Without drafts few drafters read
-        them, and recording takes time and memory."""
-        reads_always = any(guard.drafter.taps and guard.drafter.skip_reads_taps for guard in self._guards)
+    def aux_layers_for(self, num_wanted: int) -> tuple[int, ...]:
+        """The layers whose states the target records in a step that asks for so many drafts. Without drafts few
+        drafters read them, and recording takes time and memory."""
+        reads_always = any(guard.drafter.aux_layers and guard.drafter.skip_reads_aux for guard in self._guards)
         is_needed = num_wanted > 0 or self._learner is not None or reads_always
-        return self.taps if is_needed else ()
+        return self.aux_layers if is_needed else ()
 
     def skip(self, step: Step) -> None:
         if self._learner is not None:

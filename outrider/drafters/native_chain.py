@@ -56,7 +56,7 @@ class NativeChain:
         if hidden.context.adapters is not None:
             return None
         chain = self._bind(view.num_tokens)
-        inputs = ChainInputs(requests, rows, page_table, state, hidden.taps, self._tails, num_wanted)
+        inputs = ChainInputs(requests, rows, page_table, state, hidden.aux_states, self._tails, num_wanted)
         if chain is None or not chain.takes(inputs):
             return None
         tokens, counts, levels = chain.propose(inputs, any_sampled=step.any_sampled)
@@ -83,10 +83,10 @@ class NativeChain:
             fc, qkv, out, gate_up, down, output = matrices
             self._bound = DraftChain.bind(ChainWeights(
                 fc=fc, qkv=qkv, out=out, gate_up=gate_up, down=down, output=output,
-                tap_norms=[norm.scale for norm in head.tap_norms],
+                aux_norms=[norm.scale for norm in head.aux_norms],
                 norms=(head.first.input_norm.scale, head.hidden_norm.scale, head.first.mlp_norm.scale, head.norm.scale),
                 head_norms=None if norms is None else (norms.q, norms.k), embedding=table, target_ids=head.target_ids,
-                cos=cos, sin=sin, num_taps=len(head.taps), eps=head.sizes.eps,
+                cos=cos, sin=sin, num_aux=len(head.aux_layers), eps=head.sizes.eps,
                 norm_eps=1e-6 if norms is None else norms.eps, scale=layer.scale, window=layer.window or 0,
                 gelu=mlp.activation != "silu", norm_before_residual=head.norm_before_residual,
                 feeds_back_normed=head.feeds_back_normed,

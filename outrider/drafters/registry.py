@@ -122,5 +122,6 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
 def _check_declared(drafter: Drafter, path: str, num_layers: int, max_drafts: int) -> None:
     """Refuse attributes that every step of the target would fail with."""
     check_value(f"speculative_config: {path}.name", str, drafter.name)
-    check_value(f"speculative_config: {path}.taps", list[Annotated[int, Range(0, num_layers)]], drafter.taps)
+    layers = list[Annotated[int, Range(0, num_layers)]]
+    check_value(f"speculative_config: {path}.aux_layers", layers, drafter.aux_layers)
     check_value(f"speculative_config: {path}.lookahead", Annotated[int, Range(0, max_drafts + 1)], drafter.lookahead)

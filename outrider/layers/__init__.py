@@ -4,7 +4,8 @@ Layers know nothing of checkpoints beyond the names of their tensors, and nothin
 
 Some families have several residual streams in a token row (`layers/streams.py`, `kernels/streams.py`). A gate in front
 of each half of a layer norms and mixes them into one hidden state; what the half returns is added to every stream by
-the next gate, in one kernel with its norm. MTP modules of these families consume the streams; taps are their mean.
+the next gate, in one kernel with its norm. MTP modules of these families consume the streams; auxiliary
+states are their mean.
 Hyper-connections (`layers/hyper_connections.py`) are the form of GLM5-Next and HY-V4: a half reads a weighted sum, and
 streams may mix among themselves where it writes. One kernel makes all weights of a token row. The streams end in their
 mean (GLM5-Next) or in one more weighted sum (HY-V4), and the MTP modules have one stream and read the final state.
@@ -26,9 +27,9 @@ from outrider.layers.base import (
     find_modules,
 )
 from outrider.layers.context import (
+    AuxRecord,
     LoadedAdapters,
     NothingAttends,
-    RecordedTaps,
     RowAdapters,
     StandIns,
     StepContext,
@@ -74,12 +75,13 @@ from outrider.layers.streams import Injection, StreamEnd, StreamGate, StreamLaye
 from outrider.layers.tempered_attention import TemperedAttention, TemperedRotary
 
 __all__ = [
-    "ACTIVATIONS", "Angles", "AttentionMLPLayer", "CenteredHeadNorm", "CenteredNorm", "CenteredNormAttention",
-    "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES", "FeedForward",
-    "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection", "KDA",
+    "ACTIVATIONS", "Angles", "AttentionMLPLayer", "AuxRecord", "CenteredHeadNorm", "CenteredNorm",
+    "CenteredNormAttention", "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES",
+    "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection",
+    "KDA",
     "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",
     "Linear", "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer",
-    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RecordedTaps", "RopeParams", "Rotary", "Router",
+    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
     "RowAdapters", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns",
     "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
     "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",

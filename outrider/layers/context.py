@@ -199,7 +199,7 @@ class NothingAttends:
         raise AssertionError(f"layer {layer} is behind the last layer")
 
 
-class RecordedTaps:
+class AuxRecord:
     """The residual stream before some layers, for drafters that read it. A model records it between calls of layers;
     layers that are one call record what lies between them."""
 
@@ -216,7 +216,7 @@ class StepContext:
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
                  stand_ins: StandIns | None = None, adapters: RowAdapters | None = None,
                  history: TokenHistory | None = None) -> None:
-        self.taps: RecordedTaps | None = None  # of a model whose layers may record them
+        self.aux_record: AuxRecord | None = None  # of a model whose layers may record them
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
@@ -236,7 +236,7 @@ class _RowsContext(StepContext):
         self._whole, self._rows = whole, rows.token_rows
         self.attend = rows
         self.stand_ins = self.history = None  # embeddings lie before every choice of rows
-        self.taps = None  # a tap has all token rows
+        self.aux_record = None  # an auxiliary state has all token rows
         self.adapters = None if whole.adapters is None else whole.adapters.of_rows(rows.token_rows)
 
     @cached_property

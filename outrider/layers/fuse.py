@@ -16,7 +16,7 @@ from outrider.kernels.adapter_tables import TargetRange
 from outrider.kernels.native import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
-from outrider.layers.context import RecordedTaps, RowAdapters, StepContext
+from outrider.layers.context import AuxRecord, RowAdapters, StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
@@ -97,13 +97,13 @@ class NativeDecoderLayer(FusedLayer):
         adapters = None if context.adapters is None else self._adapters(run, context.adapters)
         if run.joined is not None and (adapters is None) == (context.adapters is None):
             assert isinstance(paged.backend, NativeBackend)
-            taps = between(context.taps, run.joined.count, residual)
-            first = 0 if context.taps is None else context.taps.first
-            kept = {tap - first: stream for tap, stream in taps.items()}
+            aux_states = between(context.aux_record, run.joined.count, residual)
+            first = 0 if context.aux_record is None else context.aux_record.first
+            kept = {layer - first: stream for layer, stream in aux_states.items()}
             added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, adapters, kept)
             if added is not None:
-                if context.taps is not None:
-                    context.taps.seen.update(taps)
+                if context.aux_record is not None:
+                    context.aux_record.seen.update(aux_states)
                 return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, context)
 
@@ -152,11 +152,11 @@ def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
-def between(taps: RecordedTaps | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Room for the taps that lie between `count` layers of one call, by the number of the layer behind each."""
-    if taps is None:
+def between(record: AuxRecord | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Room for the auxiliary states between `count` layers of one call, by the number of the layer behind each."""
+    if record is None:
         return {}
-    return {tap: torch.empty_like(residual) for tap in taps.wanted if taps.first < tap < taps.first + count}
+    return {layer: torch.empty_like(residual) for layer in record.wanted if record.first < layer < record.first + count}
 
 
 class InPlaceLayer(FusedLayer):

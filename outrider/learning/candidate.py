@@ -31,7 +31,7 @@ class PaddedTexts:
     """A micro-batch of served texts, padded to the longest."""
 
     tokens: torch.Tensor  # [texts, length] int64
-    taps: torch.Tensor  # [texts, length, taps, hidden]
+    aux_states: torch.Tensor  # [texts, length, layers, hidden]
     lengths: torch.Tensor  # [texts]
     answer_from: torch.Tensor  # [texts]
 
@@ -39,11 +39,11 @@ class PaddedTexts:
     def join(cls, texts: Sequence[ServedText]) -> PaddedTexts:
         device, length = texts[0].tokens.device, max(len(text.tokens) for text in texts)
         tokens = texts[0].tokens.new_zeros(len(texts), length)
-        taps = texts[0].taps.new_zeros(len(texts), length, *texts[0].taps.shape[1:])
+        aux_states = texts[0].aux_states.new_zeros(len(texts), length, *texts[0].aux_states.shape[1:])
         for index, text in enumerate(texts):
             tokens[index, : len(text.tokens)] = text.tokens
-            taps[index, : len(text.tokens)] = text.taps
-        return cls(tokens, taps, torch.tensor([len(text.tokens) for text in texts], device=device),
+            aux_states[index, : len(text.tokens)] = text.aux_states
+        return cls(tokens, aux_states, torch.tensor([len(text.tokens) for text in texts], device=device),
                    torch.tensor([text.answer_from for text in texts], device=device))
 
     def places(self, num_drafts: int) -> torch.Tensor:
@@ -137,8 +137,8 @@ class Candidate:
         slots = TextSlots.from_lengths(padded.lengths, padded.tokens.shape[1])
         with torch.no_grad():
             embeds, output = self._served.embeds(padded.tokens), self._served.output
-            output = output if padded.taps.is_cuda else output.float()
-        passes = network.passes(embeds, padded.taps.float(), slots, self.num_passes)
+            output = output if padded.aux_states.is_cuda else output.float()
+        passes = network.passes(embeds, padded.aux_states.float(), slots, self.num_passes)
         for own, states in zip(rows, passes, strict=False):  # texts of one token have no passes
             chosen = states.index_select(0, slots.rows_of(own))
             yield F.linear(chosen, output) if torch.is_grad_enabled() else _wide_logits(chosen, output)

@@ -31,7 +31,7 @@ class HeadForm:
     head_dim: int
     eps: float
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # turns x [.., dim] by positions [.., 1]
-    norms_taps: bool  # each tap has a norm of its own (EAGLE 3.1)
+    norms_aux: bool  # each auxiliary state has a norm of its own (EAGLE 3.1)
     feeds_back_normed: bool  # the state fed to the next pass is the normed one (EAGLE 3.1)
     norm_before_residual: bool = False  # the residual stream begins with the normed state
 
@@ -87,15 +87,15 @@ class Eagle3Network(NamedLayers):
         self._form = form
         self._scale = form.head_dim**-0.5
 
-    def passes(self, embeds: torch.Tensor, taps: torch.Tensor, slots: TextSlots,
+    def passes(self, embeds: torch.Tensor, aux_states: torch.Tensor, slots: TextSlots,
                num_passes: int) -> Iterator[torch.Tensor]:
         """Inputs of the output layer [slots, hidden] of each pass; those of slots whose text ends before the pass's
-        token mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; taps: [texts, length, taps,
-        hidden]. Nothing is computed for what the texts are padded with, except in attention."""
+        token mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; aux_states: [texts, length,
+        layers, hidden]. Nothing is computed for what the texts are padded with, except in attention."""
         if not len(slots.places):
             return
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds.flatten(0, 1).index_select(0, slots.places))
-        hidden = self._consume(taps.flatten(0, 1).index_select(0, slots.places - 1), embeds.dtype)
+        hidden = self._consume(aux_states.flatten(0, 1).index_select(0, slots.places - 1), embeds.dtype)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in range(num_passes):
@@ -113,12 +113,12 @@ class Eagle3Network(NamedLayers):
             yield output
             hidden = output if self._form.feeds_back_normed else stream
 
-    def _consume(self, taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """taps: [slots, taps, hidden]; dtype: of the weights; a target's states may be narrower or wider."""
-        if self._form.norms_taps:
-            normed = [self._norm(f"fc_norm.{index}", tap.to(dtype)) for index, tap in enumerate(taps.unbind(dim=1))]
-            taps = torch.stack(normed, dim=1)
-        return wide(self._linear("fc", taps.flatten(1).to(dtype)))
+    def _consume(self, aux_states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """aux_states: [slots, layers, hidden]; dtype: of the weights; a target's states may be narrower or wider."""
+        if self._form.norms_aux:
+            normed = [self._norm(f"fc_norm.{at}", each.to(dtype)) for at, each in enumerate(aux_states.unbind(dim=1))]
+            aux_states = torch.stack(normed, dim=1)
+        return wide(self._linear("fc", aux_states.flatten(1).to(dtype)))
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """[heads, slots, dim]"""

@@ -60,7 +60,7 @@ def count_served_tokens(served: ServedHead, memory_bytes: int, max_len: int) -> 
     """(tokens of the ring, tokens of a segment) that fit into so many bytes. Raises ValueError if a trainer could not
     begin with them."""
     head = served.head
-    token_bytes = len(head.taps) * head.target.hidden_size * head.target.dtype.itemsize + 16
+    token_bytes = len(head.aux_layers) * head.target.hidden_size * head.target.dtype.itemsize + 16
     length = min(SEGMENT_TOKENS, max_len)
     num_segments = memory_bytes // (token_bytes * length)
     least = 2 * LEAST_TEXTS
@@ -84,7 +84,7 @@ class DrafterLearner:
     def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, segment_tokens: int) -> None:
         head = served.head
         self.served, self._settings = served, settings
-        self.ring = TrafficRing(limits, len(head.taps), head.target.hidden_size, segment_tokens=segment_tokens,
+        self.ring = TrafficRing(limits, len(head.aux_layers), head.target.hidden_size, segment_tokens=segment_tokens,
                                 dtype=head.target.dtype, device=served.device)
         self._candidate = Candidate(served, settings.rate)
         self._stream = torch.cuda.Stream(served.device) if served.device.type == "cuda" else None
@@ -124,7 +124,7 @@ class DrafterLearner:
             return 0
         length, token = self.ring.segment_tokens, 0 if head.target_ids is None else int(head.target_ids[0])
         text = ServedText(torch.full((length,), token, device=device),
-                          torch.zeros(length, len(head.taps), head.target.hidden_size, dtype=head.target.dtype,
+                          torch.zeros(length, len(head.aux_layers), head.target.hidden_size, dtype=head.target.dtype,
                                       device=device), 1)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -37,7 +37,7 @@ class ServedHead:
         table = head.rotary.table[1:]  # slot p turns by the angles of p - 1
         self.form = HeadForm(
             head.sizes.head_dim, head.sizes.eps,
-            lambda x, positions: rotate_by_table(x, positions, table), norms_taps=bool(head.tap_norms),
+            lambda x, positions: rotate_by_table(x, positions, table), norms_aux=bool(head.aux_norms),
             feeds_back_normed=head.feeds_back_normed, norm_before_residual=head.norm_before_residual,
         )
 

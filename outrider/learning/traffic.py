@@ -57,20 +57,20 @@ class ServedText:
     """The last tokens of a served text, in order, on the device."""
 
     tokens: torch.Tensor  # [length] int64
-    taps: torch.Tensor  # [length, taps, hidden] the target's residual streams
+    aux_states: torch.Tensor  # [length, layers, hidden] the target's residual streams
     answer_from: int  # index of the first token that the target said; the tokens before it are the prompt's
 
 
 class TrafficRing:
-    def __init__(self, limits: Limits, num_taps: int, hidden_size: int, *, segment_tokens: int, dtype: torch.dtype,
+    def __init__(self, limits: Limits, num_aux: int, hidden_size: int, *, segment_tokens: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         self.segment_tokens, self._device = segment_tokens, device
         self._nowhere = limits.num_served_tokens
         num_places = limits.extent(Axis.SERVED_TOKENS)
         self.tokens = buffer(limits, Axis.SERVED_TOKENS, dtype=torch.int64, device=device)
         self.positions = buffer(limits, Axis.SERVED_TOKENS, dtype=torch.int64, device=device, fill=-1)
-        # [SERVED_TOKENS, hidden] of each tap. On a CPU they take memory when they are first written.
-        self.taps = [lazy_zeros(num_places, hidden_size, dtype=dtype, device=device) for _ in range(num_taps)]
+        # [SERVED_TOKENS, hidden] of each auxiliary state. On a CPU they take memory when they are first written.
+        self.aux_states = [lazy_zeros(num_places, hidden_size, dtype=dtype, device=device) for _ in range(num_aux)]
         self._lock = threading.Lock()
         self._free = [RingSegment(start) for start in range(0, self._nowhere, segment_tokens)]
         self._open: dict[int, RingSegment] = {}  # by row
@@ -83,7 +83,7 @@ class TrafficRing:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.tokens, self.positions, *self.taps))
+        return sum(tensor.nbytes for tensor in (self.tokens, self.positions, *self.aux_states))
 
     # On the thread of steps
 
@@ -115,8 +115,8 @@ class TrafficRing:
         view, place = step.batch.padded, self._places(step)
         self.tokens.index_copy_(0, place, view.token_ids)
         self.positions.index_copy_(0, place, view.positions)
-        for kept, tap in zip(self.taps, step.hidden.taps, strict=True):
-            kept.index_copy_(0, place, tap.to(kept.dtype))
+        for kept, aux_state in zip(self.aux_states, step.hidden.aux_states, strict=True):
+            kept.index_copy_(0, place, aux_state.to(kept.dtype))
 
     def _places(self, step: Step) -> torch.Tensor:
         """[token rows] where the states of each go. Every place but nowhere has one writer."""
@@ -218,8 +218,8 @@ class TrafficRing:
         if len(order) < 3:  # a head needs a token, a hidden state before it, and a token to guess
             return None
         first = int(positions[order[0]])
-        taps = torch.stack([tap[places][order] for tap in self.taps], dim=1)
-        return ServedText(self.tokens[places][order], taps, max(1, segment.prompt_len - first))
+        aux_states = torch.stack([aux_state[places][order] for aux_state in self.aux_states], dim=1)
+        return ServedText(self.tokens[places][order], aux_states, max(1, segment.prompt_len - first))
 
 
 def _may_record(admission: Admission) -> bool:

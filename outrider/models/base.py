@@ -7,6 +7,7 @@ through `context.attend`, and token rows of different requests never meet anywhe
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +21,13 @@ from outrider.formats import DenseLinear, RankGroup, VocabularyCut
 from outrider.kernels import ops
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
+    AuxRecord,
     CutSize,
     Embedding,
     GatedMLP,
     LayeredModule,
     Linear,
     Module,
-    RecordedTaps,
     RMSNorm,
     RopeParams,
     Rotary,
@@ -47,8 +48,13 @@ class Hidden:
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
-    taps: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
+    aux_states: tuple[torch.Tensor, ...]  # the residual stream after the layers asked for, in the order asked
     context: StepContext  # of all token rows of the forward
+
+    @property
+    def taps(self) -> tuple[torch.Tensor, ...]:
+        warnings.warn("hidden.taps is called hidden.aux_states now", FutureWarning, stacklevel=2)
+        return self.aux_states
 
     def final_of(self, token_rows: torch.Tensor) -> torch.Tensor:
         """The final states of token rows that make logits."""
@@ -62,7 +68,7 @@ class Hidden:
 @dataclass(frozen=True)
 class WantedHidden(Hidden):
     """Hidden states of a forward that was asked for some token rows, those that make logits: `final` and `before_norm`
-    are [wanted rows, hidden]. Taps have all token rows."""
+    are [wanted rows, hidden]. Auxiliary states have all token rows."""
 
     token_rows: torch.Tensor  # the wanted ones
 
@@ -94,9 +100,10 @@ class Model(LayeredModule, ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
+        self, tokens: torch.Tensor, context: StepContext, aux_layers: tuple[int, ...] = (),
+        rows: WantedRows | None = None,
     ) -> Hidden:
-        """tokens: [tokens] int64. Tap i is the residual stream after i layers; 0 is the embedding. rows: the
+        """tokens: [tokens] int64. aux_layers: i is the residual stream after i layers; 0 is the embedding. rows: the
         token rows that `final` and `before_norm` have, in this order; all of them by default."""
 
     @abstractmethod
@@ -217,26 +224,27 @@ class Decoder(Model):
                         "hf_overrides={'tie_word_embeddings': False}", self.config.source, self.names.output)
 
     def forward(
-        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
+        self, tokens: torch.Tensor, context: StepContext, aux_layers: tuple[int, ...] = (),
+        rows: WantedRows | None = None,
     ) -> Hidden:
-        assert rows is None or self.num_layers not in taps, "a tap has all token rows"
-        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
+        assert rows is None or self.num_layers not in aux_layers, "an auxiliary state has all token rows"
+        assert all(0 <= each <= self.num_layers for each in aux_layers), f"{aux_layers} of {self.num_layers} layers"
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         residual, own = self.embed_tokens(tokens, context), context  # `own`: of the rows that `residual` has
         own_inputs = self.layer_inputs(tokens, residual, context)
         residual = self.begin(residual)
         delta: Any = None
-        record = RecordedTaps(taps)
+        record = AuxRecord(aux_layers)
         seen = record.seen
-        cut = None if rows is None else self._cut(rows, taps)
-        is_usual = type(self).tap is Decoder.tap  # then layers that are one call record taps between them
-        context.taps = record if is_usual else None
-        stops = {*(() if is_usual else taps), self.num_layers if cut is None else cut, self.num_layers}
+        cut = None if rows is None else self._cut(rows, aux_layers)
+        is_usual = type(self).aux_state is Decoder.aux_state  # then layers that are one call record between them
+        context.aux_record = record if is_usual else None
+        stops = {*(() if is_usual else aux_layers), self.num_layers if cut is None else cut, self.num_layers}
         index = 0
         while index < self.num_layers:
             layer = self.layers[index]
-            if index in taps:
-                seen[index] = self.tap(delta, residual)
+            if index in aux_layers:
+                seen[index] = self.aux_state(delta, residual)
             record.first = index
             args = (delta, residual, angles[layer.rotary], own, *own_inputs[index])
             if index != cut:
@@ -250,9 +258,9 @@ class Decoder(Model):
                 own_inputs = [tuple(each[rows.token_rows] for each in inputs) for inputs in own_inputs]
             index += done
         final, before_norm = self.end(delta, residual, own)
-        if self.num_layers in taps:
-            seen[self.num_layers] = self.tap(None, before_norm)
-        states = (final, before_norm, tuple(seen[tap] for tap in taps), context)
+        if self.num_layers in aux_layers:
+            seen[self.num_layers] = self.aux_state(None, before_norm)
+        states = (final, before_norm, tuple(seen[each] for each in aux_layers), context)
         return Hidden(*states) if rows is None else WantedHidden(*states, rows.token_rows)
 
     # The residual stream outside of layers. Models with several streams override all three.
@@ -261,7 +269,7 @@ class Decoder(Model):
         """The residual stream before the first layer."""
         return embedded
 
-    def tap(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
+    def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] what drafters read of the residual stream: a copy, since layers change it in place."""
         return copy_stream(delta, residual)
 
@@ -269,13 +277,13 @@ class Decoder(Model):
         """(the final state, the residual stream before the final norm)."""
         return self.norm.add_norm(delta, residual)
 
-    def _cut(self, rows: WantedRows, taps: tuple[int, ...]) -> int:
+    def _cut(self, rows: WantedRows, aux_layers: tuple[int, ...]) -> int:
         """The first layer whose results are needed for the wanted rows only: the last one that writes a cache, unless a
-        later layer cannot read for these rows alone or comes before a tap, which has all token rows."""
+        later layer cannot read for these rows alone or comes before an auxiliary state, which has all token rows."""
         last = self.num_layers - 1
         if self.last_writer == last or any(index not in rows.layers for index in range(self.last_writer + 1, last + 1)):
             return last
-        return max(self.last_writer, *taps, 0)
+        return max(self.last_writer, *aux_layers, 0)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:

@@ -46,7 +46,7 @@ class BlockHead(FileHead):
                  dtype: torch.dtype, device: torch.device) -> None:
         sizes = config.sizes
         super().__init__(config.top.source, config.layer, sizes, target, dtype=dtype, device=device)
-        self.config, self.taps, self.made_for = config, config.taps, config.made_for
+        self.config, self.aux_layers, self.made_for = config, config.aux_layers, config.made_for
         wide = self.read_target_size(config.top, config.layer)
         self.read_vocabulary(config.top)
         # Rows of the largest block; the row of the last known token may make no draft.
@@ -61,7 +61,7 @@ class BlockHead(FileHead):
         layers = [self._layer(layer) for layer in self.attention_layers]
         self.layers = layers
         self.attentions = [layer.attention for layer in layers]  # also where fused layers have replaced `layers`
-        self.fc = Linear(len(self.taps) * wide, self.hidden_size, bias=False, dtype=dtype, device=device)
+        self.fc = Linear(len(self.aux_layers) * wide, self.hidden_size, bias=False, dtype=dtype, device=device)
         self.hidden_norm, self.norm = (RMSNorm(self.hidden_size, sizes.eps, dtype=dtype, device=device)
                                        for _ in range(2))
         self.markov: MarkovHead | None = None
@@ -96,7 +96,7 @@ class BlockHead(FileHead):
 
     def context_states(self, hidden: Hidden) -> torch.Tensor:
         """[tokens, hidden] what is kept of each token of the target's forward."""
-        return self.hidden_norm(self.fc(torch.cat(hidden.taps, dim=-1), hidden.context))
+        return self.hidden_norm(self.fc(torch.cat(hidden.aux_states, dim=-1), hidden.context))
 
     def write_context(self, states: torch.Tensor, context: StepContext) -> None:
         """Write keys and values of `states`, the result of `context_states`, of every layer."""

@@ -1,7 +1,7 @@
 """BlockConfig: a block drafter's config, in the publishers' forms (DFlash, DSpark) and in that of speculators.
 
 The forms name the same things differently. Layer ids count from 0 in the publishers' files (the stream after layer i)
-and from 1 in those of speculators; a tap here is the stream after so many layers.
+and from 1 in those of speculators; an auxiliary state here is the stream after so many layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockConfig:
     top: ConfigReader
     layer: ConfigReader  # describes the transformer layers
     sizes: Sizes
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     mask_token: int  # stands in the block where drafts are predicted
     block_size: int  # token rows of a block in training, the last known token's among them
     samples_from_anchor: bool  # whether the row of the last known token predicts the first draft
@@ -89,7 +89,7 @@ def read_block_config(config: ConfigReader, num_target_layers: int) -> BlockConf
     mask_token = form.option("mask_token_id").required("mask_token_id", int, least=0)
     if mask_token >= sizes.vocab_size:
         raise form.option("mask_token_id").refusal("mask_token_id", f"the vocabulary has {sizes.vocab_size} tokens")
-    return BlockConfig(config, layer, sizes, form.taps(num_target_layers), mask_token, block_size,
+    return BlockConfig(config, layer, sizes, form.aux_layers(num_target_layers), mask_token, block_size,
                        samples_from_anchor, form.sights(), markov, has_confidence, reads_markov)
 
 
@@ -124,13 +124,13 @@ class _Published:
     def flag(self, key: str, default: bool) -> bool:
         return self.option(key).get(key, bool, default)
 
-    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         key = next((key for key in ("target_layer_ids", "dspark_target_layer_ids") if self.option(key).has(key)), None)
         if key is None:
             ids = spread_layers(num_target_layers, self.layer.required("num_hidden_layers", int))
             return tuple(layer + 1 for layer in ids)
         reader = self.option(key)
-        return _checked_taps(reader, key, reader.required(key, list), num_target_layers, offset=1)
+        return _checked_aux_layers(reader, key, reader.required(key, list), num_target_layers, offset=1)
 
     def sights(self) -> tuple[Sight, ...]:
         """A layer that slides by `layer_types` is causal within the block; other layers are not, unless `causal` or
@@ -158,9 +158,9 @@ class _Speculators(_Published):
         if kind == "dspark":
             self.default_rank, self.default_confidence = 256, True
 
-    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         key = "aux_hidden_state_layer_ids"
-        return _checked_taps(self.config, key, self.config.required(key, list), num_target_layers, offset=0)
+        return _checked_aux_layers(self.config, key, self.config.required(key, list), num_target_layers, offset=0)
 
     def sights(self) -> tuple[Sight, ...]:
         count = self.layer.required("num_hidden_layers", int)
@@ -176,8 +176,8 @@ def _layer_types(layer: ConfigReader, count: int) -> list[Any]:
     return kinds
 
 
-def _checked_taps(reader: ConfigReader, key: str, ids: list[Any], num_target_layers: int, offset: int
-                  ) -> tuple[int, ...]:
+def _checked_aux_layers(reader: ConfigReader, key: str, ids: list[Any], num_target_layers: int, offset: int
+                        ) -> tuple[int, ...]:
     least, most = -offset, num_target_layers - offset
     if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and least <= i <= most for i in ids):
         raise ConfigError(f"{reader.source}: {key}={ids!r} is not supported: the target has {num_target_layers} "

@@ -189,7 +189,7 @@ class Eagle3Head(EagleHead):
         super().__init__(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
         for key in ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"):
             head.option(key).must_equal(key, True, default=True)
-        self.taps = read_taps(head, target)
+        self.aux_layers = read_aux_layers(head, target)
         wide = self.read_target_size(head.top, head.layer)
         self.read_vocabulary(head.top)
         self.norm_before_residual = head.top.get("norm_before_residual", bool, head.is_speculators)
@@ -200,11 +200,11 @@ class Eagle3Head(EagleHead):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, self.sizes.eps, dtype=dtype, device=device)
 
-        count, head = len(self.taps), self.config
+        count, head = len(self.aux_layers), self.config
         joint = head.option("norm_before_fc").get("norm_before_fc", bool, False)
         each = head.option("fc_norm").get("fc_norm", bool, False)
         self.input_norm = norm(count * wide) if joint else None
-        self.tap_norms = [norm(wide) for _ in range(count if each else 0)]
+        self.aux_norms = [norm(wide) for _ in range(count if each else 0)]
         self.fc = Linear(count * wide, self.hidden_size, bias=False, dtype=dtype, device=device)
         first, *others = (self._layer(layer) for layer in self.attention_layers)
         # The one difference of shape to a Llama layer: embedding and hidden state side by side.
@@ -222,17 +222,17 @@ class Eagle3Head(EagleHead):
             ("norm", self.norm),
             ("layers.0.hidden_norm", self.hidden_norm),
             *([] if self.input_norm is None else [("input_norm", self.input_norm)]),
-            *((f"fc_norm.{index}", norm) for index, norm in enumerate(self.tap_norms)),
+            *((f"fc_norm.{index}", norm) for index, norm in enumerate(self.aux_norms)),
             *others,
         ]
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
-        taps = list(hidden.taps)
+        states = list(hidden.aux_states)
         if self.input_norm is not None:
-            taps = list(self.input_norm(torch.cat(taps, dim=-1)).chunk(len(taps), dim=-1))
-        if self.tap_norms:
-            taps = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
-        return self.fc(torch.cat(taps, dim=-1), hidden.context)
+            states = list(self.input_norm(torch.cat(states, dim=-1)).chunk(len(states), dim=-1))
+        if self.aux_norms:
+            states = [norm(state) for norm, state in zip(self.aux_norms, states, strict=True)]
+        return self.fc(torch.cat(states, dim=-1), hidden.context)
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,15 +246,15 @@ class Eagle3Head(EagleHead):
         return output, output if self.feeds_back_normed else before_norm
 
 
-def read_taps(head: HeadConfig, target: Model) -> tuple[int, ...]:
+def read_aux_layers(head: HeadConfig, target: Model) -> tuple[int, ...]:
     """Which residual streams the head consumes: i is the stream after i layers of the target."""
     key = "eagle_aux_hidden_state_layer_ids"
     reader = head.option(key)
     count = target.num_layers
-    taps = reader.get(key, list, [2, count // 2, count - 3])
-    if not taps or not all(isinstance(tap, int) and 0 <= tap <= count for tap in taps):
+    aux_layers = reader.get(key, list, [2, count // 2, count - 3])
+    if not aux_layers or not all(isinstance(each, int) and 0 <= each <= count for each in aux_layers):
         raise ConfigError(
-            f"{reader.source}: {key}={taps!r} is not supported: the target has {count} layers, so ids are 0 (the "
-            f"embedding) to {count}; use a head that was made for this target, or set {key}"
+            f"{reader.source}: {key}={aux_layers!r} is not supported: the target has {count} layers, so ids are 0 "
+            f"(the embedding) to {count}; use a head that was made for this target, or set {key}"
         )
-    return tuple(taps)
+    return tuple(aux_layers)

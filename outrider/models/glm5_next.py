@@ -178,12 +178,12 @@ class Glm5Next(KimiLinear):
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
         return embedded.repeat(1, self.rule.num_streams)
 
-    def tap(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
+    def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
         """The mean of the streams."""
         return mean_streams(residual, self.rule.num_streams)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.norm(self.tap(delta, residual)), residual
+        return self.norm(self.aux_state(delta, residual)), residual
 
 
 def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:

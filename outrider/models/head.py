@@ -25,7 +25,7 @@ from outrider.models.target_rows import RoundedOutput
 class DraftHead(LayeredModule):
     """A head uses the target's embedding and output unless its checkpoint has its own."""
 
-    taps: tuple[int, ...] = ()  # the target's residual streams that it reads
+    aux_layers: tuple[int, ...] = ()  # the target's residual streams that it reads
     num_outputs: int  # size of its vocabulary
     target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None if they are the same
     keeps_bits = False  # weights stay in the format of their files, and copies of the target's may be rounded likewise

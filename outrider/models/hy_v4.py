@@ -141,7 +141,7 @@ class HYV4(DeepseekV32):
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
         return embedded.repeat(1, self.num_streams)
 
-    def tap(self, delta: None, residual: torch.Tensor) -> torch.Tensor:
+    def aux_state(self, delta: None, residual: torch.Tensor) -> torch.Tensor:
         """The mean of the streams."""
         return residual.unflatten(1, (self.num_streams, -1)).mean(dim=1)
 

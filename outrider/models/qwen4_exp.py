@@ -160,7 +160,7 @@ class Qwen4Exp(HybridDecoder):
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
         return embedded.repeat(1, self.num_streams)
 
-    def tap(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
+    def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
         """The mean of the streams."""
         streams = residual if delta is None else delta.added_to(residual)
         return streams.unflatten(1, (self.num_streams, -1)).mean(dim=1)

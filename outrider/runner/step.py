@@ -263,7 +263,7 @@ class DeviceStep:
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
                               adapters=self._adapters_of(view, plan.additions.adapters),
                               history=self._history_of(view) if self.model.reads_history else None)
-        return self.model.forward(view.token_ids, context, self.drafting.taps_for(plan.num_wanted), rows)
+        return self.model.forward(view.token_ids, context, self.drafting.aux_layers_for(plan.num_wanted), rows)
 
     def finish(self, inputs: Inputs, hidden: Hidden, plan: StepPlan) -> tuple[LogprobRows | None, CommittedStep]:
         state, logit_rows = self.state, inputs.logit_rows

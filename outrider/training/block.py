@@ -9,7 +9,7 @@ import torch
 
 from outrider.models.base import Model
 from outrider.training.block_network import BlockNetwork, weight_shapes
-from outrider.training.block_sizes import BlockSizes, block_taps
+from outrider.training.block_sizes import BlockSizes, block_aux_layers
 from outrider.training.eagle3 import OUTPUT, begin_weights
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings
@@ -33,15 +33,15 @@ class BlockTrainee(Trainee):
         self.network = BlockNetwork(self.sizes, self.weights)
 
     @classmethod
-    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-        return block_taps(target, settings)
+    def aux_layers_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        return block_aux_layers(target, settings)
 
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         """One block at every place that some pass asks for; pass s reads row s of the blocks' drafts."""
         anchors, place = block_places(rows, *taught.tokens.shape)
         if not anchors.shape[1]:
             return
-        states = self.network.states(self.block_embeds(taught, anchors), anchors, taught.taps)
+        states = self.network.states(self.block_embeds(taught, anchors), anchors, taught.aux_states)
         flat, tokens = states[:, :, self.sizes.first_row :].flatten(0, 1), taught.tokens.flatten()
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None

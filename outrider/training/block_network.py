@@ -21,15 +21,16 @@ class BlockNetwork(NamedLayers):
         super().__init__(weights, sizes.eps)
         self._sizes = sizes
 
-    def states(self, embeds: torch.Tensor, anchors: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    def states(self, embeds: torch.Tensor, anchors: torch.Tensor, aux_states: torch.Tensor) -> torch.Tensor:
         """Inputs of the output layer [texts, blocks, rows, hidden]. embeds: [texts, blocks, rows, hidden] of the last
-        known tokens and of masks; anchors: [texts, blocks] positions of the last known tokens; taps: [texts, length,
-        taps, hidden]."""
+        known tokens and of masks; anchors: [texts, blocks] positions of the last known tokens; aux_states: [texts,
+        length, layers, hidden]."""
         rows = embeds.shape[2]
         dtype = self._weights["fc.weight"].dtype  # a target's states may be narrower or wider
-        context = self._norm("hidden_norm", self._linear("fc", taps.flatten(2).to(dtype)))
+        context = self._norm("hidden_norm", self._linear("fc", aux_states.flatten(2).to(dtype)))
         places = anchors[..., None] + torch.arange(rows, device=anchors.device)  # [texts, blocks, rows]
-        before = torch.arange(taps.shape[1], device=anchors.device) < anchors[..., None]  # [texts, blocks, length]
+        places = torch.arange(aux_states.shape[1], device=anchors.device)
+        before = places < anchors[..., None]  # [texts, blocks, length]
         x = embeds.to(dtype)
         for index in range(self._sizes.num_layers):
             prefix = f"layers.{index}"
@@ -76,7 +77,7 @@ def weight_shapes(sizes: BlockSizes, draft_vocab_size: int) -> dict[str, tuple[i
     """Every tensor of the exported file that is a weight, by name."""
     hidden, width = sizes.hidden_size, sizes.intermediate_size
     queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(sizes.taps) * hidden),
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(sizes.aux_layers) * hidden),
                                           "hidden_norm.weight": (hidden,)}
     for index in range(sizes.num_layers):
         layer: dict[str, tuple[int, ...]] = {

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.models.base import Model
-from outrider.training.eagle3_sizes import HeadSizes, check_taps
+from outrider.training.eagle3_sizes import HeadSizes, check_aux_layers
 from outrider.training.settings import TrainingSettings
 
-MOST_TAPS = 5
+MOST_AUX_LAYERS = 5
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BlockSizes:
     eps: float
     rope_theta: float
     num_target_layers: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     num_drafts: int
     mask_token: int
     markov_rank: int  # 0: no Markov head, which makes it a DFlash drafter; otherwise a DSpark one
@@ -33,11 +33,11 @@ class BlockSizes:
     @classmethod
     def for_target(cls, target: Model, settings: TrainingSettings, mask_token: int) -> BlockSizes:
         """Layers like the target's own where these are ordinary, as for an EAGLE-3 head."""
-        taps = block_taps(target, settings)
-        like = HeadSizes.for_taps(target, taps, settings)
+        aux_layers = block_aux_layers(target, settings)
+        like = HeadSizes.for_layers(target, aux_layers, settings)
         return cls(like.hidden_size, like.intermediate_size, settings.layers, like.num_heads, like.num_kv_heads,
                    like.head_dim, like.vocab_size, like.max_positions, like.eps, like.rope_theta, target.num_layers,
-                   taps, settings.passes, mask_token, settings.markov_rank)
+                   aux_layers, settings.passes, mask_token, settings.markov_rank)
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +67,7 @@ class BlockSizes:
 
     def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
         """The publishers' form, in which layer i is named by i and not by the stream after it."""
-        ids = [tap - 1 for tap in self.taps]
+        ids = [layer - 1 for layer in self.aux_layers]
         config = {**self.layer_config(), "block_size": self.num_rows, "num_target_layers": self.num_target_layers,
                   "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16"}
         if self.markov_rank:
@@ -83,7 +83,7 @@ class BlockSizes:
             "architectures": ["DSparkSpeculator" if self.markov_rank else "DFlashSpeculator"],
             "speculators_model_type": kind, "transformer_layer_config": self.layer_config(),
             "draft_vocab_size": draft_vocab_size, "block_size": self.num_rows, "mask_token_id": self.mask_token,
-            "aux_hidden_state_layer_ids": list(self.taps), "sample_from_anchor": bool(self.markov_rank),
+            "aux_hidden_state_layer_ids": list(self.aux_layers), "sample_from_anchor": bool(self.markov_rank),
             "dtype": "bfloat16", **self.markov_config(),
             "speculators_config": {
                 "algorithm": kind, "default_proposal_method": "greedy",
@@ -93,12 +93,12 @@ class BlockSizes:
         }
 
 
-def block_taps(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+def block_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
     """The residual streams after so many layers: by default five, spread from the second layer to the third from the
     end, fewer where the target has not so many."""
     count = target.num_layers
     if settings.taps:
-        return check_taps(settings.taps, count)
+        return check_aux_layers(settings.taps, count)
     first, last = min(2, count), max(1, count - 2)
-    spread = {round(first + (last - first) * index / (MOST_TAPS - 1)) for index in range(MOST_TAPS)}
+    spread = {round(first + (last - first) * index / (MOST_AUX_LAYERS - 1)) for index in range(MOST_AUX_LAYERS)}
     return tuple(sorted(spread))

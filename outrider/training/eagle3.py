@@ -9,7 +9,7 @@ import torch
 
 from outrider.learning.eagle3_network import LAYER, Eagle3Network, TextSlots
 from outrider.models.base import Decoder, Model
-from outrider.training.eagle3_sizes import HeadSizes, read_taps, weight_shapes
+from outrider.training.eagle3_sizes import HeadSizes, read_aux_layers, weight_shapes
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings
 from outrider.training.teacher import TaughtTexts
@@ -34,13 +34,13 @@ class Eagle3Trainee(Trainee):
         self._network = Eagle3Network(self.sizes.form, self.weights)
 
     @classmethod
-    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-        return read_taps(target, settings)
+    def aux_layers_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+        return read_aux_layers(target, settings)
 
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
         embeds = self._target.embed_tokens.format.look_up(taught.tokens.flatten()).detach()
         slots = TextSlots.from_lengths(taught.lengths, taught.tokens.shape[1]).to(taught.tokens.device)
-        passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.taps, slots,
+        passes = self._network.passes(embeds.view(*taught.tokens.shape, -1).float(), taught.aux_states, slots,
                                       self.num_passes)
         output = self._frozen.get(OUTPUT, self.weights.get(OUTPUT))
         assert output is not None
@@ -81,11 +81,11 @@ def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabula
 def warm_start(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
     """Change fresh weights, in place, so that a head need not first find out what is the same for every target.
 
-    The layer's input begins as the last tap alone, so that the residual stream has the axes that the target's output
-    rows read. Queries begin with the weights of their keys, so that a slot attends to itself first: its own token
-    reaches the stream through attention alone, and would begin as one of hundreds."""
+    The layer's input begins as the last auxiliary state alone, so that the residual stream has the axes that the
+    target's output rows read. Queries begin with the weights of their keys, so that a slot attends to itself first: its
+    own token reaches the stream through attention alone, and would begin as one of hundreds."""
     fc, key = weights["fc.weight"], weights[f"{LAYER}.self_attn.k_proj.weight"]
-    last = sizes.taps.index(max(sizes.taps)) * sizes.hidden_size
+    last = sizes.aux_layers.index(max(sizes.aux_layers)) * sizes.hidden_size
     fc.zero_()
     fc[:, last : last + sizes.hidden_size].fill_diagonal_(1.0)
     group = sizes.num_heads // sizes.num_kv_heads

@@ -11,7 +11,7 @@ from outrider.learning.named_layers import rotate
 from outrider.models.base import Decoder, Model
 from outrider.training.settings import TrainingSettings
 
-TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class HeadSizes:
     max_positions: int
     eps: float
     rope_theta: float
-    taps: tuple[int, ...]
-    has_usual_taps: bool
-    is_classic: bool  # no norms of taps and of fed-back states
+    aux_layers: tuple[int, ...]
+    has_usual_layers: bool
+    is_classic: bool  # no norms of auxiliary states and of fed-back states
 
     @classmethod
     def for_target(cls, target: Model, settings: TrainingSettings) -> HeadSizes:
-        return cls.for_taps(target, read_taps(target, settings), settings)
+        return cls.for_layers(target, read_aux_layers(target, settings), settings)
 
     @classmethod
-    def for_taps(cls, target: Model, taps: tuple[int, ...], settings: TrainingSettings) -> HeadSizes:
+    def for_layers(cls, target: Model, aux_layers: tuple[int, ...], settings: TrainingSettings) -> HeadSizes:
         """A layer like the target's own where its sizes are those of an ordinary layer, otherwise one in the usual
         proportions: experts are narrow, and latent attention has wide heads."""
         hidden = target.hidden_size
@@ -49,14 +49,14 @@ class HeadSizes:
         own_width = 0 if sizes is None else sizes.intermediate_size
         width = settings.intermediate_size or (own_width if 2 * hidden <= own_width <= 8 * hidden else 3 * hidden)
         return cls(hidden, width, num_heads, num_kv_heads, head_dim, target.vocab_size, target.max_positions,
-                   sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), taps,
-                   has_usual_taps=taps == usual_taps(target), is_classic=settings.classic)
+                   sizes.eps if sizes is not None and sizes.eps > 0 else 1e-6, _rope_theta(target), aux_layers,
+                   has_usual_layers=aux_layers == usual_aux_layers(target), is_classic=settings.classic)
 
     @property
     def form(self) -> HeadForm:
         """The part that the head's arithmetic depends on."""
         return HeadForm(self.head_dim, self.eps, partial(rotate, theta=self.rope_theta),
-                        norms_taps=not self.is_classic, feeds_back_normed=not self.is_classic)
+                        norms_aux=not self.is_classic, feeds_back_normed=not self.is_classic)
 
     def layer_config(self) -> dict[str, Any]:
         return {
@@ -71,11 +71,11 @@ class HeadSizes:
         return {} if self.is_classic else {"fc_norm": True, "norm_output": True}
 
     def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
-        """The form of the original EAGLE-3 checkpoints. Engines number layers differently in the key that names taps,
-        so it is left out where the taps are the usual ones, which every engine takes without it."""
+        """The form of the original EAGLE-3 checkpoints. Engines number layers differently in the key that names these
+        streams, so it is left out where they are the usual ones, which every engine takes without it."""
         config = {"architectures": ["LlamaForCausalLMEagle3"], **self.layer_config(),
                   "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16", **self.norm_config()}
-        return config if self.has_usual_taps else config | {"eagle_config": {TAPS_KEY: list(self.taps)}}
+        return config if self.has_usual_layers else config | {"eagle_config": {AUX_LAYERS_KEY: list(self.aux_layers)}}
 
     def speculators_config(self, draft_vocab_size: int, num_drafts: int, target_name: str) -> dict[str, Any]:
         """The form of the speculators library."""
@@ -89,7 +89,7 @@ class HeadSizes:
                 "verifier": {"name_or_path": target_name, "architectures": []},
             },
         }
-        return config if self.has_usual_taps else config | {TAPS_KEY: list(self.taps)}
+        return config if self.has_usual_layers else config | {AUX_LAYERS_KEY: list(self.aux_layers)}
 
 
 def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[in
     hidden, width = sizes.hidden_size, sizes.intermediate_size
     queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(sizes.taps) * hidden),
+        "fc.weight": (hidden, len(sizes.aux_layers) * hidden),
         f"{LAYER}.input_layernorm.weight": (hidden,),
         f"{LAYER}.hidden_norm.weight": (hidden,),
         f"{LAYER}.post_attention_layernorm.weight": (hidden,),
@@ -112,31 +112,32 @@ def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[in
         "lm_head.weight": (draft_vocab_size, hidden),
     }
     if not sizes.is_classic:
-        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(len(sizes.taps))}
+        shapes |= {f"fc_norm.{index}.weight": (hidden,) for index in range(len(sizes.aux_layers))}
     return shapes
 
 
-def usual_taps(target: Model) -> tuple[int, ...]:
+def usual_aux_layers(target: Model) -> tuple[int, ...]:
     count = target.num_layers
     return (2, count // 2, count - 3)
 
 
-def read_taps(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+def read_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
     """The residual streams after so many layers. Raises ValueError where the target does not have them."""
-    count, taps = target.num_layers, usual_taps(target)
+    count, aux_layers = target.num_layers, usual_aux_layers(target)
     if settings.taps:
-        return check_taps(settings.taps, count)
-    if all(0 <= tap <= count for tap in taps):
-        return taps
+        return check_aux_layers(settings.taps, count)
+    if all(0 <= each <= count for each in aux_layers):
+        return aux_layers
     raise ValueError(f"the target has {count} layers and not the three residual streams that EAGLE-3 reads by default: "
                      f"name others with --taps, from 0 (the embedding) to {count}")
 
 
-def check_taps(taps: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The taps of the settings. Raises ValueError where a target of `count` layers does not have them."""
-    if not all(0 <= tap <= count for tap in taps):
-        raise ValueError(f"taps={list(taps)}: the target has {count} layers, so taps are 0 (the embedding) to {count}")
-    return taps
+def check_aux_layers(aux_layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The layers of the settings. Raises ValueError where a target of `count` layers does not have them."""
+    if not all(0 <= each <= count for each in aux_layers):
+        raise ValueError(f"taps={list(aux_layers)}: the target has {count} layers, so taps are 0 (the embedding) to "
+                         f"{count}")
+    return aux_layers
 
 
 def _rope_theta(target: Model) -> float:

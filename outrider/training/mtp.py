@@ -49,7 +49,7 @@ class MTPTrainee(Trainee):
         self._output = rows[vocabulary.ids.to(rows.device)].detach().to(wide).clone()
 
     @classmethod
-    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+    def aux_layers_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
         _checked(target, settings)
         return (target.num_layers,)
 
@@ -69,7 +69,7 @@ class MTPTrainee(Trainee):
         """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p."""
         module = self.module
         num_texts, length = taught.tokens.shape
-        hidden = taught.taps[:, :-1, 0].to(self._output.dtype)
+        hidden = taught.aux_states[:, :-1, 0].to(self._output.dtype)
         if module.description.hidden == "final":
             hidden = self._target.norm(hidden.flatten(0, 1).to(self._target.dtype)).to(hidden.dtype).view(hidden.shape)
         module.finalize()  # norms may scale by 1 + weight, which is made here

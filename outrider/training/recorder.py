@@ -1,4 +1,4 @@
-"""TapRecorder: a drafter that drafts nothing and keeps the hidden states of the texts that the engine computes.
+"""AuxRecorder: a drafter that drafts nothing and keeps the hidden states of the texts that the engine computes.
 
 The engine treats it like any drafter, so what it records is the engine's own forward: the weights as they are served,
 every kind of layer, chunks and batches as they come.
@@ -16,14 +16,14 @@ from outrider.kernels.buffers import buffer, to_device
 from outrider.mixers import CachedLayers
 
 
-class TapRecorder(Drafter):
+class AuxRecorder(Drafter):
     name = "tap recorder"
     max_drafts = 0
     reads_hidden = HiddenReads.ALL
 
-    def __init__(self, taps: tuple[int, ...], hidden_size: int, dtype: torch.dtype) -> None:
-        self.taps, self.dtype = taps, dtype
-        self.width = (len(taps) + 1) * hidden_size
+    def __init__(self, aux_layers: tuple[int, ...], hidden_size: int, dtype: torch.dtype) -> None:
+        self.aux_layers, self.dtype = aux_layers, dtype
+        self.width = (len(aux_layers) + 1) * hidden_size
         self._starts: dict[tuple[int, ...], int] = {}
 
     @property
@@ -38,7 +38,7 @@ class TapRecorder(Drafter):
         self.expect([], self.recording(0))
 
     def recording(self, num_tokens: int) -> torch.Tensor:
-        """[tokens + 1, taps and final state]: room for the states of texts with so many tokens. The last token row
+        """[tokens + 1, auxiliary states and final state]: room for texts with so many tokens. The last token row
         takes the states of tokens that belong to no text: padding, and sampled ones."""
         return torch.empty(num_tokens + 1, self.width, dtype=self.dtype, device=self._device)
 
@@ -78,7 +78,7 @@ class TapRecorder(Drafter):
         index = torch.arange(view.num_tokens, device=rows.device) - view.query_starts[view.request_of]
         is_text = (index < view.live[view.request_of]) & (view.positions < self._length_of[rows])
         place = torch.where(is_text, self._start_of[rows] + view.positions, self._nowhere)
-        states = torch.cat((*step.hidden.taps, step.hidden.final), dim=-1)
+        states = torch.cat((*step.hidden.aux_states, step.hidden.final), dim=-1)
         self._states.index_copy_(0, place, states.to(self.dtype))
         self._is_written.index_fill_(0, place, True)
 

@@ -74,7 +74,7 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
         raise ValueError(f"texts of {settings.max_text_tokens} tokens (--max-prompt-tokens + --max-answer-tokens) do "
                          f"not fit the {most} positions of {target.name} with one to spare: lower one of the two")
     method = trainee_class(settings.method)
-    taps = method.taps_for(model, settings)
+    aux_layers = method.aux_layers_for(model, settings)
     prompts = [] if prompts_file is None else read_prompts(prompts_file, target.tokenizer, vocab_size=model.vocab_size,
                                                            max_tokens=settings.max_prompt_tokens)
     settings = settings.with_num_texts(len(prompts))
@@ -91,7 +91,7 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     trainee = method(model, settings, vocabulary)
     workspace.check_room(2 * TrainingCheckpoint.num_bytes(trainee.num_parameters) + SPARE_BYTES,
                          "the checkpoint of this run")
-    with Teacher(config, model, taps, vocabulary, max_text_tokens=settings.max_text_tokens,
+    with Teacher(config, model, aux_layers, vocabulary, max_text_tokens=settings.max_text_tokens,
                  micro_tokens=settings.micro_tokens_on(model.device.type)) as teacher:
         trainer = Trainer(trainee, teacher, texts, vocabulary, settings, workspace, device=model.device,
                           peak_rate=settings.rate_for(model.hidden_size), report=report)

@@ -19,7 +19,7 @@ from outrider.models.base import Model
 from outrider.runner.worker import Worker
 from outrider.training.batches import MAX_MICRO_TEXTS
 from outrider.training.draft_logits import DraftLogits
-from outrider.training.recorder import TapRecorder
+from outrider.training.recorder import AuxRecorder
 from outrider.training.text_states import (
     SEGMENT_BYTES,
     KeepProgress,
@@ -43,7 +43,7 @@ class TaughtTexts:
     step waits for the device; the rest is on the target's device, and nothing in it needs a gradient."""
 
     tokens: torch.Tensor  # [texts, length] int64; zeros behind a text's end
-    taps: torch.Tensor  # [texts, length, taps, hidden] residual streams of the target
+    aux_states: torch.Tensor  # [texts, length, layers, hidden] residual streams of the target
     logits: torch.Tensor  # [places, draft vocabulary] float32, the target's logits of the drafter's tokens
     # On the host:
     place_of: torch.Tensor  # [texts, length] the row of `logits` with a token's logits, for those of `may_draft(1)`
@@ -67,11 +67,11 @@ def may_draft(lengths: torch.Tensor, answer_from: torch.Tensor, width: int, num_
 class Teacher:
     """An engine around the target that computes texts, and the hidden states of the texts that it keeps."""
 
-    def __init__(self, config: EngineConfig, model: Model, taps: tuple[int, ...], vocabulary: DraftVocabulary, *,
+    def __init__(self, config: EngineConfig, model: Model, aux_layers: tuple[int, ...], vocabulary: DraftVocabulary, *,
                  max_text_tokens: int, micro_tokens: int) -> None:
-        self._model, self._taps = model, taps
+        self._model, self._aux_layers = model, aux_layers
         self._logits = DraftLogits(model, vocabulary.ids.to(model.device))
-        self._recorder = TapRecorder(taps, model.hidden_size, model.dtype)
+        self._recorder = AuxRecorder(aux_layers, model.hidden_size, model.dtype)
         self._kept: dict[Tokens, TextStates] = {}
         step_tokens = micro_tokens
         if model.device.type == "cuda":
@@ -136,10 +136,10 @@ class Teacher:
         lengths = torch.tensor([len(text.tokens) for text in texts])
         answer_from = torch.tensor([text.answer_from for text in texts])
         is_place = may_draft(lengths, answer_from, length, 1).flatten()
-        taps, final = states[..., : -self._model.hidden_size], states.flatten(0, 1)[:, -self._model.hidden_size :]
+        aux_states, final = states[..., : -self._model.hidden_size], states.flatten(0, 1)[:, -self._model.hidden_size :]
         places = send(is_place.nonzero()[:, 0], device)
         return TaughtTexts(
-            send(tokens, device), taps.unflatten(-1, (len(self._taps), self._model.hidden_size)),
+            send(tokens, device), aux_states.unflatten(-1, (len(self._aux_layers), self._model.hidden_size)),
             self._logits(final[places]), (is_place.cumsum(0) - 1).view(tokens.shape), best, lengths,
             answer_from,
         )

@@ -27,7 +27,7 @@ Tokens = tuple[int, ...]
 class TextStates:
     """The target's hidden states and likeliest tokens of one text."""
 
-    states: torch.Tensor  # [tokens, taps and final state], on the device or in pinned memory of the host
+    states: torch.Tensor  # [tokens, auxiliary states and final state], on the device or in pinned memory of the host
     best: torch.Tensor  # [tokens] int64 on the host: the likeliest next token; 0 before the answer and at the end
 
 

@@ -44,7 +44,7 @@ class Trainee(ABC):
 
     @classmethod
     @abstractmethod
-    def taps_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
+    def aux_layers_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
         """The target's residual streams that the method reads. Raises ValueError for a target that has none for it."""
 
     @abstractmethod

@@ -65,9 +65,9 @@ def two_adapters(model: Model, folder: Path) -> Iterator[AdapterStore]:
 
 
 def hidden_of(model: Model, adapters: AdapterStore | None, pieces: Sequence[tuple[int, int | None]],
-              taps: tuple[int, ...] = ()) -> list[list[torch.Tensor]]:
-    """Hidden states of each request's token rows in two steps: taps and the last layer's. pieces: which of REQUESTS,
-    each with the number of its adapter."""
+              aux_layers: tuple[int, ...] = ()) -> list[list[torch.Tensor]]:
+    """Hidden states of each request's token rows in two steps: auxiliary states and the last layer's. pieces: which of
+    REQUESTS, each with the number of its adapter."""
     pages = PagedModel(model)
     pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
     found: list[list[torch.Tensor]] = [[] for _ in pieces]
@@ -78,9 +78,9 @@ def hidden_of(model: Model, adapters: AdapterStore | None, pieces: Sequence[tupl
         view = pages.view(own)
         rows = None if adapters is None else adapters.of_step(view.rows, view.request_of)
         context = StepContext(pages.cached.bind(view), view.positions, adapters=rows)
-        hidden = model.forward(view.token_ids, context, taps)
+        hidden = model.forward(view.token_ids, context, aux_layers)
         for place, piece in enumerate(own):
-            found[place] += [state[view.request_of == place] for state in (*hidden.taps, hidden.final)]
+            found[place] += [state[view.request_of == place] for state in (*hidden.aux_states, hidden.final)]
             pages.lengths[piece.request] += len(piece.tokens)
     return found
 
@@ -105,7 +105,7 @@ def test_native_layers_give_the_bits_of_their_parts(name: str, tmp_path: Path, m
     with two_adapters(model, tmp_path) as store:
         monkeypatch.setattr(native, "decoder_layer", watched)
         whole, tapped = hidden_of(model, store, BATCH), hidden_of(model, store, BATCH, (1,))
-        assert counts == [LAYERS] * 4  # taps lie within the call
+        assert counts == [LAYERS] * 4  # auxiliary states lie within the call
         monkeypatch.setattr(native, "decoder_layer", lambda *args: None)
         assert are_equal(whole, hidden_of(model, store, BATCH))
         assert are_equal(tapped, hidden_of(model, store, BATCH, (1,)))

@@ -43,8 +43,8 @@ class BlockForm:
         return self.config.get("aux_hidden_state_layer_ids") or self.config.get("target_layer_ids") or nested[
             "target_layer_ids"]
 
-    def _shapes(self, num_taps: int) -> Shapes:
-        shapes: Shapes = {"fc.weight": (self.hidden, num_taps * self.hidden), "hidden_norm.weight": (self.hidden,),
+    def _shapes(self, num_aux: int) -> Shapes:
+        shapes: Shapes = {"fc.weight": (self.hidden, num_aux * self.hidden), "hidden_norm.weight": (self.hidden,),
                           "norm.weight": (self.hidden,)}
         for index in range(2):
             prefix, q, kv = f"layers.{index}", NUM_HEADS * self.head_dim, NUM_KV_HEADS * self.head_dim
@@ -146,7 +146,7 @@ class BlockReference(Reference):
         self.head_dim, nested = layer["head_dim"], self.config.get("dflash_config", {})
         self.mask = self.config.get("mask_token_id", nested.get("mask_token_id"))
         ids = self.config.get("target_layer_ids", nested.get("target_layer_ids"))
-        self.tap_ids = self.config["aux_hidden_state_layer_ids"] if ids is None else [i + 1 for i in ids]
+        self.aux_layers = self.config["aux_hidden_state_layer_ids"] if ids is None else [i + 1 for i in ids]
         kinds = layer.get("layer_types", [FULL, FULL])
         is_wide = bool(nested.get("use_swa"))
         self.windows = [WINDOW if is_wide or kind == SLIDING else None for kind in kinds]
@@ -162,7 +162,7 @@ class BlockReference(Reference):
                                valid_from: int = 0, num_rows: int | None = None) -> tuple[list[int], list[float]]:
         t, p = self.tensors, len(known) - 1
         hidden = self.dense(self.target, list(known[:-1]))
-        streams = torch.cat([hidden.taps[i] for i in self.tap_ids], dim=-1)
+        streams = torch.cat([hidden.aux_states[i] for i in self.aux_layers], dim=-1)
         context = norm(streams @ t["fc.weight"].T, t["hidden_norm.weight"])[valid_from:]
         rows = k + self.first_row if num_rows is None else num_rows
         block = torch.tensor([known[-1], *[self.mask] * (rows - 1)])

@@ -130,9 +130,9 @@ def eagle3_speculators(head_dim: int) -> tuple[dict[str, Any], Shapes]:
     return config, shapes
 
 
-def eagle3_shapes(prefix: str, num_taps: int, head_dim: int) -> Shapes:
+def eagle3_shapes(prefix: str, num_aux: int, head_dim: int) -> Shapes:
     return layer_shapes(prefix, head_dim, 2 * HIDDEN) | {
-        "fc.weight": (HIDDEN, num_taps * HIDDEN), "norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+        "fc.weight": (HIDDEN, num_aux * HIDDEN), "norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
         f"{prefix}.input_layernorm.weight": (HIDDEN,), f"{prefix}.hidden_norm.weight": (HIDDEN,),
     }
 

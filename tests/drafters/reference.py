@@ -66,10 +66,10 @@ class Reference:
         return best if self.target_ids is None else int(self.target_ids[best])
 
     def dense(self, model: Model, tokens: list[int]) -> Hidden:
-        taps = tuple(range(model.num_layers + 1))
+        aux_layers = tuple(range(model.num_layers + 1))
         attend = DenseAttend(model)
         context = StepContext(attend, torch.arange(len(tokens)), history=attend.history(torch.tensor(tokens)))
-        return model.forward(torch.tensor(tokens), context, taps)
+        return model.forward(torch.tensor(tokens), context, aux_layers)
 
     # Heads
 
@@ -80,7 +80,7 @@ class Reference:
             return hidden.before_norm if self.is_gemma else hidden.final
         t = self.tensors
         ids = (self.config.get("eagle_config") or self.config)["eagle_aux_hidden_state_layer_ids"]
-        streams = torch.cat([hidden.taps[i] for i in ids], dim=-1)
+        streams = torch.cat([hidden.aux_states[i] for i in ids], dim=-1)
         if "input_norm.weight" in t:
             streams = norm(streams, t["input_norm.weight"])
         if "fc_norm.0.weight" in t:

@@ -294,9 +294,9 @@ def test_the_files_tell_that_they_draft_blocks(form: str, tmp_path: Path) -> Non
         listed = SpeculativeConfig.parse(drafter.speculative(2) | {"method": ["ngram", name]})
         assert listed.methods == ("ngram", "block")
     made = load(drafter)
-    assert made.head.taps == tuple(BlockReference(drafter, tiny_model("llama")).tap_ids)
+    assert made.head.aux_layers == tuple(BlockReference(drafter, tiny_model("llama")).aux_layers)
     assert made.lookahead == 3 + made.head.first_row
-    assert (made.reads_hidden is HiddenReads.ALL) == (2 in made.taps), "the last stream has all rows only if asked"
+    assert (made.reads_hidden is HiddenReads.ALL) == (2 in made.aux_layers), "the last stream has all rows if asked"
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.drafters.base import Drafter
 from outrider.engine.assembly import engine_around
 from outrider.runner.worker import Worker
 from tests.engine.harness import GrowingOutputs, prompt_of, tiny_model
@@ -51,8 +52,8 @@ class Plain(Drafter):
     def __init__(self, num_speculative_tokens, target):
         self.max_drafts = num_speculative_tokens
 
-class FarTaps(Plain):
-    taps = (99,)
+class FarLayers(Plain):
+    aux_layers = (99,)
 
 class FarSlots(Plain):
     lookahead = 50
@@ -77,7 +78,7 @@ def number(num_speculative_tokens, target):
 instance = Plain(2, None)
 """
 REFUSED = {
-    "odd:FarTaps": "odd:FarTaps.taps must be a list, each an integer from 0 to 2, got",
+    "odd:FarLayers": "odd:FarLayers.aux_layers must be a list, each an integer from 0 to 2, got",
     "odd:FarSlots": "odd:FarSlots.lookahead must be an integer from 0 to 4, got 50",
     "odd:Unnamed": "odd:Unnamed.name must be a text, got 3",
     "odd:number": "odd:number made 5, not an outrider.drafters",
@@ -87,6 +88,17 @@ REFUSED = {
     "odd:Nothing": "cannot import the drafter 'odd:Nothing': AttributeError: ",
     "broken:Drafter": "cannot import the drafter 'broken:Drafter': ZeroDivisionError: ",
 }
+
+
+def test_attributes_keep_their_old_names_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="Old.taps is called aux_layers now"):
+        class Old(Drafter):
+            taps = (1, 2)
+    assert Old.aux_layers == (1, 2)
+    drafter = Drafter()
+    with pytest.warns(FutureWarning, match="Drafter.skip_reads_taps is called skip_reads_aux now"):
+        drafter.skip_reads_taps = False  # type: ignore[attr-defined]
+    assert drafter.skip_reads_aux is False
 
 
 @pytest.mark.parametrize("path", REFUSED)

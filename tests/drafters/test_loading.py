@@ -202,7 +202,7 @@ def test_embedding_and_output_are_the_targets_where_absent_or_equal(tmp_path: Pa
 def test_taps_vocabulary_and_layers(tmp_path: Path) -> None:
     drafter = make_drafter("eagle3", "llama", tmp_path)
     made = load(drafter)
-    assert made.taps == (0, 2, 1) and made.network.num_outputs == DRAFT_VOCAB
+    assert made.aux_layers == (0, 2, 1) and made.network.num_outputs == DRAFT_VOCAB
     assert made.network.target_ids is not None
     assert made.network.target_ids.tolist() == (torch.arange(DRAFT_VOCAB) + drafter.tensors["d2t"]).tolist()
     assert [layer.index for layer in made.attention_layers] == [2], "numbered after the target's"

@@ -28,7 +28,7 @@ HEAD_DIM = 16  # heads of the tiny models are too narrow for native attention
 # Switches of the config, names of tensors that they ask for beside the usual ones, and their sizes.
 FORMS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "plain": ({}, {}),
-    "shipped": ({"fc_norm": True, "norm_output": True}, {f"fc_norm.{tap}.weight": (HIDDEN,) for tap in range(3)}),
+    "shipped": ({"fc_norm": True, "norm_output": True}, {f"fc_norm.{layer}.weight": (HIDDEN,) for layer in range(3)}),
     "qwen3": ({"model_type": "qwen3", "norm_before_residual": True},
               {f"midlayer.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}),
     "own embedding": ({}, {"embed_tokens.weight": (VOCAB, HIDDEN)}),
@@ -140,14 +140,14 @@ def test_networks_of_other_shapes_are_left_to_the_passes() -> None:
 
 def test_taps_are_recorded_within_the_native_call_of_all_layers(monkeypatch: pytest.MonkeyPatch,
                                                                 tmp_path: Path) -> None:
-    """With the bits of taps between calls of single layers."""
+    """With the bits of auxiliary states between calls of single layers."""
     config = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB,
                       "head_dim": HEAD_DIM, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 0, 1]}}
     tensors = random_tensors(eagle3_shapes("midlayer", 3, HEAD_DIM)) | {"d2t": torch.arange(DRAFT_VOCAB)}
     drafter = write("eagle3", tmp_path, config, tensors)
     model = random_model(CONFIGS["llama"] | {"head_dim": HEAD_DIM, "num_hidden_layers": 4}, torch.float32, 3)
     counts: list[int] = []
-    taps: list[tuple[torch.Tensor, ...]] = []
+    seen: list[tuple[torch.Tensor, ...]] = []
     decoder_layer, propose = native.decoder_layer, AutoregressiveDrafter.propose
 
     def counted(bound: native.BoundLayer, *args: Any) -> torch.Tensor | None:
@@ -155,14 +155,14 @@ def test_taps_are_recorded_within_the_native_call_of_all_layers(monkeypatch: pyt
         return decoder_layer(bound, *args)
 
     def noted(drafter: AutoregressiveDrafter, step: Step) -> Drafts:
-        taps.append(tuple(tap.clone() for tap in step.hidden.taps))
+        seen.append(tuple(each.clone() for each in step.hidden.aux_states))
         return propose(drafter, step)
 
     def run() -> list[tuple[torch.Tensor, ...]]:
-        taps.clear()
+        seen.clear()
         with Rig(model, speculative_config=drafter.speculative(2), max_num_seqs=2, page_size=16) as rig:
             rig.run([Ask(prompt_of(seed, 9), SamplingParams(temperature=0, max_tokens=8)) for seed in range(2)])
-        return list(taps)
+        return list(seen)
 
     monkeypatch.setattr(AutoregressiveDrafter, "propose", noted)
     monkeypatch.setattr(native, "decoder_layer", counted)

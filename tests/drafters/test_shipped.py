@@ -155,7 +155,7 @@ def test_the_shipped_files_fit_the_model_in_every_tensor() -> None:
     load_dummy(target, 0)
     config = SpeculativeConfig.parse(SHIPPED["smollm2"].speculative_config)
     drafter = make_drafter(config, DraftBuild(target, torch.float32, torch.device("cpu"), 64, keep_quantized=True))
-    assert isinstance(drafter, AutoregressiveDrafter) and drafter.taps == (2, 15, 27)
+    assert isinstance(drafter, AutoregressiveDrafter) and drafter.aux_layers == (2, 15, 27)
     assert drafter.network.num_outputs == 16384 and EngineConfig("smollm2", **AUTO).speculative == config
 
 

@@ -252,36 +252,39 @@ def test_taps_lie_within_the_one_call_of_all_layers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(native, "decoder_layer", lambda bound, *args: counts.append(bound.count) or decoder_layer(
         bound, *args))
 
-    def taps(model: Model) -> list[torch.Tensor]:
+    def aux_states(model: Model) -> list[torch.Tensor]:
         pages = PagedModel(model)
         pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
         view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
-        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions), taps=(0, 2, 3))
-        return [*hidden.taps, hidden.final]
+        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions), aux_layers=(0, 2,
+                                                                                                                 3))
+        return [*hidden.aux_states, hidden.final]
 
     fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
     prepare([fused], allow_copies=False)
-    expected, found = taps(plain), taps(fused)
+    expected, found = aux_states(plain), aux_states(fused)
     assert counts == [5]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_layers_that_one_call_does_follow_the_pool_and_the_taps() -> None:
+def test_layers_that_one_call_does_follow_the_pool_and_the_aux_states() -> None:
     """One model serves one pool after another, and is asked for other hidden states between: what was kept of the call
     before must not be used."""
 
-    def states(model: Model, pages: PagedModel, taps: tuple[int, ...]) -> list[torch.Tensor]:
+    def states(model: Model, pages: PagedModel, aux_layers: tuple[int, ...]) -> list[torch.Tensor]:
         view = pages.view([Piece(0, [3, 1, 4, 1, 5]), Piece(1, [9, 2])])
-        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions), taps=taps)
-        return [*hidden.taps, hidden.final]
+        hidden = model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions),
+                               aux_layers=aux_layers)
+        return [*hidden.aux_states, hidden.final]
 
     fused, plain = (build(CONFIG | {"num_hidden_layers": 5}, {}, keep=True) for _ in range(2))
     prepare([fused], allow_copies=False)
     first, second, expected = PagedModel(fused), PagedModel(fused), PagedModel(plain)
     for pages in (first, second, expected):
         pages.cached = CachedLayers(pages.model.attention_layers, pages.pool, NativeBackend())
-    for pages, taps in ((first, ()), (first, (2,)), (second, (2,))):
-        assert all(torch.equal(a, b) for a, b in zip(states(plain, expected, taps), states(fused, pages, taps),
+    for pages, aux_layers in ((first, ()), (first, (2,)), (second, (2,))):
+        assert all(torch.equal(a, b) for a, b in zip(states(plain, expected, aux_layers), states(fused, pages,
+                                                                                                 aux_layers),
                                                      strict=True))
     for layer in fused.attention_layers:
         written = second.pool.layer(layer.index)

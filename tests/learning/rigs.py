@@ -67,7 +67,7 @@ def _weights() -> dict[str, torch.Tensor]:
     return {name: tensor.double() for name, tensor in load_file(ASSETS / "target" / "model.safetensors").items()}
 
 
-def naive_taps(text: list[int]) -> torch.Tensor:
+def naive_aux_states(text: list[int]) -> torch.Tensor:
     """[length, taps, hidden] by plain torch, without an engine."""
     _, streams = target_forward(_weights(), torch.tensor([text]))
     return torch.stack([streams[tap][0] for tap in TAPS], dim=1)

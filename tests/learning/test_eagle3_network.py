@@ -9,10 +9,10 @@ import torch
 from outrider.learning.eagle3_network import Eagle3Network, HeadForm, TextSlots
 from outrider.learning.named_layers import rotate
 
-HIDDEN, TAPS, PASSES, LENGTHS = 16, 2, 3, (9, 1, 4, 12)
-FORM = HeadForm(8, 1e-5, partial(rotate, theta=100.0), norms_taps=True, feeds_back_normed=True)
+HIDDEN, NUM_AUX, PASSES, LENGTHS = 16, 2, 3, (9, 1, 4, 12)
+FORM = HeadForm(8, 1e-5, partial(rotate, theta=100.0), norms_aux=True, feeds_back_normed=True)
 SHAPES = {
-    "fc": (HIDDEN, TAPS * HIDDEN), "fc_norm.0": (HIDDEN,), "fc_norm.1": (HIDDEN,), "norm": (HIDDEN,),
+    "fc": (HIDDEN, NUM_AUX * HIDDEN), "fc_norm.0": (HIDDEN,), "fc_norm.1": (HIDDEN,), "norm": (HIDDEN,),
     "midlayer.input_layernorm": (HIDDEN,), "midlayer.hidden_norm": (HIDDEN,),
     "midlayer.post_attention_layernorm": (HIDDEN,), "midlayer.self_attn.q_proj": (32, 2 * HIDDEN),
     "midlayer.self_attn.k_proj": (16, 2 * HIDDEN), "midlayer.self_attn.v_proj": (16, 2 * HIDDEN),
@@ -27,12 +27,12 @@ def test_texts_that_are_padded_together_give_what_they_give_alone() -> None:
                for name, shape in SHAPES.items()}
     network = Eagle3Network(FORM, weights)
     embeds = torch.randn(len(LENGTHS), max(LENGTHS), HIDDEN, generator=random, dtype=torch.float64)
-    taps = torch.randn(len(LENGTHS), max(LENGTHS), TAPS, HIDDEN, generator=random, dtype=torch.float64)
+    aux_states = torch.randn(len(LENGTHS), max(LENGTHS), NUM_AUX, HIDDEN, generator=random, dtype=torch.float64)
     slots = TextSlots.from_lengths(torch.tensor(LENGTHS), max(LENGTHS))
-    together = list(network.passes(embeds, taps, slots, PASSES))
+    together = list(network.passes(embeds, aux_states, slots, PASSES))
     for text, length in enumerate(LENGTHS):
         alone = TextSlots.from_lengths(torch.tensor([length]), length)
-        passes = list(network.passes(embeds[[text], :length], taps[[text], :length], alone, PASSES))
+        passes = list(network.passes(embeds[[text], :length], aux_states[[text], :length], alone, PASSES))
         assert len(passes) == (PASSES if length > 1 else 0)
         for index, states in enumerate(passes):
             slot = torch.arange(1, max(1, length - index))  # those whose text has a token for the pass

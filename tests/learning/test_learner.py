@@ -39,7 +39,7 @@ from tests.learning.rigs import (
     SPECULATIVE,
     learner_of,
     learning_rig,
-    naive_taps,
+    naive_aux_states,
     prompts,
     shifted_prompts,
     target,
@@ -86,7 +86,7 @@ def test_the_head_in_training_drafts_as_the_serving_head_does(monkeypatch: pytes
         candidate, wrong = learner_of(rig)._candidate, 0
         for proposal in rig.proposals:
             text = [*proposal.known, *proposal.drafts]
-            served = ServedText(torch.tensor(text), naive_taps(text), len(proposal.known))
+            served = ServedText(torch.tensor(text), naive_aux_states(text), len(proposal.known))
             for is_serving in (True, False):
                 places, accepted = candidate.measure([served], is_serving=is_serving)
                 assert places == 1

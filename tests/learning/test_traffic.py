@@ -24,7 +24,7 @@ from tests.learning.rigs import (
     SETTINGS,
     learner_of,
     learning_rig,
-    naive_taps,
+    naive_aux_states,
     prompts,
     shifted_prompts,
     target,
@@ -35,21 +35,22 @@ from tests.learning.rigs import (
 def texts_in(rig: Rig) -> list[tuple[list[int], torch.Tensor, int]]:
     ring = learner_of(rig).ring
     segments = [*ring.closed(is_held_out=False), *ring.closed(is_held_out=True)]
-    return [(text.tokens.tolist(), text.taps, text.answer_from) for text in ring.read(segments)]
+    return [(text.tokens.tolist(), text.aux_states, text.answer_from) for text in ring.read(segments)]
 
 
 def check_against_naive(rig: Rig, outputs: list[RequestOutput], asked: list[list[int]], length: int) -> int:
     """Every recorded text is the end of a served one, with the target's residual streams. Returns how many they are."""
     served = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(asked, outputs, strict=True)]
     recorded = texts_in(rig)
-    for tokens, taps, answer_from in recorded:
+    for tokens, aux_states, answer_from in recorded:
         # The last token of a text may not be computed; of a preempted request, the prefix cache has the first part.
         index, end = next((index, end) for index, text in enumerate(served) for end in range(len(text), 0, -1)
                           if text[max(0, end - len(tokens)) : end] == tokens)
         is_whole = len(tokens) == min(length, end) and end >= len(served[index]) - 1
         assert is_whole or rig.scheduler.stats.num_preemptions
         assert answer_from == max(1, len(asked[index]) - (end - len(tokens)))
-        torch.testing.assert_close(taps, naive_taps(served[index])[end - len(tokens) : end], rtol=0, atol=1e-5)
+        torch.testing.assert_close(aux_states, naive_aux_states(served[index])[end - len(tokens) : end], rtol=0,
+                                   atol=1e-5)
     return len(recorded)
 
 

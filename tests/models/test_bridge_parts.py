@@ -1,4 +1,4 @@
-"""The bridge to transformers beside its oracle: what it replaces and refuses, drafters, taps, host reads."""
+"""The bridge to transformers beside its oracle: what it replaces, refuses, drafters, auxiliary states, host reads."""
 
 from __future__ import annotations
 
@@ -280,10 +280,11 @@ def test_a_family_forced_through_the_bridge_computes_the_same() -> None:
         slots[name].store(slot.target.clone())
     bridged.finalize()
     assert (all_logits(bridged, tokens) - all_logits(plain, tokens)).abs().max() < 1e-4  # ropes are float32 there
-    taps = (0, 1, plain.num_layers)
-    found, expected = (model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), taps)
+    aux_layers = (0, 1, plain.num_layers)
+    found, expected = (model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), aux_layers)
                        for model in (bridged, plain))
-    for stream, own in zip((*found.taps, found.before_norm), (*expected.taps, expected.before_norm), strict=True):
+    for stream, own in zip((*found.aux_states, found.before_norm), (*expected.aux_states, expected.before_norm),
+                           strict=True):
         assert (stream - own).abs().max() < 1e-4
 
 
@@ -328,8 +329,8 @@ def test_equal_layers_are_passed_over_while_kernels_compile() -> None:
     for expected in ([0, 3], [0, 1, 2, 3]):
         calls.clear()
         with model.one_layer_each() if len(expected) == 2 else contextlib.nullcontext():
-            hidden = model.forward(tokens, StepContext(NothingAttends(), tokens), taps=(0, 2, 4))
-        assert calls == expected and len(hidden.taps) == 3
+            hidden = model.forward(tokens, StepContext(NothingAttends(), tokens), aux_layers=(0, 2, 4))
+        assert calls == expected and len(hidden.aux_states) == 3
 
 
 def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,10 @@ def test_taps_are_the_residual_stream(folder_of: Folders, theirs: Callable[[str]
         states = theirs(name).model(tokens[None], output_hidden_states=True).hidden_states
     model = load(folder_of(name))
     last = model.num_layers
-    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), taps=(0, 2, last - 1, last))
-    for tap, layer in zip(hidden.taps, (0, 2, last - 1), strict=False):
-        torch.testing.assert_close(tap, states[layer][0], atol=1e-3, rtol=1e-4)
-    assert torch.equal(hidden.taps[3], hidden.before_norm)
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), aux_layers=(0, 2, last - 1, last))
+    for state, layer in zip(hidden.aux_states, (0, 2, last - 1), strict=False):
+        torch.testing.assert_close(state, states[layer][0], atol=1e-3, rtol=1e-4)
+    assert torch.equal(hidden.aux_states[3], hidden.before_norm)
     torch.testing.assert_close(hidden.final, states[last][0], atol=1e-4, rtol=1e-4)  # their last is after the norm
 
 
@@ -147,15 +147,16 @@ def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, 
 
 
 @ALL
-@pytest.mark.parametrize("from_tap", [False, True])
+@pytest.mark.parametrize("from_aux", [False, True])
 def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
-    folder_of: Folders, name: str, from_tap: bool
+    folder_of: Folders, name: str, from_aux: bool
 ) -> None:
-    """Unless a tap asks for all token rows of them."""
+    """Unless an auxiliary state asks for all token rows of them."""
     model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([27, 28, 29])
     last = model.num_layers - 1
-    taps, readers = (last,) if from_tap else (), range(model.last_writer + 1, model.num_layers)
-    whole, attend = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps), DenseAttend(model)
+    aux_layers, readers = (last,) if from_aux else (), range(model.last_writer + 1, model.num_layers)
+    whole, attend = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers),
+    DenseAttend(model)
     seen: dict[int, int] = {}
 
     def watched(layer: int) -> Callable[..., Any]:
@@ -166,13 +167,13 @@ def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
         mix.fused = mix.read_fused = lambda *_: None  # type: ignore[attr-defined]
         return mix
 
-    hidden = model.forward(tokens, StepContext(attend, torch.arange(30)), taps,
+    hidden = model.forward(tokens, StepContext(attend, torch.arange(30)), aux_layers,
                            WantedRows(rows, lambda: {layer: watched(layer) for layer in readers}))
     torch.testing.assert_close(hidden.final, whole.final[rows])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
-    for tap, wanted in zip(hidden.taps, whole.taps, strict=True):
-        assert torch.equal(tap, wanted)
-    assert seen == ({} if from_tap else dict.fromkeys(readers, 3))
+    for state, wanted in zip(hidden.aux_states, whole.aux_states, strict=True):
+        assert torch.equal(state, wanted)
+    assert seen == ({} if from_aux else dict.fromkeys(readers, 3))
     assert len(readers) == sum(layer.reads is not None for layer in model.cache_layers())
 
 

@@ -268,4 +268,4 @@ def test_what_cannot_draft_for_or_from_it_is_refused_by_name(module_folder: Path
     with pytest.raises(ValueError, match=r"draft model \(Glm5Next\) has recurrent layers"):
         DraftModelNetwork(target, target.num_layers, target.vocab_size)
     with pytest.raises(ValueError, match="--method mtp cannot tune a module with latent attention or an indexer"):
-        MTPTrainee.taps_for(target, TrainingSettings())
+        MTPTrainee.aux_layers_for(target, TrainingSettings())

@@ -58,10 +58,10 @@ def test_taps_are_the_residual_stream(folder_of: Folders, family: str) -> None:
     with torch.no_grad():
         states = hf_model(folder_of(family)).model(tokens[None], output_hidden_states=True).hidden_states
     model = load(folder_of(family))
-    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), taps=(0, 1, 3, 4))
-    for tap, layer in zip(hidden.taps[:3], (0, 1, 3), strict=True):
-        torch.testing.assert_close(tap, states[layer][0], atol=1e-4, rtol=1e-4)
-    assert torch.equal(hidden.taps[3], hidden.before_norm)
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(40)), aux_layers=(0, 1, 3, 4))
+    for state, layer in zip(hidden.aux_states[:3], (0, 1, 3), strict=True):
+        torch.testing.assert_close(state, states[layer][0], atol=1e-4, rtol=1e-4)
+    assert torch.equal(hidden.aux_states[3], hidden.before_norm)
     torch.testing.assert_close(hidden.final, states[4][0], atol=1e-4, rtol=1e-4)  # their last one is after the norm
     torch.testing.assert_close(model.norm(hidden.before_norm), hidden.final)
 
@@ -69,12 +69,13 @@ def test_taps_are_the_residual_stream(folder_of: Folders, family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, family: str) -> None:
     model, tokens, rows = load(folder_of(family)), tokens_of(seed=5, count=30), torch.tensor([29, 3, 3, 11])
-    whole = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps=(2,))
-    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps=(2,), rows=WantedRows(rows))
+    whole = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers=(2,))
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers=(2,),
+                           rows=WantedRows(rows))
     torch.testing.assert_close(hidden.final_of(rows), whole.final_of(rows))
     torch.testing.assert_close(hidden.last_final(rows[1:], torch.tensor([1, 2, 9])), whole.final[rows[1:]])
     torch.testing.assert_close(hidden.before_norm, whole.before_norm[rows])
-    assert torch.equal(hidden.taps[0], whole.taps[0]), "taps have all token rows"
+    assert torch.equal(hidden.aux_states[0], whole.aux_states[0]), "they have all token rows"
     with pytest.raises(AssertionError, match="other token rows"):
         hidden.final_of(rows.clone())
 
@@ -82,8 +83,8 @@ def test_some_token_rows_of_the_last_layer_are_those_of_all(folder_of: Folders, 
 def test_taps_come_in_the_order_asked(folder_of: Folders) -> None:
     model = load(folder_of("llama"))
     tokens = tokens_of(seed=4, count=5)
-    up = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(5)), taps=(1, 3)).taps
-    down = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(5)), taps=(3, 1)).taps
+    up = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(5)), aux_layers=(1, 3)).aux_states
+    down = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(5)), aux_layers=(3, 1)).aux_states
     assert torch.equal(up[0], down[1]) and torch.equal(up[1], down[0]) and not torch.equal(up[0], up[1])
 
 

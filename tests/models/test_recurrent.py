@@ -66,9 +66,9 @@ def test_taps_are_the_residual_stream(folder_of: Folders) -> None:
     with torch.no_grad():
         states = hf_model(folder_of("nemotron_h")).model(tokens[None], output_hidden_states=True).hidden_states
     model = load(folder_of("nemotron_h"))
-    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), taps=(0, 1, 2, 4))
-    for tap, layer in zip(hidden.taps, (0, 1, 2, 4), strict=True):
-        torch.testing.assert_close(tap, states[layer][0], atol=1e-4, rtol=1e-4)
+    hidden = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers=(0, 1, 2, 4))
+    for state, layer in zip(hidden.aux_states, (0, 1, 2, 4), strict=True):
+        torch.testing.assert_close(state, states[layer][0], atol=1e-4, rtol=1e-4)
 
 
 def test_cache_layers_say_what_each_layer_keeps(folder_of: Folders) -> None:

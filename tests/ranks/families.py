@@ -75,16 +75,16 @@ class Text:
         self._paged = PagedModel(model) if is_latent else None
         self._dense = None if is_latent else oracle.DenseAttend(model)
 
-    def add(self, tokens: list[int], taps: tuple[int, ...] = ()) -> Hidden:
+    def add(self, tokens: list[int], aux_layers: tuple[int, ...] = ()) -> Hidden:
         positions = torch.arange(self.length, self.length + len(tokens))
         self.length += len(tokens)
         if self._paged is None:
             assert self._dense is not None
             context = StepContext(self._dense, positions, history=self._dense.history(torch.tensor(tokens)))
-            return self.model.forward(torch.tensor(tokens), context, taps)
+            return self.model.forward(torch.tensor(tokens), context, aux_layers)
         bound = self._paged.cached.bind(self._paged.view([Piece(0, tokens)]))
         self._paged.lengths[0] += len(tokens)
-        return self.model.forward(torch.tensor(tokens), StepContext(bound, positions), taps)
+        return self.model.forward(torch.tensor(tokens), StepContext(bound, positions), aux_layers)
 
     def logits(self, hidden: Hidden) -> torch.Tensor:
         return self.model.logits(hidden.final, oracle.LOGIT_ROWS)
@@ -93,9 +93,9 @@ class Text:
 def states_of(model: Model, prompt: list[int], num_generated: int) -> dict[str, torch.Tensor]:
     """Everything that samplers and drafters read of a prompt, and the greedy text behind it."""
     text = Text(model)
-    hidden = text.add(prompt, taps=(0, 1, model.num_layers))
+    hidden = text.add(prompt, aux_layers=(0, 1, model.num_layers))
     states = {"final": hidden.final, "before_norm": hidden.before_norm, "logits": text.logits(hidden)}
-    states |= {f"tap {number}": tap for number, tap in enumerate(hidden.taps)}
+    states |= {f"auxiliary {number}": state for number, state in enumerate(hidden.aux_states)}
     logits, tokens = states["logits"], list[int]()
     for _ in range(num_generated):
         tokens.append(int(logits[-1].argmax()))

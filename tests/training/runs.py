@@ -25,7 +25,7 @@ LANGUAGES: dict[str, Callable[[], Language]] = {
     "target": train_eagle3.language, "gemma4": train_gemma4.language, "nemotronh": train_nemotronh.language,
 }
 ENGINE: dict[str, Any] = {"device": "cpu", "num_pages": 300, "max_num_seqs": 32}
-# Taps of models with four layers: the usual ones would be 2, 2 and 1.
+# Auxiliary states of models with four layers: the usual ones would be 2, 2 and 1.
 SMALL: dict[str, Any] = {"max_prompt_tokens": 24, "max_answer_tokens": 32, "draft_vocab_size": 64, "taps": (1, 2, 4),
                          "batch_tokens": 512, "micro_tokens": 512, "save_seconds": 0}
 

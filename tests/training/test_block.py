@@ -49,13 +49,13 @@ def test_the_network_in_training_drafts_as_the_engines_drafter_does(name: str, r
         rig.run([Ask(prompt, greedy(10)) for prompt in prompts_of(name, CHECKED)])
         proposals = rig.proposals
     assert len(proposals) > 20
-    with teacher_of(name, trainee.sizes.taps) as teacher:
+    with teacher_of(name, trainee.sizes.aux_layers) as teacher:
         for proposal in proposals:
             tokens = (*proposal.known, *proposal.drafts)
             taught = teacher.teach([TrainingText(tokens, 1, True)])
             last = len(proposal.known) - 1
             anchors = torch.tensor([[last]])
-            states = network.states(trainee.block_embeds(taught, anchors), anchors, taught.taps)[0, 0]
+            states = network.states(trainee.block_embeds(taught, anchors), anchors, taught.aux_states)[0, 0]
             for index, draft in enumerate(proposal.drafts):
                 own, output = states[trainee.sizes.first_row + index], weights["lm_head.weight"]
                 if rank:

@@ -126,9 +126,9 @@ def test_tuning_for_further_drafts_raises_their_acceptance(tmp_path: Path) -> No
 def test_targets_without_one_module_that_can_be_tuned_are_refused() -> None:
     settings = TrainingSettings(**SMALL | MTP)
     with pytest.raises(ValueError, match="cannot tune a module with latent attention"):
-        MTPTrainee.taps_for(loaded_asset("deepseek_v32"), settings)
+        MTPTrainee.aux_layers_for(loaded_asset("deepseek_v32"), settings)
     with pytest.raises(ValueError, match="has no multi-token-prediction module"):
-        MTPTrainee.taps_for(loaded("gemma4", torch.float64).model, settings)
+        MTPTrainee.aux_layers_for(loaded("gemma4", torch.float64).model, settings)
 
 
 def test_files_without_the_module_are_refused_before_texts_are_written(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def greedy_texts(name: str) -> list[TrainingText]:
             for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-def teacher_of(name: str, taps: tuple[int, ...] = (1, 2, 4)) -> Teacher:
-    return Teacher(engine_config(name), loaded(name, torch.float64).model, taps, whole_vocabulary(name),
+def teacher_of(name: str, aux_layers: tuple[int, ...] = (1, 2, 4)) -> Teacher:
+    return Teacher(engine_config(name), loaded(name, torch.float64).model, aux_layers, whole_vocabulary(name),
                    max_text_tokens=60, micro_tokens=128)
 
 
@@ -55,17 +55,17 @@ def test_the_teachers_choices_are_the_engines_text(name: str) -> None:
         length = len(text.tokens)
         said = together.best[index, text.answer_from - 1 : length - 1].tolist()
         assert said == list(text.answer)
-        torch.testing.assert_close(together.taps[index, :length], alone[index].taps[0], rtol=0, atol=1e-9)
+        torch.testing.assert_close(together.aux_states[index, :length], alone[index].aux_states[0], rtol=0, atol=1e-9)
         places = together.may_draft(2)[index].nonzero()[:, 0].tolist()
         assert places == list(range(text.answer_from - 1, length - 2))
 
 
 def test_taps_are_the_residual_streams_that_were_asked_for() -> None:
-    """Tap 0 is the embedding, and the last one leads to the logits through the final norm."""
+    """Auxiliary state 0 is the embedding, and the last one leads to the logits through the final norm."""
     model, (text, *_) = loaded("target", torch.float64).model, greedy_texts("target")
     with teacher_of("target", (0, 4)) as teacher:
         taught = teacher.teach([text])
-    first, last = taught.taps[0].unbind(dim=1)
+    first, last = taught.aux_states[0].unbind(dim=1)
     torch.testing.assert_close(first, model.embed_tokens.weight[list(text.tokens)])
     logits = model.norm(last) @ model.lm_head.format.dense().T  # type: ignore[attr-defined, union-attr]
     places = taught.may_draft(1)[0]
@@ -84,7 +84,7 @@ def test_kept_texts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     length = sum(len(text.tokens) for text in texts)
     assert f"keeps the target's states of {length} of {length} tokens" in lines[0]
     assert "of 0 of 0 tokens" in lines[1]
-    for name in ("tokens", "taps", "best", "lengths", "answer_from"):
+    for name in ("tokens", "aux_states", "best", "lengths", "answer_from"):
         one, two = getattr(computed, name), getattr(kept, name).flip(0)
         torch.testing.assert_close(one, two, rtol=0, atol=1e-9)
     places = computed.may_draft(1)
@@ -94,7 +94,7 @@ def test_kept_texts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_texts_without_room_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = greedy_texts("target")
-    row_bytes = 8 * 4 * loaded("target").model.hidden_size  # three taps and the final state in float64
+    row_bytes = 8 * 4 * loaded("target").model.hidden_size  # three auxiliary states and the final state in float64
     monkeypatch.setattr(text_states, "available_bytes", lambda: 2 * row_bytes * (len(texts[0].tokens) + 1))
     with teacher_of("target") as teacher:
         wanted = teacher.teach(texts)
@@ -104,7 +104,7 @@ def test_texts_without_room_are_computed_again(monkeypatch: pytest.MonkeyPatch) 
         teacher._step_tokens = 128
         assert f"states of {len(texts[0].tokens)} of " in lines[0] and "the others are computed" in lines[0]
         found = teacher.teach(texts)
-    torch.testing.assert_close(found.taps, wanted.taps, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.aux_states, wanted.aux_states, rtol=0, atol=1e-9)
     assert torch.equal(found.best, wanted.best)
 
 
@@ -120,15 +120,15 @@ def test_logits_of_the_drafters_tokens_are_those_of_the_whole_vocabulary(name: s
     assert torch.equal(logits.best(final), whole.argmax(dim=-1))
 
 
-def test_a_head_begins_with_the_last_tap_and_attends_to_its_own_slot() -> None:
+def test_a_head_begins_with_the_last_aux_state_and_attends_to_its_own_slot() -> None:
     """The two things that runs otherwise spend their first steps on."""
     model = loaded("target", torch.float64).model
     settings = TrainingSettings(**SMALL | {"passes": 1, "taps": (1, 4, 2)})
     sizes = Eagle3Trainee(model, settings, whole_vocabulary("target")).sizes
     weights = Eagle3Trainee(model, settings, whole_vocabulary("target")).weights
     hidden = model.hidden_size
-    taps = torch.randn(3, hidden)
-    assert torch.equal(weights["fc.weight"] @ taps.flatten(), taps[1])
+    states = torch.randn(3, hidden)
+    assert torch.equal(weights["fc.weight"] @ states.flatten(), states[1])
     x = torch.randn(2 * hidden)
     query, key = (weights[f"midlayer.self_attn.{name}_proj.weight"] @ x for name in "qk")
     assert sizes.num_heads > sizes.num_kv_heads
@@ -137,7 +137,8 @@ def test_a_head_begins_with_the_last_tap_and_attends_to_its_own_slot() -> None:
 
 
 def varied(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Weights with which attention decides much of the result, and so the positions of slots, and every tap counts."""
+    """Weights with which attention decides much of the result, and so the positions of slots, and every auxiliary state
+    counts."""
     if name == "fc.weight":
         return weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     if weight.dim() == 1:
@@ -169,7 +170,7 @@ def test_the_head_in_training_drafts_as_the_engines_head_does(name: str, classic
             tokens = torch.tensor([(*proposal.known, *proposal.drafts)])
             taught = teacher.teach([TrainingText(tuple(tokens[0].tolist()), 1, True)])
             slots = TextSlots.from_lengths(taught.lengths, tokens.shape[1])
-            states = network.passes(model.embed_tokens.format.look_up(tokens[0])[None], taught.taps, slots, 3)
+            states = network.passes(model.embed_tokens.format.look_up(tokens[0])[None], taught.aux_states, slots, 3)
             last = len(proposal.known) - 1
             scores = [state[last - 1] @ weights["lm_head.weight"].T for state in states]
             assert tuple(int(vocabulary.ids[score.argmax()]) for score in scores) == proposal.drafts

@@ -1,6 +1,6 @@
 /* A whole proposal of an EAGLE-3 head with one layer as one call: `draft_plan.c` plans the passes, then the head's
- * input is made from the target's taps, and for each draft come the layer, the output and the choice of a token, which
- * the next pass embeds. What is computed is said by `Eagle3Head` in models/eagle.py and by `AutoregressiveDrafter`.
+ * input is made from the target's auxiliary states, and for each draft come the layer, the output and the choice of a token,
+ * which the next pass embeds. What is computed is said by `Eagle3Head` in models/eagle.py and by `AutoregressiveDrafter`.
  *
  * The first pass has the token rows that the step computed. All of them write keys and values; the rest of the layer is
  * computed for the last one of each request alone, from which the first draft is made.
@@ -13,10 +13,10 @@
 enum { UNKNOWN_TOKEN = 4, BAD_PLAN = UNKNOWN_TOKEN };
 enum { LEVEL_BITS = 4, TOP_LEVEL = 15, MOST_PLACES = 15 }; /* as in core/draft_confidence.py */
 
-/* A proposal: the target's taps [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
+/* A proposal: the target's auxiliary states [tokens, ..] of a step, and the planned passes, as in PlannedPasses. */
 typedef struct {
     Requests contexts; /* page table and first keys */
-    const float *const *taps;
+    const float *const *aux_states;
     const int64_t *token_ids, *positions, *slots, *tail_page;
     const int64_t *last, *lengths, *live, *seed, *sample_index;
     const int64_t *draft_positions, *further_positions, *further_slots, *further_lengths, *further_live;
@@ -114,17 +114,17 @@ static void prepare_attention(Chain *c, int64_t pass, int threads) {
     c->error = list_attention(&c->attention, threads, &c->work);
 }
 
-/* The taps of a token row side by side, each behind its norm if it has one. */
-static void take_taps(const Chain *c, int64_t at) {
+/* The auxiliary states of a token row side by side, each behind its norm if it has one. */
+static void take_aux_states(const Chain *c, int64_t at) {
     const DraftHead *h = c->head;
-    const int64_t wide = h->fc.inputs / h->taps;
-    for (int64_t i = 0; i < h->taps; i++) {
-        const float *tap = c->batch->taps[i] + c->rows[at] * wide;
+    const int64_t wide = h->fc.inputs / h->num_aux;
+    for (int64_t i = 0; i < h->num_aux; i++) {
+        const float *aux_state = c->batch->aux_states[i] + c->rows[at] * wide;
         float *to = c->taken + at * h->fc.inputs + i * wide;
-        if (h->tap_norms)
-            norm_row(tap, NULL, h->tap_norms[i], to, wide, h->eps);
+        if (h->aux_norms)
+            norm_row(aux_state, NULL, h->aux_norms[i], to, wide, h->eps);
         else
-            memcpy(to, tap, wide * sizeof(float));
+            memcpy(to, aux_state, wide * sizeof(float));
     }
 }
 
@@ -307,7 +307,7 @@ static int64_t run_passes(const DraftHead *head, const Proposed *batch, int thre
     prepare_attention(&chain, 0, threads);
     PARALLEL(threads) {
 #pragma omp for nowait
-        for (int64_t at = 0; at < chain.first; at++) take_taps(&chain, at);
+        for (int64_t at = 0; at < chain.first; at++) take_aux_states(&chain, at);
         meet(&team);
         share_product(&head->fc, chain.taken, head->fc.inputs, chain.hidden, chain.first, NULL, &team);
 #pragma omp master
@@ -358,13 +358,13 @@ static int find_plan(const DraftPlan *p, const ChainStep *s, PlannedPasses *out,
 }
 
 /* `plan->groups` is 1. Returns 0, an error of `run_passes`, or BAD_PLAN plus an error of the plan. */
-int64_t propose_chain(const DraftHead *head, const DraftPlan *plan, const ChainStep *step, const float *const *taps,
+int64_t propose_chain(const DraftHead *head, const DraftPlan *plan, const ChainStep *step, const float *const *aux_states,
                       int threads) {
     PlannedPasses passes;
     DraftTable table;
     Proposed batch;
     if (!find_plan(plan, step, &passes, &table, &batch)) return 3;
-    batch.taps = taps;
+    batch.aux_states = aux_states;
     const int error = plan_draft_passes(plan, &table, &passes);
     return error ? BAD_PLAN + error : run_passes(head, &batch, threads);
 }

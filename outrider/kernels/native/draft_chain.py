@@ -32,14 +32,14 @@ class ChainWeights(NamedTuple):
     gate_up: Matrix
     down: Matrix
     output: Matrix
-    tap_norms: Sequence[Tensor]  # a norm for each tap, or none
+    aux_norms: Sequence[Tensor]  # a norm for each auxiliary state, or none
     norms: tuple[Tensor, Tensor, Tensor, Tensor]  # of the embedding, the hidden state, the MLP's input, the output
     head_norms: tuple[Tensor, Tensor] | None  # of q and k
     embedding: Tensor | PackedRows  # the target's rows, or the head's own
     target_ids: Tensor | None
     cos: Tensor  # [positions, half of the rotated columns]
     sin: Tensor
-    num_taps: int
+    num_aux: int
     eps: float
     norm_eps: float  # of the head norms
     scale: float
@@ -56,7 +56,7 @@ class ChainInputs(NamedTuple):
     rows: DraftingRows
     page_table: Tensor  # [requests, width] int32, of the head's layer
     state: DrafterCacheState
-    taps: Sequence[Tensor]  # each [tokens, hidden of the target]
+    aux_states: Sequence[Tensor]  # each [tokens, hidden of the target]
     tails: Tensor  # [pages, hidden] hidden states of pages' last tokens, which the proposal writes too
     num_wanted: int  # most drafts for a request
 
@@ -93,7 +93,7 @@ class DraftChain:
             return None
         _check_sizes(own, heads, kv_heads, dim)
         q_norm, k_norm = own.head_norms or (None, None)
-        tap_norms = torch.tensor([norm.data_ptr() for norm in own.tap_norms], dtype=torch.int64)
+        aux_norms = torch.tensor([norm.data_ptr() for norm in own.aux_norms], dtype=torch.int64)
         table = EmbeddingTable.from_rows(own.embedding)
         assert table.width == own.fc.outputs
         ids = None if own.target_ids is None else own.target_ids.contiguous()
@@ -102,25 +102,25 @@ class DraftChain:
             fc=own.fc.packed, qkv=own.qkv.packed, out=own.out.packed, gate_up=own.gate_up.packed,
             down=own.down.packed, output=own.output.packed,
             coarse=bytes(MATRIX.size) if coarse is None else coarse.packed, cache=pack_cache(k_cache, v_cache),
-            tap_norms=tap_norms.data_ptr() if own.tap_norms else 0, embedding_norm=own.norms[0].data_ptr(),
+            aux_norms=aux_norms.data_ptr() if own.aux_norms else 0, embedding_norm=own.norms[0].data_ptr(),
             hidden_norm=own.norms[1].data_ptr(), mlp_norm=own.norms[2].data_ptr(), norm=own.norms[3].data_ptr(),
             q_norm=0 if q_norm is None else q_norm.data_ptr(), k_norm=0 if k_norm is None else k_norm.data_ptr(),
             embedding=table.data.data_ptr(), target_ids=0 if ids is None else ids.data_ptr(), cos=own.cos.data_ptr(),
-            sin=own.sin.data_ptr(), taps=own.num_taps, embedding_kind=table.kind, embedding_bytes=table.row_bytes,
+            sin=own.sin.data_ptr(), num_aux=own.num_aux, embedding_kind=table.kind, embedding_bytes=table.row_bytes,
             num_embeddings=table.num_rows, cos_stride=own.cos.stride(0), sin_stride=own.sin.stride(0),
             max_len=own.cos.shape[0], rotary=2 * own.cos.shape[1], heads=heads, window=own.window, eps=own.eps,
             norm_eps=own.norm_eps, scale=own.scale, gelu=own.gelu, norm_before_residual=own.norm_before_residual,
             feeds_back_normed=own.feeds_back_normed,
         )
-        return cls(weights, packed, (tap_norms, table.data, ids, coarse, k_cache, v_cache))
+        return cls(weights, packed, (aux_norms, table.data, ids, coarse, k_cache, v_cache))
 
     def takes(self, inputs: ChainInputs) -> bool:
-        requests, rows, page_table, state, taps, tails, num_wanted = inputs
+        requests, rows, page_table, state, aux_states, tails, num_wanted = inputs
         own = self.weights
-        shape = requests.request_of.shape[0], own.fc.inputs // own.num_taps
+        shape = requests.request_of.shape[0], own.fc.inputs // own.num_aux
         return (
-            len(taps) == own.num_taps
-            and all(is_matrix(tap) and tap.is_contiguous() and tap.shape == shape for tap in taps)
+            len(aux_states) == own.num_aux
+            and all(is_matrix(state) and state.is_contiguous() and state.shape == shape for state in aux_states)
             and tails.dtype is torch.float32 and tails.dim() == 2 and tails.stride(1) == 1
             and takes_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
         )
@@ -129,7 +129,7 @@ class DraftChain:
         """Plan all passes as `plan_draft_passes` does, run them, and keep the hidden states of pages' last tokens in
         `inputs.tails`. Returns the drafts [drafts, requests], how many of them there is room for [requests], and their
         levels [requests]. Call this only if `takes`."""
-        requests, rows, page_table, state, taps, tails, num_wanted = inputs
+        requests, rows, page_table, state, aux_states, tails, num_wanted = inputs
         count = page_table.shape[0]
         plan = pack_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
         drafts = torch.empty(num_wanted, count, dtype=torch.int64)
@@ -139,7 +139,7 @@ class DraftChain:
             counts=counts.data_ptr(), table_stride=page_table.stride(0), table_width=page_table.shape[1],
             page_tokens=state.page_tokens[0], tail_stride=tails.stride(0), any_sampled=any_sampled,
         )
-        addresses = struct.pack(f"{len(taps)}P", *(tap.data_ptr() for tap in taps))
+        addresses = struct.pack(f"{len(aux_states)}P", *(each.data_ptr() for each in aux_states))
         error = library().propose_chain(self.packed, plan, step, addresses, torch.get_num_threads())
         if error > _UNKNOWN_TOKEN:
             raise IndexError(f"propose_chain: {PLAN_ERRORS[error - _UNKNOWN_TOKEN]}")
@@ -153,11 +153,11 @@ class DraftChain:
 
 def _takes_weights(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> bool:
     """Whether the C code reads tensors of these types and strides, and heads of these sizes."""
-    hidden, tap_width = own.fc.outputs, own.fc.inputs // own.num_taps
+    hidden, aux_width = own.fc.outputs, own.fc.inputs // own.num_aux
     q_norm, k_norm = own.head_norms or (None, None)
     return (
         takes_heads(heads, kv_heads, dim) and is_vector(q_norm, dim) and is_vector(k_norm, dim)
-        and all(is_vector(x, hidden) for x in own.norms) and all(is_vector(x, tap_width) for x in own.tap_norms)
+        and all(is_vector(x, hidden) for x in own.norms) and all(is_vector(x, aux_width) for x in own.aux_norms)
         and is_angles(own.cos, 2 * own.cos.shape[1]) and is_angles(own.sin, 2 * own.cos.shape[1])
         and (isinstance(own.embedding, PackedRows) or is_matrix(own.embedding))
     )
@@ -167,9 +167,9 @@ def _check_sizes(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> None
     hidden = own.fc.outputs
     assert own.qkv.inputs == 2 * hidden and own.qkv.outputs == (heads + 2 * kv_heads) * dim
     assert own.out.outputs == own.gate_up.inputs == own.down.outputs == own.output.inputs == hidden
-    assert own.gate_up.outputs == 2 * own.down.inputs and own.fc.inputs % own.num_taps == 0
+    assert own.gate_up.outputs == 2 * own.down.inputs and own.fc.inputs % own.num_aux == 0
     assert own.target_ids is None or own.target_ids.shape == (own.output.outputs,)
-    assert len(own.tap_norms) in (0, own.num_taps) and own.cos.shape == own.sin.shape
+    assert len(own.aux_norms) in (0, own.num_aux) and own.cos.shape == own.sin.shape
 
 
 def _coarse_output(output: Matrix) -> Matrix | None:

@@ -117,10 +117,10 @@ class LayerStep:
 
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
                   adapters: LayerAdapters | None = None,
-                  taps: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
+                  aux_states: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
     """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
-    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers. taps[i], shaped like
-    residual, gets a copy of the residual stream before the i-th layer.
+    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers. aux_states[i],
+    shaped like residual, gets a copy of the residual stream before the i-th layer.
 
     None, with nothing done, if the C code does not take this.
     """
@@ -131,10 +131,10 @@ def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, resi
         assert len(adapters.targets) == layer.count * LAYER_TARGETS.size, "the targets are of other layers"
     result = torch.empty_like(residual) if delta is None else delta
     addresses = None
-    if taps:
-        assert all(0 < at < layer.count and tap.shape == residual.shape and tap.is_contiguous()
-                   for at, tap in taps.items())
-        addresses = array("Q", [taps[at].data_ptr() if at in taps else 0 for at in range(layer.count)])
+    if aux_states:
+        assert all(0 < at < layer.count and aux_state.shape == residual.shape and aux_state.is_contiguous()
+                   for at, aux_state in aux_states.items())
+        addresses = array("Q", [aux_states[at].data_ptr() if at in aux_states else 0 for at in range(layer.count)])
     error = step.run_layers(
         layer.packed, layer.count, step.packed, None if adapters is None else adapters.packed,
         None if adapters is None else adapters.targets, result.data_ptr(), delta is not None, residual.data_ptr(),

@@ -252,19 +252,19 @@ static void share_changed(const Pass *p, const Matrix *w, const float *x, float 
 }
 
 /* `next` is the layer behind, or null: one thread prepares it as soon as the attention of this one is done, when what
- * was prepared for this one is no longer read. `targets`: of adapters, or null. `tap`: see `decoder_layers`. */
+ * was prepared for this one is no longer read. `targets`: of adapters, or null. `aux_state`: see `decoder_layers`. */
 static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next, const LayerTargets *targets,
-                        int has_delta, float *tap, Team *team) {
+                        int has_delta, float *aux_state, Team *team) {
     const Layer *l = &bound->weights;
     int64_t tokens = p->step->tokens, hidden = l->qkv.inputs, inner = l->down.inputs;
     if (has_delta)
         share_norm(p->delta, hidden, p->residual, hidden, l->input_norm, p->x, tokens, hidden, l->eps, team);
     else
         share_norm(p->residual, hidden, NULL, 0, l->input_norm, p->x, tokens, hidden, l->eps, team);
-    if (tap) { /* the stream changes again behind the attention only */
+    if (aux_state) { /* the stream changes again behind the attention only */
 #pragma omp for nowait
         for (int64_t t = 0; t < tokens; t++)
-            memcpy(tap + t * hidden, p->residual + t * hidden, hidden * sizeof(float));
+            memcpy(aux_state + t * hidden, p->residual + t * hidden, hidden * sizeof(float));
     }
     share_changed(p, &l->qkv, p->x, p->spread, NULL, targets ? &targets->qkv : NULL, team);
     share_rope_write(p->spread, l->qkv.outputs, tokens, &p->rope, &p->bad, team);
@@ -280,12 +280,12 @@ static void share_layer(Pass *p, const BoundLayer *bound, const BoundLayer *next
 
 /* For each layer in turn: residual += delta, then attention and MLP of it, each behind its norm; what the MLP adds is
  * left in delta. Without `has_delta` nothing is added before the first layer. `adapters`: of the step's token rows, with
- * the targets of each layer; or null. `taps`, or null: of each layer, where a copy of the residual stream before it goes,
- * or null.
+ * the targets of each layer; or null. `aux_states`, or null: of each layer, where a copy of the residual stream before it
+ * goes, or null.
  * Returns 0, minus the number of tokens whose position or slot is out of range, or an error of the attention.
  * All threads look at errors between two meetings within which no thread writes them, so they leave together. */
 int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep *s, const Adapters *adapters,
-                       const LayerTargets *targets, float *delta, int has_delta, float *residual, float *const *taps,
+                       const LayerTargets *targets, float *delta, int has_delta, float *residual, float *const *aux_states,
                        int threads) {
     Pass pass = {.step = s, .delta = delta, .residual = residual, .adapters = adapters};
     Team team = {.threads = threads};
@@ -294,7 +294,7 @@ int64_t decoder_layers(const BoundLayer *layers, int64_t count, const LayerStep 
     prepare_layer(&pass, layers, threads);
     PARALLEL(threads) for (int64_t i = 0; i < count && !pass.error; i++) {
         share_layer(&pass, layers + i, i + 1 < count ? layers + i + 1 : NULL, adapters ? targets + i : NULL,
-                    has_delta || i > 0, taps ? taps[i] : NULL, &team);
+                    has_delta || i > 0, aux_states ? aux_states[i] : NULL, &team);
         if (pass.bad || pass.failed) break;
     }
     return pass.error ? pass.error : pass.bad ? -pass.bad : pass.failed ? 2 : 0;

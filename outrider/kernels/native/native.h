@@ -503,18 +503,18 @@ typedef struct {
     Matrix fc, qkv, out, gate_up, down, output;
     Matrix coarse; /* the output in fewer bits, to find the logits that are computed with `output`; or no data */
     Cache cache;
-    const float *const *tap_norms; /* of each tap, or null */
+    const float *const *aux_norms; /* of each auxiliary state, or null */
     const float *embedding_norm, *hidden_norm, *mlp_norm, *norm, *q_norm, *k_norm; /* the last two may be null */
     const void *embedding;     /* rows of floats, or a PackedPart */
     const int64_t *target_ids; /* of each output, or null where outputs are the target's tokens */
     const float *cos, *sin;    /* [max_len, rotary / 2] */
-    int64_t taps, embedding_kind, embedding_bytes, num_embeddings, cos_stride, sin_stride, max_len, rotary, heads,
+    int64_t num_aux, embedding_kind, embedding_bytes, num_embeddings, cos_stride, sin_stride, max_len, rotary, heads,
         window;
     float eps, norm_eps, scale;
     int gelu, norm_before_residual, feeds_back_normed;
 } DraftHead;
 
-/* What a head reads and writes for a proposal beside the target's taps and the plan. */
+/* What a head reads and writes for a proposal beside the target's auxiliary states and the plan. */
 typedef struct {
     const int32_t *pages; /* page table [requests, width] of the head's layer */
     float *tails;         /* [pages, hidden], pages `tail_stride` floats apart */

@@ -172,8 +172,8 @@ PLANNED_PASSES = Structure(
 
 DRAFT_HEAD = Structure(
     "DraftHead", fc=MATRIX, qkv=MATRIX, out=MATRIX, gate_up=MATRIX, down=MATRIX, output=MATRIX, coarse=MATRIX,
-    cache=CACHE, tap_norms=POINTER, embedding_norm=POINTER, hidden_norm=POINTER, mlp_norm=POINTER, norm=POINTER,
-    q_norm=POINTER, k_norm=POINTER, embedding=POINTER, target_ids=POINTER, cos=POINTER, sin=POINTER, taps=INT64,
+    cache=CACHE, aux_norms=POINTER, embedding_norm=POINTER, hidden_norm=POINTER, mlp_norm=POINTER, norm=POINTER,
+    q_norm=POINTER, k_norm=POINTER, embedding=POINTER, target_ids=POINTER, cos=POINTER, sin=POINTER, num_aux=INT64,
     embedding_kind=INT64, embedding_bytes=INT64, num_embeddings=INT64, cos_stride=INT64, sin_stride=INT64,
     max_len=INT64, rotary=INT64, heads=INT64, window=INT64, eps=FLOAT, norm_eps=FLOAT, scale=FLOAT, gelu=INT32,
     norm_before_residual=INT32, feeds_back_normed=INT32,

@@ -19,8 +19,8 @@ memory; tables that the constructors computed are computed again, and that is ch
 In a step the model gets all token rows as one sequence, with their positions. transformers makes no masks for the
 attention function named `outrider`; the function hands q, k and v to the mixer of its layer. Modules of ours read the
 step's context from a `CurrentStep` that the model sets, since transformers' code passes none. Logits are made by the
-causal model's own forward over given hidden states, so scales and limits of logits are its own. Taps are the outputs
-of its
+causal model's own forward over given hidden states, so scales and limits of logits are its own. Auxiliary states are
+the outputs of its
 decoder layers. If the outline saw the code ask for a value of a tensor, steps run uncaptured
 (`Uncaptured.MODEL_READS`).
 """

@@ -191,13 +191,14 @@ class BridgedModel(Model):
         return [index for index, kind in enumerate(shapes[:-1]) if kind in shapes[:index]]
 
     def forward(
-        self, tokens: torch.Tensor, context: StepContext, taps: tuple[int, ...] = (), rows: WantedRows | None = None
+        self, tokens: torch.Tensor, context: StepContext, aux_layers: tuple[int, ...] = (),
+        rows: WantedRows | None = None,
     ) -> Hidden:
-        assert all(0 <= tap <= self.num_layers for tap in taps), f"taps {taps} of {self.num_layers} layers"
-        with self._step.of(context), self._streams.kept({*taps, self.num_layers}) as streams:
+        assert all(0 <= each <= self.num_layers for each in aux_layers), f"{aux_layers} of {self.num_layers} layers"
+        with self._step.of(context), self._streams.kept({*aux_layers, self.num_layers}) as streams:
             made = self._base(input_ids=tokens[None], position_ids=context.rope_positions[None], use_cache=False)
             final, before_norm = made.last_hidden_state[0], streams[self.num_layers]
-            seen = tuple(streams[tap] for tap in taps)
+            seen = tuple(streams[each] for each in aux_layers)
         if rows is None:
             return Hidden(final, before_norm, seen, context)
         wanted = rows.token_rows

@@ -73,7 +73,7 @@ layers behind it, are therefore computed for those few tokens only. This holds f
 (`Drafter.reads_hidden`, `drafters/base.py`).
 
 - `DeviceStep._needs_only_logit_rows` (`runner/step.py`) decides whether.
-- `_cut` (`models/base.py`) decides from which layer on: later if a drafter taps a later layer, only the very last if a
+- `_cut` (`models/base.py`) decides from which layer on: later if a drafter reads a later layer, only the very last if a
   layer behind cannot attend for some rows.
 - Keys and values of all tokens are written; then the layers (`for_rows`) attend over a second view, `logit_view`
   (`runner/batch.py`), through `WantedRows` (`mixers/cached.py`). Backends that can do this set `serves_rows`.
