@@ -63,7 +63,7 @@ class ServedHead:
         if head.has_head_norm or any(name.endswith(".bias") for name in self.slots):
             return "the head's layer has norms of q and k, or biases"
         if head.input_norm is not None:
-            return "the head has a norm over all taps together (norm_before_fc)"
+            return "the head has a norm over all auxiliary states together (norm_before_fc)"
         if head.first.mlp.activation != "silu" or head.rotary.table.shape[1] != head.sizes.head_dim:
             return "the head's activation is not silu, or its rope turns a part of each attention head"
         if any(slot.kind is not None or slot.layout is not None for slot in slots):

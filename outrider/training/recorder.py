@@ -17,7 +17,7 @@ from outrider.mixers import CachedLayers
 
 
 class AuxRecorder(Drafter):
-    name = "tap recorder"
+    name = "auxiliary states"
     max_drafts = 0
     reads_hidden = HiddenReads.ALL
 
