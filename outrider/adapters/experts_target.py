@@ -78,7 +78,8 @@ class ExpertsTarget(Target):
     def _inner(self) -> range:
         """The inner features of an expert that this rank holds."""
         declared = self.experts.declared
-        return range(declared.expert_size) if declared.cut is None else declared.cut.ranks.share(declared.expert_size)
+        size, shard = declared.expert_size, declared.shard
+        return range(size) if shard is None else shard.ranks.share(size)
 
     @property
     def held_inputs(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.core.step_messages import AdapterReach
 from outrider.formats import HeadLayout
-from outrider.formats.declared import Segment, VocabularyCut
+from outrider.formats.declared import Segment, VocabularyShard
 from outrider.kernels.adapter_tables import ALIGNMENT
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
@@ -160,8 +160,8 @@ class LinearTarget(Target):
         return self.segment.size, self.linear.declared.in_features
 
     def sizes(self, rank: int) -> tuple[int, int]:
-        cut = self.linear.declared.cut
-        num_outputs = cut.width(self.segment.size) if isinstance(cut, VocabularyCut) else len(self.segment.rows)
+        shard = self.linear.declared.shard
+        num_outputs = shard.width(self.segment.size) if isinstance(shard, VocabularyShard) else len(self.segment.rows)
         return rank * self.linear.declared.num_inputs, rank * num_outputs
 
     def check(self, pair: FactorPair) -> int:

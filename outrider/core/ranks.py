@@ -12,7 +12,7 @@ class RankLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class CutSize:
+class ShardSize:
     """A size of a block that ranks share."""
 
     keys: tuple[str, ...]  # under which configs have it
@@ -23,7 +23,7 @@ class CutSize:
         return self.size % num_ranks == 0 or (self.may_copy and num_ranks % self.size == 0)
 
 
-def rank_refusal(name: str, refused: CutSize, num_ranks: int, sizes: Sequence[CutSize]) -> str:
+def rank_refusal(name: str, refused: ShardSize, num_ranks: int, sizes: Sequence[ShardSize]) -> str:
     """The words that refuse a number of ranks, with the numbers that can share all `sizes`. name: that of the refused
     size."""
     *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))

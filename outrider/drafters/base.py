@@ -113,8 +113,9 @@ class Drafter:
     attention_layers: tuple[AttentionLayer, ...] = ()  # its own layers, numbered after the target's
     lookahead = 0  # slots past the computed tokens that it writes
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         """Take attributes under the names that they had in version 0.1."""
+        super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
                 warnings.warn(f"{cls.__name__}.{old} is called {name} now", FutureWarning, stacklevel=2)

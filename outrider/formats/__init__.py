@@ -66,16 +66,15 @@ file has 4.5, and Q6_K 9 where it has 6.6. A layer whose matrices are of several
 values in
 Q6_K) is a `StackedLinear`. Input features in another order than the model's (Qwen3.5) are expanded on a GPU.
 
-A slot knows the shape of the checkpoint's tensor and the part of it that this rank holds (`TensorCut`). A linear
-layer is cut by output features, each segment by itself (`OutputCut`), or by input features (`InputCut`), with the
-function that sums
-over ranks: it follows the product and precedes bias and residual stream (`formats/summed.py`). Sizes of the model and
-of
-a rank are two types (`ModelSize`, `RankSize`).
+A slot knows the shape of the checkpoint's tensor and the part of it that this rank holds (`TensorShard`). A linear
+layer is sharded by output features, each segment by itself (`OutputShard`), or by input features (`InputShard`), with
+the function that sums over ranks: it follows the product and precedes bias and residual stream (`formats/summed.py`).
+Sizes of the model and of a rank are two types (`ModelSize`, `RankSize`).
 
-Several ranks hold a model together after `Model.cut(group)`, a walk over its modules before formats are declared and
-weights allocated. A block with heads or inner features overrides `Module.cut` and says how it is cut; whatever does not
-is held whole by every rank. `RankGroup` (`formats/ranks.py`) sums and gathers with the same bits on every rank.
+Several ranks hold a model together after `Model.shard(group)`, a walk over its modules before formats are declared and
+weights allocated. A block with heads or inner features overrides `Module.shard` and says how it is sharded; whatever
+does not is held whole by every rank. `RankGroup` (`formats/ranks.py`) sums and gathers with the same bits on every
+rank.
 
 - attention: its q heads with gates, and the kv heads that they read (one that several ranks share, if there are fewer
   than ranks); their keys and values in the cache; norms of heads, output bias; one sum
@@ -102,18 +101,21 @@ that would do. Weights in groups of inputs that a rank would split (`formats/reg
 buffers of a group on GPUs stay where they are while weights sleep.
 """
 
+import warnings
+from typing import Any
+
 from outrider.formats.declared import (
     ExpertsDeclaration,
-    InputCut,
+    InputShard,
     LinearDeclaration,
     ModelSize,
-    OutputCut,
+    OutputShard,
     PackedPart,
     Ranks,
     RankSize,
     StoredFormat,
     StoredTensor,
-    VocabularyCut,
+    VocabularyShard,
 )
 from outrider.formats.dense import DenseLinear
 from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
@@ -122,7 +124,7 @@ from outrider.formats.gguf import TransposedHeads
 from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.ranks import RankGroup, UnsummedRanks
 from outrider.formats.registry import FormatChoice, register_format
-from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorCut, WeightSlot, join_names
+from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorShard, WeightSlot, join_names
 from outrider.formats.summed import build_format
 from outrider.formats.weight_format import WeightFormat
 
@@ -137,12 +139,12 @@ __all__ = [
     "ExpertsFormat",
     "FormatChoice",
     "HeadLayout",
-    "InputCut",
+    "InputShard",
     "LinearDeclaration",
     "LinearFormat",
     "ModelSize",
     "NativeProduct",
-    "OutputCut",
+    "OutputShard",
     "PackedPart",
     "PairedHeads",
     "RankGroup",
@@ -151,10 +153,10 @@ __all__ = [
     "StoredFormat",
     "StoredTensor",
     "StoredWeight",
-    "TensorCut",
+    "TensorShard",
     "TransposedHeads",
     "UnsummedRanks",
-    "VocabularyCut",
+    "VocabularyShard",
     "WeightFormat",
     "WeightSlot",
     "activate",
@@ -162,3 +164,12 @@ __all__ = [
     "join_names",
     "register_format",
 ]
+
+_RENAMED = {"OutputCut": "OutputShard", "InputCut": "InputShard"}  # since version 0.1
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is called {_RENAMED[name]} now", FutureWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

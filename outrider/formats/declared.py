@@ -14,7 +14,7 @@ from typing import NamedTuple, NewType
 import torch
 
 from outrider.formats.ranks import RankGroup, UnsummedRanks
-from outrider.formats.slots import Draw, HeadLayout, Recode, StoredWeight, TensorCut, WeightSlot, draw_dummy
+from outrider.formats.slots import Draw, HeadLayout, Recode, StoredWeight, TensorShard, WeightSlot, draw_dummy
 
 ModelSize = NewType("ModelSize", int)  # a size of the checkpoint's tensors
 RankSize = NewType("RankSize", int)  # a size of the tensors that one rank holds
@@ -47,7 +47,8 @@ class Ranks:
             raise ValueError(f"{pieces} pieces cannot be shared by {self.count} ranks, of which each holds one: some "
                              "would belong to no rank")
         if size % pieces:
-            raise ValueError(f"{size} features cannot be cut into {pieces} equal parts: use another number of ranks")
+            raise ValueError(f"{size} features cannot be sharded into {pieces} equal parts: use another "
+                             "number of ranks")
         width = size // pieces
         first = self.rank * pieces // self.count * width
         return range(first, first + width)
@@ -60,16 +61,16 @@ class PackedPart(NamedTuple):
     """One of several matrices that the checkpoint holds in one tensor, one below the other."""
 
     size: int  # its output features
-    pieces: int | None = None  # into which it is cut; None if each rank gets one
+    pieces: int | None = None  # into which it is sharded; None if each rank gets one
 
 
 @dataclass(frozen=True)
-class OutputCut:
+class OutputShard:
     """Every rank holds some output features of each segment. A rank's product is its part of the outputs."""
 
     ranks: Ranks
-    pieces: Mapping[str, int] = field(default_factory=dict)  # of segments that are cut into fewer pieces than ranks
-    packed: Mapping[str, Sequence[PackedPart]] = field(default_factory=dict)  # of segments whose parts are cut apart
+    pieces: Mapping[str, int] = field(default_factory=dict)  # of segments that have fewer pieces than ranks
+    packed: Mapping[str, Sequence[PackedPart]] = field(default_factory=dict)  # of segments with parts of their own
 
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
         """The features of a segment that this rank holds."""
@@ -84,14 +85,14 @@ class OutputCut:
 
 
 @dataclass(frozen=True)
-class VocabularyCut(OutputCut):
+class VocabularyShard(OutputShard):
     """Every rank holds the rows of some tokens in an embedding or a head. The last rank holds fewer if the vocabulary
     does not divide. Embeddings are summed over ranks and logits are gathered: both are whole on every rank."""
 
     group: RankGroup = field(kw_only=True)
 
     @classmethod
-    def from_group(cls, group: RankGroup) -> VocabularyCut:
+    def from_group(cls, group: RankGroup) -> VocabularyShard:
         return cls(Ranks.from_group(group), group=group)
 
     def width(self, size: ModelSize) -> int:
@@ -106,22 +107,22 @@ class VocabularyCut(OutputCut):
 
 
 @dataclass(frozen=True)
-class InputCut:
+class InputShard:
     """Every rank holds some input features. The layer's product is the sum of the ranks' products."""
 
     ranks: Ranks
     reduce: Callable[[torch.Tensor], torch.Tensor]  # a rank's product -> the sum over all ranks
-    pieces: int | None = None  # into which the features are cut; None if each rank gets one, 1 if each holds all
+    pieces: int | None = None  # into which the features are sharded; None if each rank gets one, 1 if each holds all
 
     @classmethod
-    def from_group(cls, group: RankGroup) -> InputCut:
-        made = UnsummedCut if isinstance(group, UnsummedRanks) else InputCut
+    def from_group(cls, group: RankGroup) -> InputShard:
+        made = UnsummedShard if isinstance(group, UnsummedRanks) else InputShard
         return made(Ranks.from_group(group), group.sum)
 
 
 @dataclass(frozen=True)
-class UnsummedCut(InputCut):
-    """As InputCut, but the layer's product is this rank's part of the sum, which the caller adds to others before all
+class UnsummedShard(InputShard):
+    """As InputShard, but the layer's product is this rank's part of the sum, which the caller adds to others before all
     are summed. Rank 0 alone adds the bias."""
 
 
@@ -159,7 +160,7 @@ class LinearDeclaration:
     dtype: torch.dtype  # dtype of the model
     device: torch.device
     layouts: Mapping[str, HeadLayout] = field(default_factory=dict)  # of segments that are stored head by head
-    cut: OutputCut | InputCut | None = None
+    shard: OutputShard | InputShard | None = None
 
     def __post_init__(self) -> None:
         if self.num_numbers * self.dtype.itemsize > MAX_BYTES:
@@ -172,11 +173,11 @@ class LinearDeclaration:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        cut = self.cut if isinstance(self.cut, OutputCut) else OutputCut(ALONE)
+        shard = self.shard if isinstance(self.shard, OutputShard) else OutputShard(ALONE)
         segments: list[Segment] = []
         first = 0
         for name, size in self.stored.items():
-            layout, held = self.layouts.get(name), cut.held(name, size)
+            layout, held = self.layouts.get(name), shard.held(name, size)
             layout = None if layout is None else layout.share(size // sum(map(len, held)))
             segments.append(Segment(name, size, held, range(first, first + sum(map(len, held))), layout))
             first = segments[-1].rows.stop
@@ -185,8 +186,8 @@ class LinearDeclaration:
     @cached_property
     def inputs(self) -> range:
         """The input features that this rank holds."""
-        if isinstance(self.cut, InputCut):
-            return self.cut.ranks.share(self.in_features, self.cut.pieces)
+        if isinstance(self.shard, InputShard):
+            return self.shard.ranks.share(self.in_features, self.shard.pieces)
         return ALONE.share(self.in_features)
 
     @property
@@ -206,19 +207,19 @@ class LinearDeclaration:
 
     def slot(self, segment: Segment, held: StoredTensor, rows_axis: int = 0) -> WeightSlot:
         """The slot of the checkpoint's tensor that holds one segment of a format's tensor. Axes before that of the rows
-        are not cut."""
+        are not sharded."""
         per_row, per_column, axis = held.outputs_per_row, held.inputs_per_column, rows_axis
         rows = _in_units(segment.rows, per_row, self.num_outputs)
         target = held.tensor.narrow(axis, rows.start, len(rows))
         parts = tuple(_in_units(part, per_row, segment.size) for part in segment.held)
         shape = list(target.shape)
         shape[axis] = -(-segment.size // per_row)
-        if isinstance(self.cut, InputCut) and per_column is not None:
+        if isinstance(self.shard, InputShard) and per_column is not None:
             axis, parts = axis + 1, (_in_units(self.inputs, per_column, self.in_features),)
             shape[axis] = -(-self.in_features // per_column)
         is_whole = sum(map(len, parts)) == shape[axis]
-        cut = None if is_whole else TensorCut(tuple(shape), axis, parts)
-        return WeightSlot(target, segment.layout, cut, held.kind, held.draw, held.quantize,
+        shard = None if is_whole else TensorShard(tuple(shape), axis, parts)
+        return WeightSlot(target, segment.layout, shard, held.kind, held.draw, held.quantize,
                           (*target.shape[:rows_axis], segment.size, self.in_features), held.recode)
 
 
@@ -234,7 +235,7 @@ class ExpertsDeclaration:
     is_joint: bool  # the checkpoint has one tensor of all experts for each projection, not tensors by expert
     dtype: torch.dtype
     device: torch.device
-    cut: InputCut | None = None  # by the expert's inner features, which are the inputs of `down`
+    shard: InputShard | None = None  # by the expert's inner features, which are the inputs of `down`
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert's projections
 
     def __post_init__(self) -> None:
@@ -250,10 +251,10 @@ class ExpertsDeclaration:
         if self.is_joint and self.is_gated:
             stored = {"gate_up_proj": ModelSize(2 * self.expert_size)}
             packed = {"gate_up_proj": [PackedPart(self.expert_size)] * 2}
-        first_cut = None if self.cut is None else OutputCut(self.cut.ranks, packed=packed)
-        first = LinearDeclaration(self.hidden_size, stored, False, self.dtype, self.device, cut=first_cut)
+        first_shard = None if self.shard is None else OutputShard(self.shard.ranks, packed=packed)
+        first = LinearDeclaration(self.hidden_size, stored, False, self.dtype, self.device, shard=first_shard)
         down = {down_name: self.hidden_size}
-        return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, cut=self.cut)
+        return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, shard=self.shard)
 
     def matrices(self) -> Iterator[str]:
         """Names of the checkpoint's matrices below the experts' own name; there may be many."""

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from outrider.formats.declared import InputCut, LinearDeclaration, Segment, StoredFormat, StoredTensor
+from outrider.formats.declared import InputShard, LinearDeclaration, Segment, StoredFormat, StoredTensor
 from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
 from outrider.formats.slots import WeightSlot, join_names
 from outrider.kernels import native
@@ -69,7 +69,7 @@ def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: 
     shape = declared.num_outputs, declared.num_inputs // block, KINDS[kind].block_bytes
     blocks = StoredTensor("weight", torch.empty(shape, dtype=torch.uint8, device="meta"), kind, inputs_per_column=block)
     slot = declared.slot(segment, blocks)
-    return PackedSlot(rows.data, slot.layout, slot.cut, kind, partial(draw_rows, kind), rows=rows,
+    return PackedSlot(rows.data, slot.layout, slot.shard, kind, partial(draw_rows, kind), rows=rows,
                       stored_shape=slot.shape)
 
 
@@ -77,8 +77,8 @@ def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], de
     """Whether packed products serve a weight; its input features that this rank holds are whole blocks."""
     inputs = declared.inputs
     are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))
-    is_cut = isinstance(declared.cut, InputCut)
-    if is_cut and any(isinstance(held, TransposedHeads) for held in stored):
+    is_sharded = isinstance(declared.shard, InputShard)
+    if is_sharded and any(isinstance(held, TransposedHeads) for held in stored):
         return False  # a rank's heads are not neighbours in the file
     return are_whole and declared.dtype == torch.float32 and device.type == "cpu" and kept_bits_are_fast()
 

@@ -1,7 +1,7 @@
 """RankGroup: the ranks that hold one model together, as layers and formats see them.
 
-A rank holds its part of every cut weight. What ranks tell each other in a forward is a sum or a gather; both give the
-same bits on every rank. `runner/ranks.py` implements the group over processes.
+A rank holds its part of every sharded weight. What ranks tell each other in a forward is a sum or a gather; both give
+the same bits on every rank. `runner/ranks.py` implements the group over processes.
 """
 
 from __future__ import annotations

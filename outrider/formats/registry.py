@@ -71,7 +71,7 @@ class FormatChoice:
         if others or not issubclass(chosen, base):
             return None
         if not chosen.serves(declared, stored, self.device):
-            refuse_cut(name, chosen, declared, stored, self.device)
+            refuse_shard(name, chosen, declared, stored, self.device)
             return None
         return partial(chosen, stored=stored)
 
@@ -82,21 +82,21 @@ class FormatChoice:
         return choose_made(self.quantization, *(declared.projections if base is ExpertsFormat else (declared,)))
 
 
-def refuse_cut(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
-               device: torch.device) -> None:
-    """Raise ValueError if a weight keeps the bits of its files on one rank and cannot be cut for so many ranks: it
+def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
+                 device: torch.device) -> None:
+    """Raise ValueError if a weight keeps the bits of its files on one rank and cannot be sharded for so many ranks: it
     would take several times the memory as numbers."""
-    cut = declared.cut
-    if cut is None or not kept_by.serves(replace(declared, cut=None), stored, device):
+    shard = declared.shard
+    if shard is None or not kept_by.serves(replace(declared, shard=None), stored, device):
         return
 
     def serves(count: int) -> bool:
         try:
-            return kept_by.serves(replace(declared, cut=replace(cut, ranks=Ranks(0, count))), stored, device)
+            return kept_by.serves(replace(declared, shard=replace(shard, ranks=Ranks(0, count))), stored, device)
         except ValueError:  # its features do not divide
             return False
 
     counts = ", ".join(str(count) for count in range(1, MOST_RANKS + 1) if serves(count))
-    raise ValueError(f"{name}: it is stored as {stored[0].kind} in groups of inputs, which {cut.ranks.count} ranks "
+    raise ValueError(f"{name}: it is stored as {stored[0].kind} in groups of inputs, which {shard.ranks.count} ranks "
                      f"cannot share as whole groups: numbers of ranks that can are {counts}; or set "
                      "keep_quantized=False")

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from outrider.formats.declared import ExpertsDeclaration, InputCut, LinearDeclaration, StoredFormat, StoredTensor
+from outrider.formats.declared import ExpertsDeclaration, InputShard, LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
@@ -110,8 +110,9 @@ class ScaledFormat(StoredFormat):
             return False
         if scaled.codes_per_byte(self.kind) == 2 and (width % 2 or declared.in_features % width):
             return False
-        is_cut = isinstance(declared.cut, InputCut) and (self.group or scaled.codes_per_byte(self.kind) == 2)
-        return not is_cut or not (inputs.start % width or (inputs.stop % width and inputs.stop != declared.in_features))
+        is_sharded = isinstance(declared.shard, InputShard) and (self.group or scaled.codes_per_byte(self.kind) == 2)
+        splits = inputs.start % width or (inputs.stop % width and inputs.stop != declared.in_features)
+        return not is_sharded or not splits
 
 
 @dataclass(frozen=True)

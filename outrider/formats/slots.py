@@ -64,7 +64,7 @@ class HeadLayout:
     def share(self, pieces: int) -> HeadLayout:
         """The layout of one of several equal parts."""
         if self.num_heads % pieces:
-            raise ValueError(f"{self.num_heads} heads cannot be cut into {pieces} equal parts")
+            raise ValueError(f"{self.num_heads} heads cannot be sharded into {pieces} equal parts")
         return replace(self, num_heads=self.num_heads // pieces)
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class PairedHeads(HeadLayout):
 
 
 @dataclass(frozen=True)
-class TensorCut:
+class TensorShard:
     """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which lie one behind the other in
     the rank's tensor. A packed tensor (gate and up) has a range for each of its segments."""
 
@@ -116,7 +116,7 @@ class WeightSlot:
 
     target: torch.Tensor
     layout: HeadLayout | None = None  # None if the tensor has the target's order
-    cut: TensorCut | None = None  # None if the target holds the whole tensor
+    shard: TensorShard | None = None  # None if the target holds the whole tensor
     kind: str | None = None  # the kind of stored weight whose bits it keeps; None for numbers, which are converted
     draw: Draw = draw_dummy  # fills a target with random content that is valid in its format
     quantize: Callable[[torch.Tensor], StoredWeight] | None = None  # makes the stored weight of a tensor of numbers
@@ -130,13 +130,13 @@ class WeightSlot:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""
-        return tuple(self.target.shape) if self.cut is None else self.cut.shape
+        return tuple(self.target.shape) if self.shard is None else self.shard.shape
 
     @property
     def has_file_order(self) -> bool:
         """Whether the target holds the whole tensor, with its elements in the checkpoint's order in memory."""
         strides = self.target.stride()
-        return self.cut is None and self.layout is None and list(strides) == sorted(strides, reverse=True)
+        return self.shard is None and self.layout is None and list(strides) == sorted(strides, reverse=True)
 
     @property
     def nbytes(self) -> int:
@@ -145,13 +145,14 @@ class WeightSlot:
     def unbind(self) -> list[WeightSlot]:
         """Slots along the first axis, for a checkpoint that has a tensor for each of them."""
         assert self.layout is None
-        cut = None if self.cut is None else TensorCut(self.cut.shape[1:], self.cut.axis - 1, self.cut.ranges)
-        return [replace(self, target=target, cut=cut, numbers_shape=self.numbers_shape[1:])
+        own = self.shard
+        shard = None if own is None else TensorShard(own.shape[1:], own.axis - 1, own.ranges)
+        return [replace(self, target=target, shard=shard, numbers_shape=self.numbers_shape[1:])
                 for target in self.target.unbind()]
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The checkpoint's tensor, or the rank's part of it, in the layer's order."""
-        part = tensor if self.cut is None else self.cut.part(tensor)
+        part = tensor if self.shard is None else self.shard.part(tensor)
         return part if self.layout is None else self.layout.sort(part)
 
     def fill(self, generator: torch.Generator) -> None:

@@ -1,7 +1,7 @@
 """Formats around those of one rank: what ranks tell each other before or after the product of this rank's part.
 
-Products of cut input features are summed; the bias comes after the sum, once, and every rank holds all of it. Rows of a
-cut vocabulary are summed when they are looked up, and logits are gathered.
+Products of sharded input features are summed; the bias comes after the sum, once, and every rank holds all of it. Rows
+of a sharded vocabulary are summed when they are looked up, and logits are gathered.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from outrider.formats.declared import (
     ExpertsDeclaration,
-    InputCut,
+    InputShard,
     LinearDeclaration,
     StoredTensor,
-    UnsummedCut,
-    VocabularyCut,
+    UnsummedShard,
+    VocabularyShard,
 )
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.linear_format import EmbeddingFormat, LinearFormat
@@ -65,10 +65,10 @@ class AroundLinear(LinearFormat):
 class SummedLinear(AroundLinear):
     """A format without bias, whose products are summed over ranks."""
 
-    def __init__(self, declared: LinearDeclaration, cut: InputCut, inner: LinearFormat) -> None:
+    def __init__(self, declared: LinearDeclaration, shard: InputShard, inner: LinearFormat) -> None:
         super().__init__(declared, inner)
-        self._reduce = cut.reduce
-        self._adds_bias = not isinstance(cut, UnsummedCut) or cut.ranks.rank == 0
+        self._reduce = shard.reduce
+        self._adds_bias = not isinstance(shard, UnsummedShard) or shard.ranks.rank == 0
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self._reduce(self._inner.product(x)))
@@ -87,11 +87,11 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
     """The rows of some tokens, in an embedding or a head. Tokens of other ranks are looked up as zeros, to which the
     sum over ranks adds their rows; logits of all ranks are gathered."""
 
-    def __init__(self, declared: LinearDeclaration, cut: VocabularyCut, inner: LinearFormat) -> None:
+    def __init__(self, declared: LinearDeclaration, shard: VocabularyShard, inner: LinearFormat) -> None:
         assert not declared.has_bias
         super().__init__(declared, inner)
         (segment,), (self._held,) = declared.segments, declared.segments[0].held
-        self._size, self._width, self._group = segment.size, cut.width(segment.size), cut.group
+        self._size, self._width, self._group = segment.size, shard.width(segment.size), shard.group
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         assert isinstance(self._inner, EmbeddingFormat)
@@ -127,9 +127,9 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
 class SummedExperts(ExpertsFormat):
     """Experts of which this rank holds a part; their weighted sums are summed over ranks."""
 
-    def __init__(self, cut: InputCut, inner: ExpertsFormat) -> None:
+    def __init__(self, shard: InputShard, inner: ExpertsFormat) -> None:
         super().__init__(inner.declared)
-        self._inner, self._reduce = inner, cut.reduce
+        self._inner, self._reduce = inner, shard.reduce
 
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
         return self._inner.tensors()
@@ -155,14 +155,15 @@ class SummedExperts(ExpertsFormat):
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
-    """The format of a declaration, allocated; within a sum over ranks if the declaration's input features are cut, and
-    within a sum or a gather if it is a vocabulary that is cut."""
-    cut = declared.cut
-    if isinstance(cut, VocabularyCut):
-        return SharedVocabulary(declared, cut, make(declared))
+    """The format of a declaration, allocated; within a sum over ranks if the declaration's input features are sharded,
+    and within a sum or a gather if it is a vocabulary that is sharded."""
+    shard = declared.shard
+    if isinstance(shard, VocabularyShard):
+        return SharedVocabulary(declared, shard, make(declared))
     is_experts = isinstance(declared, ExpertsDeclaration)
-    if not isinstance(cut, InputCut) or (isinstance(cut, UnsummedCut) and (is_experts or not declared.has_bias)):
+    is_unsummed = isinstance(shard, UnsummedShard) and (is_experts or not declared.has_bias)
+    if not isinstance(shard, InputShard) or is_unsummed:
         return make(declared)
     if is_experts:
-        return SummedExperts(cut, make(declared))
-    return SummedLinear(declared, cut, make(declared.without_bias()))
+        return SummedExperts(shard, make(declared))
+    return SummedLinear(declared, shard, make(declared.without_bias()))

@@ -14,7 +14,7 @@ The n-gram embeddings of Qwen4-Exp (`layers/ngram_embedding.py`) are a function 
 the row's history, and those of drafts in the step (`TokenHistory`), so only the convolution behind them keeps a state.
 """
 
-from outrider.core.ranks import CutSize
+from outrider.core.ranks import ShardSize
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import (
     DecoderLayer,
@@ -76,7 +76,7 @@ from outrider.layers.tempered_attention import TemperedAttention, TemperedRotary
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "AuxRecord", "CenteredHeadNorm", "CenteredNorm",
-    "CenteredNormAttention", "CutSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES",
+    "CenteredNormAttention", "ShardSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES",
     "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection",
     "KDA",
     "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",

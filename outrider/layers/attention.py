@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, PairedHeads, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import InputShard, LinearFormat, OutputShard, PackedPart, PairedHeads, RankGroup, Ranks
 from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
@@ -54,19 +54,20 @@ class SelfAttention(TokenMixer):
     def qk_size(self) -> int:
         return (self.layer.num_heads + self.layer.num_kv_heads) * self.layer.head_dim
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("num_attention_heads",), self.layer.num_heads),
-                CutSize(("num_key_value_heads", "num_global_key_value_heads"), self.layer.num_kv_heads, may_copy=True))
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("num_attention_heads",), self.layer.num_heads),
+                ShardSize(("num_key_value_heads", "num_global_key_value_heads"), self.layer.num_kv_heads,
+                          may_copy=True))
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep this rank's heads: those of q, with gates if there are any, and those of k and v that they read."""
         kv_pieces = min(self.layer.num_kv_heads, group.count)
         pieces, packed = dict.fromkeys(("k_proj", "v_proj"), kv_pieces), {}
         if self._packed:
             q_size, *kv_sizes = self._packed
             packed = {"qkv_proj": [PackedPart(q_size), *(PackedPart(size, kv_pieces) for size in kv_sizes)]}
-        self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces, packed))
-        self.out.declare_cut(InputCut.from_group(group))
+        self.qkv.declare_shard(OutputShard(Ranks.from_group(group), pieces, packed))
+        self.out.declare_shard(InputShard.from_group(group))
         self.layer = self.layer.of_rank(group.count)
         if self.head_norm is not None:
             self.head_norm.set_heads(self.layer.num_heads, self.layer.num_kv_heads)

@@ -5,6 +5,7 @@ A module declares its parts once; the names of its tensors, their finalization a
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +16,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.core.ranks import CutSize, rank_refusal
+from outrider.core.ranks import ShardSize, rank_refusal
 from outrider.formats import (
     ExpertsFormat,
     FormatChoice,
-    InputCut,
+    InputShard,
     LinearFormat,
-    OutputCut,
+    OutputShard,
     RankGroup,
-    TensorCut,
+    TensorShard,
     WeightFormat,
     WeightSlot,
     build_format,
@@ -37,6 +38,12 @@ Format = TypeVar("Format", bound=WeightFormat[Any])
 
 
 class Module:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, name in (("cut", "shard"), ("cut_sizes", "shard_sizes")):  # as version 0.1 called them
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old}: the method is called {name} now. Rename it.")
+
     def parts(self) -> Sequence[tuple[str, Module]]:
         """The modules inside this one, each with the name of its tensors below this one's prefix ("" for none)."""
         return ()
@@ -54,15 +61,15 @@ class Module:
         for name, part in self.parts():
             part.declare_formats(choice, join_names(prefix, name))
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Leave this rank its part of every weight that ranks share, before formats are declared and any weight is
-        allocated. A module that is not cut is held whole by each rank. Blocks with heads or inner features override
-        this and say how they are cut."""
+        allocated. A module that is not sharded is held whole by each rank. Blocks with heads or inner features override
+        this and say how they are sharded."""
         for _, part in self.parts():
-            part.cut(group)
+            part.shard(group)
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        """The sizes of this module itself, without its parts, that `cut` divides by the number of ranks."""
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        """The sizes of this module itself, without its parts, that `shard` divides by the number of ranks."""
         return ()
 
     def finalize(self) -> None:
@@ -96,7 +103,7 @@ class Parameter(Module):
         if rows is None:
             return {prefix: WeightSlot(self.tensor)}
         shape = (*self.tensor.shape[: rows.axis], rows.size, *self.tensor.shape[rows.axis + 1 :])
-        return {prefix: WeightSlot(self.tensor, cut=TensorCut(shape, rows.axis, rows.held))}
+        return {prefix: WeightSlot(self.tensor, shard=TensorShard(shape, rows.axis, rows.held))}
 
 
 class FormatModule(Module, Generic[Format]):
@@ -114,10 +121,14 @@ class FormatModule(Module, Generic[Format]):
         made: Format = build_format(self.declared, self._make)
         return made
 
-    def declare_cut(self, cut: OutputCut | InputCut) -> None:
+    def declare_shard(self, shard: OutputShard | InputShard) -> None:
         """Leave this rank its part of the weight."""
         assert "format" not in self.__dict__, "the weight is allocated already"
-        self.declared = replace(self.declared, cut=cut)
+        self.declared = replace(self.declared, shard=shard)
+
+    def declare_cut(self, cut: OutputShard | InputShard) -> None:
+        warnings.warn("declare_cut is called declare_shard now", FutureWarning, stacklevel=2)
+        self.declare_shard(cut)
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
         assert "format" not in self.__dict__, "the weight is allocated already"
@@ -235,16 +246,16 @@ class LayeredModule(Module):
         """Index of the last layer that writes a cache."""
         return len(self.layers) - 1
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Every rank keeps the caches of its own heads."""
         check_ranks(self, group.count)
-        super().cut(group)
+        super().shard(group)
         self.group = group
         held = {part.layer.index: part.layer for part in find_modules([self], Module)
                 if isinstance(part, TokenMixer) and part.layer is not None}
         self.attention_layers = [held.get(layer.index, layer) for layer in self.attention_layers]
 
-    def config_name(self, size: CutSize) -> str:
+    def config_name(self, size: ShardSize) -> str:
         """The name of a size in the module's config."""
         return size.keys[0]
 
@@ -294,7 +305,7 @@ class LayeredModule(Module):
 def check_ranks(module: LayeredModule, num_ranks: int) -> None:
     """Refuse a number of ranks that cannot hold a model or a draft head together, by its first size that they cannot
     share. Nothing needs to be allocated yet."""
-    sizes = [size for part in find_modules([module], Module) for size in part.cut_sizes()]
+    sizes = [size for part in find_modules([module], Module) for size in part.shard_sizes()]
     refused = next((size for size in sizes if not size.fits(num_ranks)), None)
     if refused is not None:
         raise ValueError(rank_refusal(module.config_name(refused), refused, num_ranks, sizes))

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.core.ranks import CutSize
-from outrider.formats import HeadLayout, InputCut, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import HeadLayout, InputShard, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.base import Module, TokenMixer
 from outrider.layers.context import StepContext
@@ -125,15 +125,15 @@ class GatedDelta(TokenMixer):
         shape = self.mixer.shape
         return self.mixer.spec.conv_dim, shape.value_size, shape.num_value_heads, shape.num_value_heads
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some key heads with their value heads, every segment of the first projection and of the convolution by
         itself. The norm has one weight for all heads, which every rank holds."""
         ranks = Ranks.from_group(group)
-        self.enter.declare_cut(OutputCut(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))
-        self.out.declare_cut(InputCut.from_group(group))
+        self.enter.declare_shard(OutputShard(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))
+        self.out.declare_shard(InputShard.from_group(group))
         self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.formats import HeadLayout, OutputCut, RankGroup, Ranks
+from outrider.formats import HeadLayout, OutputShard, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import Module
@@ -45,11 +45,11 @@ class IndexedAttention(SelfAttention):
         return [*super().parts(), ("indexer.q_layernorm", self.index_q_norm),
                 ("indexer.k_layernorm", self.index_k_norm)]
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep this rank's heads. The indexer is whole on every rank: all must choose the same blocks."""
         pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
-        super().cut(group)
-        self.qkv.declare_cut(OutputCut(Ranks.from_group(group), pieces | {INDEX: 1}))
+        super().shard(group)
+        self.qkv.declare_shard(OutputShard(Ranks.from_group(group), pieces | {INDEX: 1}))
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """[tokens, gate | q | k | v | index q | index k] -> [tokens, heads * dim]."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, ModelSize, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import InputShard, ModelSize, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import delta_scan, delta_step
 from outrider.layers.base import HeldRows, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
@@ -135,18 +135,18 @@ class KDA(TokenMixer):
         decay, gate = (shape.head_dim if second else shape.size for second in (self.decay, self.gate))
         return self.mixer.spec.conv_dim, shape.num_heads, decay, gate
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("linear_num_heads", "num_heads", "num_attention_heads"), self.mixer.shape.num_heads),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("linear_num_heads", "num_heads", "num_attention_heads"), self.mixer.shape.num_heads),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some heads, every segment of the projections and of the convolution by itself. The narrow products, and
         the norm's one weight for all heads, are held by every rank."""
         ranks = Ranks.from_group(group)
         narrow = {names[0]: 1 for names in (self.names.decay, self.names.gate) if len(names) > 1}
-        self.enter.declare_cut(OutputCut(ranks, narrow))
+        self.enter.declare_shard(OutputShard(ranks, narrow))
         for second in (*self.decay.values(), *self.gate.values()):
-            second.declare_cut(OutputCut(ranks))
-        self.out.declare_cut(InputCut.from_group(group))
+            second.declare_shard(OutputShard(ranks))
+        self.out.declare_shard(InputShard.from_group(group))
         self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.core.ranks import CutSize
+from outrider.core.ranks import ShardSize
 from outrider.formats import (
     DenseExpansion,
     ExpansionDeclaration,
     ExpansionFormat,
-    InputCut,
+    InputShard,
     LinearFormat,
     ModelSize,
-    OutputCut,
+    OutputShard,
     RankGroup,
     Ranks,
 )
@@ -169,16 +169,16 @@ class LatentAttention(TokenMixer):
         return [("", self.compress), *q_norm, ("", self.queries), ("kv_a_layernorm", self.latent_norm),
                 ("kv_b_proj", self.expansion), *key_norm, (self.out_name, self.out)]
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("num_attention_heads",), self.layer.num_heads),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("num_attention_heads",), self.layer.num_heads),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some heads. Compressed vectors, their norms and the indexer are whole on every rank: all ranks keep the
         same latents and must choose the same positions."""
         ranks = Ranks.from_group(group)
-        self.queries.declare_cut(OutputCut(ranks, {"indexer.wq_b": 1}))
-        self.expansion.declare_cut(OutputCut(ranks))
-        self.out.declare_cut(InputCut.from_group(group))
+        self.queries.declare_shard(OutputShard(ranks, {"indexer.wq_b": 1}))
+        self.expansion.declare_shard(OutputShard(ranks))
+        self.out.declare_shard(InputShard.from_group(group))
         self.layer = self.layer.of_rank(group.count)
 
     def readers(self) -> Sequence[LinearFormat]:

@@ -1,7 +1,7 @@
 """Linear layers: a layer declares its sizes and the names of its matrices; its format owns weight and products.
 
 A layer knows nothing of models or files. With several ranks, each may hold a part of a layer, some output features or
-some input features, which its declaration says (`cut`).
+some input features, which its declaration says (`shard`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.formats import (
     DenseLinear,
     FormatChoice,
     HeadLayout,
-    InputCut,
+    InputShard,
     LinearDeclaration,
     LinearFormat,
     ModelSize,
-    OutputCut,
+    OutputShard,
     RankSize,
     activate,
 )
@@ -37,11 +37,12 @@ class Linear(FormatModule[LinearFormat]):
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,
-        cut: OutputCut | InputCut | None = None,
+        shard: OutputShard | InputShard | None = None,
     ) -> None:
-        """in_features, out_features: those of the model, of which `cut` may leave this rank a part."""
+        """in_features, out_features: those of the model, of which `shard` may leave this rank a part."""
         sizes = {"": ModelSize(out_features)}
-        super().__init__(LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, cut=cut), DenseLinear)
+        declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, shard=shard)
+        super().__init__(declared, DenseLinear)
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Linear:
@@ -68,7 +69,7 @@ class Linear(FormatModule[LinearFormat]):
         """The output features [first, stop) of the product."""
         if context.adapters is None:
             return self.format.part(x, first, stop)
-        assert not isinstance(self.declared.cut, InputCut), "a part of a product that is summed over ranks"
+        assert not isinstance(self.declared.shard, InputShard), "a part of a product that is summed over ranks"
         change = context.adapters.begin(self, x, first, stop)
         out = self.format.part(x, first, stop)
         change.add_to(out)
@@ -84,7 +85,7 @@ class Linear(FormatModule[LinearFormat]):
         """The activation of the product, see `LinearFormat.activated`."""
         if context.adapters is None:
             return self.format.activated(x, activation)
-        if isinstance(self.declared.cut, InputCut):
+        if isinstance(self.declared.shard, InputShard):
             return activate(self(x, context), activation)
         change = context.adapters.begin(self, x)
         return change.activated(self.format.product(x), activation)
@@ -112,12 +113,12 @@ class FusedLinear(Linear):
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,
-        layouts: Mapping[str, HeadLayout] | None = None, cut: OutputCut | InputCut | None = None,
+        layouts: Mapping[str, HeadLayout] | None = None, shard: OutputShard | InputShard | None = None,
         joint: Mapping[str, JointMatrix] | None = None,
     ) -> None:
         self.joint = joint or {}
         sizes = {name: ModelSize(size) for name, size in stored.items()}
-        declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, layouts or {}, cut)
+        declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, layouts or {}, shard)
         FormatModule.__init__(self, declared, DenseLinear)
 
     @property
@@ -136,8 +137,8 @@ class TiedLinear(Linear):
     def format(self) -> LinearFormat:
         return self.embedding.format
 
-    def declare_cut(self, cut: OutputCut | InputCut) -> None:
-        """The embedding is cut before."""
+    def declare_shard(self, shard: OutputShard | InputShard) -> None:
+        """The embedding is sharded before."""
         self.declared = self.embedding.declared
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:

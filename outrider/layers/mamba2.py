@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import InputShard, LinearFormat, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import mamba2_scan, mamba2_step
 from outrider.layers.base import Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
@@ -123,18 +123,18 @@ class Mamba2(TokenMixer):
         shape = self.mixer.shape
         return shape.inner_size, self.mixer.spec.conv_dim, shape.num_heads
 
-    def cut_sizes(self) -> Sequence[CutSize]:
+    def shard_sizes(self) -> Sequence[ShardSize]:
         shape = self.mixer.shape
-        return (CutSize(("mamba_num_heads", "mamba_n_heads"), shape.num_heads),
-                CutSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
+        return (ShardSize(("mamba_num_heads", "mamba_n_heads"), shape.num_heads),
+                ShardSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some heads, every segment of the first projection and of the convolution by itself."""
         ranks, shape = Ranks.from_group(group), self.mixer.shape
         segments = [PackedPart(shape.inner_size), *shape.segments(group.count), PackedPart(shape.num_heads)]
-        self.enter.declare_cut(OutputCut(ranks, packed={"": segments}))
-        self.out.declare_cut(InputCut.from_group(group))
-        self.norm.cut_axis(group)
+        self.enter.declare_shard(OutputShard(ranks, packed={"": segments}))
+        self.out.declare_shard(InputShard.from_group(group))
+        self.norm.shard_axis(group)
         self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, LinearFormat, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import InputShard, LinearFormat, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels import moe
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
@@ -43,14 +43,14 @@ class GatedMLP(FeedForward):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("", self.gate_up), ("down_proj", self.down)
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(INNER_KEYS, self.down.declared.in_features),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(INNER_KEYS, self.down.declared.in_features),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some inner features."""
         packed = {PACKED: [PackedPart(self.down.declared.in_features)] * 2}
-        self.gate_up.declare_cut(OutputCut(Ranks.from_group(group), packed=packed))
-        self.down.declare_cut(InputCut.from_group(group))
+        self.gate_up.declare_shard(OutputShard(Ranks.from_group(group), packed=packed))
+        self.down.declare_shard(InputShard.from_group(group))
 
     def prepare(self) -> None:
         """Called when the formats are prepared."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core.ranks import CutSize
+from outrider.core.ranks import ShardSize
 from outrider.formats import (
     DenseExperts,
     ExpertsDeclaration,
     ExpertsFormat,
-    InputCut,
+    InputShard,
     LinearFormat,
     ModelSize,
     RankGroup,
@@ -90,27 +90,27 @@ class Experts(FormatModule[ExpertsFormat]):
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         dtype: torch.dtype,
         device: torch.device,
-        cut: InputCut | None = None,
+        shard: InputShard | None = None,
     ) -> None:
         """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert.
         is_transposed: the matrices in these tensors are input by output, where they hold numbers. names:
-        those of gate, up and down in a checkpoint with tensors by expert. cut: the rank holds a part of every expert's
-        inner features."""
+        those of gate, up and down in a checkpoint with tensors by expert. shard: the rank holds a part of every
+        expert's inner features."""
         assert moe.is_known(activation)
         assert is_fused or not is_transposed
         self.num_experts = num_experts
         self.activation = activation
         self._is_transposed = is_transposed
         sizes = num_experts, ModelSize(hidden_size), ModelSize(expert_size)
-        declared = ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, cut, names)
+        declared = ExpertsDeclaration(*sizes, self.is_gated, is_fused, dtype, device, shard, names)
         super().__init__(declared, DenseExperts)
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("moe_intermediate_size", "intermediate_size"), self.declared.expert_size),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("moe_intermediate_size", "intermediate_size"), self.declared.expert_size),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Every rank holds a part of every expert's inner features."""
-        self.declare_cut(InputCut.from_group(group))
+        self.declare_shard(InputShard.from_group(group))
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
         slots = super().weights(prefix)
@@ -119,7 +119,7 @@ class Experts(FormatModule[ExpertsFormat]):
         if any(slot.kind is not None for slot in slots.values()):  # codes of numbers, and the scales that go with them
             return {name: slot if slot.quantize is None else self.transposed(name).coded(slot)
                     for name, slot in slots.items()}
-        return {name: self.transposed(name)(slot.target, cut=slot.cut) for name, slot in slots.items()}
+        return {name: self.transposed(name)(slot.target, shard=slot.shard) for name, slot in slots.items()}
 
     def transposed(self, name: str) -> type[TransposedSlot]:
         """The class of the slot for a checkpoint's tensor that has inputs before outputs."""
@@ -187,16 +187,16 @@ class MoE(FeedForward):
             parts += zip(("fc1_latent_proj", "fc2_latent_proj"), self.latent, strict=True)
         return parts
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Experts and the shared expert by inner features. What they add is summed over ranks at once: the projection
         behind experts is applied to each rank's part of its input, and held whole by every rank."""
         unsummed = UnsummedRanks(group.rank, group.count)
         self._group = group
-        self.experts.cut(unsummed)
+        self.experts.shard(unsummed)
         if self.shared is not None:
-            self.shared.cut(unsummed)
+            self.shared.shard(unsummed)
         if self.latent is not None:
-            self.latent[1].declare_cut(replace(InputCut.from_group(unsummed), pieces=1))
+            self.latent[1].declare_shard(replace(InputShard.from_group(unsummed), pieces=1))
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
         """Beside the router, whose product reads numbers."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.core.ranks import CutSize
+from outrider.core.ranks import ShardSize
 from outrider.formats import ModelSize, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.layers.base import HeldRows, Module, Parameter
@@ -95,10 +95,10 @@ class NgramTable(Module):
         self._group: RankGroup | None = None
         self._device = device
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("ple_embed_dim",), self.shape.vector_size),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("ple_embed_dim",), self.shape.vector_size),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         held = Ranks.from_group(group).share(ModelSize(self.shape.vector_size))
         self._held, self._group = HeldRows(self.shape.vector_size, (held,), axis=1), group
         self.weight = self.weight.new_empty(self.shape.num_rows, len(held))

@@ -32,7 +32,7 @@ class WidthNorm(Module):
         self.copies = 1  # ranks that hold the same heads
         self._held: HeldRows | None = None
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep the scales of this rank's heads."""
         pieces, norm = min(self.num_heads, group.count), self.norm
         held = Ranks.from_group(group).share(ModelSize(self.num_heads), pieces)
@@ -65,11 +65,11 @@ class WidthNormAttention(SelfAttention):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("q_norm", self.q_norm), ("k_norm", self.k_norm)]
 
-    def cut(self, group: RankGroup) -> None:
-        super().cut(group)
+    def shard(self, group: RankGroup) -> None:
+        super().shard(group)
         self._group = group
-        self.q_norm.cut(group)
-        self.k_norm.cut(group)
+        self.q_norm.shard(group)
+        self.k_norm.shard(group)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         q_size = self.layer.num_heads * self.layer.head_dim
@@ -109,7 +109,7 @@ class CenteredHeadNorm(HeadNorm):
                        for heads in (layer.num_heads, layer.num_kv_heads)]
         self._held: list[HeldRows | None] = [None, None]
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep the scales of this rank's heads."""
         for at, whole in enumerate(self.scales):
             heads = Ranks.from_group(group).share(ModelSize(len(whole)), min(len(whole), group.count))
@@ -131,10 +131,10 @@ class CenteredHeadNorm(HeadNorm):
 class CenteredNormAttention(SelfAttention):
     """Attention with a `CenteredHeadNorm`, which no attention kernel applies."""
 
-    def cut(self, group: RankGroup) -> None:
-        super().cut(group)
+    def shard(self, group: RankGroup) -> None:
+        super().shard(group)
         assert self.head_norm is not None
-        self.head_norm.cut(group)
+        self.head_norm.shard(group)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         return self.mix_unfused(qkv, angles, context.attend.mixer(self.layer.index))

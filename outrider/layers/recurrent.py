@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.formats import ModelSize, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.formats import ModelSize, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.kernels.recurrent import causal_conv
 from outrider.kernels.reference import widened
@@ -43,9 +43,9 @@ class ConvMixer(Module, ABC):
 
     def keep_part(self, spec: RecurrentSpec, segments: Sequence[PackedPart], ranks: Ranks) -> None:
         """Leave this rank its part of each of the convolution's segments, and its heads. spec: the rank's own."""
-        whole, cut = self.spec, OutputCut(ranks, packed={"": segments})
+        whole, shard = self.spec, OutputShard(ranks, packed={"": segments})
         num_heads = whole.state_shape[0]
-        self.conv_rows = HeldRows(whole.conv_dim, cut.held("", ModelSize(whole.conv_dim)))
+        self.conv_rows = HeldRows(whole.conv_dim, shard.held("", ModelSize(whole.conv_dim)))
         self.head_rows = HeldRows(num_heads, (ranks.share(ModelSize(num_heads)),))
         self._allocate(spec)
 
@@ -130,7 +130,7 @@ class GatedNorm(Module):
         self._shared: SharedSquares | None = None
         self._norm = ops.gated_norm
 
-    def cut_axis(self, group: RankGroup) -> None:
+    def shard_axis(self, group: RankGroup) -> None:
         """Leave this rank its part of the axis: whole groups, or a part of one that neighbouring ranks share."""
         assert self.gate_first and self.activation == "silu"
         size = self.weight.shape[0]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
-from outrider.core.ranks import CutSize
-from outrider.formats import InputCut, ModelSize, OutputCut, PackedPart, RankGroup, Ranks
+from outrider.core.ranks import ShardSize
+from outrider.formats import InputShard, ModelSize, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import plain_conv
 from outrider.layers.base import HeldRows, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
@@ -77,14 +77,14 @@ class ShortConv(TokenMixer):
         self.enter = Linear(hidden_size, 3 * hidden_size, bias=bias, dtype=dtype, device=device)
         self.out = Linear(hidden_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(("hidden_size",), self.mixer.spec.conv_dim),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(("hidden_size",), self.mixer.spec.conv_dim),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some channels of B, C and x."""
         ranks, size = Ranks.from_group(group), self.mixer.spec.conv_dim
-        self.enter.declare_cut(OutputCut(ranks, packed={"": [PackedPart(size)] * 3}))
-        self.out.declare_cut(InputCut.from_group(group))
+        self.enter.declare_shard(OutputShard(ranks, packed={"": [PackedPart(size)] * 3}))
+        self.out.declare_shard(InputShard.from_group(group))
         self.mixer.keep_rank(ranks)
 
     def parts(self) -> Sequence[tuple[str, Module]]:

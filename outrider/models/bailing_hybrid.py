@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.formats import OutputCut, RankGroup, Ranks
+from outrider.formats import OutputShard, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.layers import (
     DecoderLayer,
@@ -45,9 +45,9 @@ class GatedLatentAttention(LatentAttention):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("g_proj", self.gate)]
 
-    def cut(self, group: RankGroup) -> None:
-        super().cut(group)
-        self.gate.declare_cut(OutputCut(Ranks.from_group(group)))
+    def shard(self, group: RankGroup) -> None:
+        super().shard(group)
+        self.gate.declare_shard(OutputShard(Ranks.from_group(group)))
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         heads = values.unflatten(1, (self.layer.num_heads, -1))

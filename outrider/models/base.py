@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.core.class_head import ClassHead
-from outrider.formats import DenseLinear, RankGroup, VocabularyCut
+from outrider.formats import DenseLinear, RankGroup, VocabularyShard
 from outrider.kernels import ops
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.layers import (
     AuxRecord,
-    CutSize,
     Embedding,
     GatedMLP,
     LayeredModule,
@@ -31,6 +30,7 @@ from outrider.layers import (
     RMSNorm,
     RopeParams,
     Rotary,
+    ShardSize,
     StepContext,
     TiedLinear,
     copy_stream,
@@ -182,13 +182,13 @@ class Decoder(Model):
         sizes, scale = self.sizes, self.sizes.head_dim**-0.5
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, scale, window)
 
-    def cut(self, group: RankGroup) -> None:
-        super().cut(group)
-        cut = VocabularyCut.from_group(group)
-        self.embed_tokens.declare_cut(cut)
-        self.lm_head.declare_cut(cut)
+    def shard(self, group: RankGroup) -> None:
+        super().shard(group)
+        shard = VocabularyShard.from_group(group)
+        self.embed_tokens.declare_shard(shard)
+        self.lm_head.declare_shard(shard)
 
-    def config_name(self, size: CutSize) -> str:
+    def config_name(self, size: ShardSize) -> str:
         values = self.config.values
         key = next((key for key in size.keys if values.get(key) == size.size), size.keys[0])
         return f"{self.config.source}: {key}"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.cache.groups import LayerCache
-from outrider.formats import RankGroup, VocabularyCut
+from outrider.formats import RankGroup, VocabularyShard
 from outrider.kernels import ops
 from outrider.kernels.moe import RouteRule
 from outrider.kernels.reference import widened
@@ -100,9 +100,9 @@ class PerLayerInputs(Module):
             ("per_layer_projection_norm", self.norm),
         )
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """The table alone, by tokens."""
-        self.table.declare_cut(VocabularyCut.from_group(group))
+        self.table.declare_shard(VocabularyShard.from_group(group))
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[tokens, layers, size]"""

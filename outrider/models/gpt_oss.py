@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.formats import RankGroup, Ranks, TensorCut, WeightSlot, join_names
+from outrider.formats import RankGroup, Ranks, TensorShard, WeightSlot, join_names
 from outrider.formats.declared import ModelSize
 from outrider.kernels.moe import CLAMPED, ExpertBiases
 from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, RopeParams, Router, SelfAttention
@@ -28,10 +28,10 @@ class SinkAttention(SelfAttention):
 
     _held: HeldRows | None = None
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         held = Ranks.from_group(group).share(ModelSize(self.layer.num_heads))
         self._held = HeldRows(self.layer.num_heads, (held,))
-        super().cut(group)
+        super().shard(group)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return [*super().parts(), ("sinks", Parameter(self.layer.sinks, self._held))]
@@ -64,8 +64,8 @@ class BiasedExperts(Experts):
     def biases(self) -> ExpertBiases:
         return ExpertBiases(self._gate_up, None if self._rank else self._down)
 
-    def cut(self, group: RankGroup) -> None:
-        super().cut(group)
+    def shard(self, group: RankGroup) -> None:
+        super().shard(group)
         self._rank = group.rank
         self._held = Ranks.from_group(group).share(ModelSize(self._width))
         self._gate_up = self._gate_up.new_empty(len(self._gate_up), 2 * len(self._held))
@@ -77,9 +77,9 @@ class BiasedExperts(Experts):
         slots = super().weights(prefix)
         held, width = self._held, self._width
         both = (held, range(width + held.start, width + held.stop))
-        cut = None if len(held) == width else TensorCut((len(self._gate_up), 2 * width), 1, both)
+        shard = None if len(held) == width else TensorShard((len(self._gate_up), 2 * width), 1, both)
         return slots | {
-            join_names(prefix, "gate_up_proj_bias"): AlternatingSlot(self._gate_up, cut=cut),
+            join_names(prefix, "gate_up_proj_bias"): AlternatingSlot(self._gate_up, shard=shard),
             join_names(prefix, "down_proj_bias"): WeightSlot(self._down),
         }
 

@@ -133,10 +133,10 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
               keep_quantized: bool = False, rounds_output: bool = False) -> None:
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`.
     `keep_quantized`: weights stay in the format of their files where they can. `rounds_output`: where the head uses the
-    target's output, it may use a rounded copy. An outline on the meta device has nothing to fill. A head is cut like
-    its target."""
+    target's output, it may use a rounded copy. An outline on the meta device has nothing to fill. A head is sharded
+    like its target."""
     if head.target.group is not None:
-        head.cut(head.target.group)
+        head.shard(head.target.group)
     if head.device.type == "meta":
         return
     if load_format == "dummy":

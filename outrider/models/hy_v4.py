@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.formats import ModelSize, OutputCut, RankGroup, Ranks
+from outrider.formats import ModelSize, OutputShard, RankGroup, Ranks
 from outrider.kernels import ops
 from outrider.kernels.moe import limited_silu
 from outrider.kernels.streams import StreamRule
@@ -53,11 +53,11 @@ class SinkGateAttention(LatentAttention):
         sinks = Parameter(self.layer.sinks, self._held)
         return [*super().parts(), ("linear_gate", self.gate), ("learnable_sink_param", sinks)]
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         ranks, num_heads = Ranks.from_group(group), self.layer.num_heads
         self._held = HeldRows(num_heads, (ranks.share(ModelSize(num_heads)),))
-        super().cut(group)
-        self.gate.declare_cut(OutputCut(ranks))
+        super().shard(group)
+        self.gate.declare_shard(OutputShard(ranks))
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         return super().leave(ops.sigmoid_scale(values, self.gate(x, context)), x, context)

@@ -38,7 +38,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
     `keep_quantized`: weights stay in the format of their files where they can. `group`: ranks that hold it together."""
     model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=str(source.config_file))
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     if keep_quantized:
         declare_formats(model, stored_formats(model, source))
     fill_model(model, source, load_format=load_format, seed=seed)

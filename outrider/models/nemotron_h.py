@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from outrider.formats import InputCut, LinearFormat, OutputCut, RankGroup, Ranks
+from outrider.formats import InputShard, LinearFormat, OutputShard, RankGroup, Ranks
 from outrider.kernels import moe
 from outrider.layers import (
     INNER_KEYS,
     Angles,
-    CutSize,
     DecoderLayer,
     Experts,
     FeedForward,
@@ -28,6 +27,7 @@ from outrider.layers import (
     RopeParams,
     Router,
     SelfAttention,
+    ShardSize,
     StepContext,
     TokenMixer,
 )
@@ -78,13 +78,13 @@ class PlainMLP(FeedForward):
     def parts(self) -> Sequence[tuple[str, Module]]:
         return ("up_proj", self.up), ("down_proj", self.down)
 
-    def cut_sizes(self) -> Sequence[CutSize]:
-        return (CutSize(INNER_KEYS, self.down.declared.in_features),)
+    def shard_sizes(self) -> Sequence[ShardSize]:
+        return (ShardSize(INNER_KEYS, self.down.declared.in_features),)
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         """Keep some inner features."""
-        self.up.declare_cut(OutputCut(Ranks.from_group(group)))
-        self.down.declare_cut(InputCut.from_group(group))
+        self.up.declare_shard(OutputShard(Ranks.from_group(group)))
+        self.down.declare_shard(InputShard.from_group(group))
 
     def readers(self) -> Sequence[LinearFormat]:
         return (self.up.format,)

@@ -1,7 +1,8 @@
 """A first look at a config before ranks are started: whether they can share its attention heads. No torch.
 
-Models say by their layers how they are cut, which needs torch in every rank (`layers.check_ranks`). Here stands what
-holds for every family: without it, a number of ranks that no model allows was refused after each of them had started.
+Models say by their layers how they are sharded, which needs torch in every rank (`layers.check_ranks`). Here stands
+what holds for every family: without it, a number of ranks that no model allows was refused after each of them had
+started.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.core.ranks import CutSize, rank_refusal
+from outrider.core.ranks import ShardSize, rank_refusal
 
 # Families whose attention ranks share; one from outside may hold it whole. Those that are missing here are refused by
 # the ranks, later.
@@ -22,8 +23,8 @@ ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_a
              "deepseek_sparse_attention")
 HEADS = "num_attention_heads"
 TEXT = "text_config"  # the section of a language model in configs of several
-# Sizes that some families cut. They only narrow down the numbers of ranks that are named: a config may have a key that
-# its layers do not use.
+# Sizes that some families shard. They only narrow down the numbers of ranks that are named: a config may have a key
+# that its layers do not use.
 OTHER_KEYS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
               "moe_shared_expert_intermediate_size", "mamba_num_heads", "mamba_n_heads", "linear_num_key_heads",
               "linear_num_heads", "shared_intermediate_size")
@@ -45,10 +46,10 @@ def check_heads(config: Mapping[str, Any], num_ranks: int, source: str) -> None:
     raise ValueError(f"{source}: {rank_refusal(HEADS, heads, num_ranks, sizes)}")
 
 
-def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> CutSize | None:
+def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> ShardSize | None:
     """None where the config does not say it. A value of a wrong type is refused where the model is built."""
     size = values.get(key)
-    return CutSize((key,), size, may_copy) if type(size) is int and size > 0 else None
+    return ShardSize((key,), size, may_copy) if type(size) is int and size > 0 else None
 
 
 def _attends(values: Mapping[str, Any]) -> bool:

@@ -108,7 +108,7 @@ class RoundedOutput:
         if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
             return None
         declared = target.lm_head.declared
-        is_plain = isinstance(target.lm_head.format, DenseLinear) and not declared.has_bias and declared.cut is None
+        is_plain = isinstance(target.lm_head.format, DenseLinear) and not declared.has_bias and declared.shard is None
         if not is_plain or declared.num_numbers < FEWEST_NUMBERS:
             return None
         if declared.num_outputs % TILE_OUTPUTS or declared.num_inputs % TILE_INPUTS:

@@ -61,7 +61,7 @@ def warn_without_native_kernels() -> None:
 def _part_of(group: RankGroup, model: Model) -> Model:
     """The model as one rank holds it. Nothing is allocated yet."""
     if group.count > 1:
-        model.cut(group)
+        model.shard(group)
     return model
 
 

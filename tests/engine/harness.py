@@ -63,7 +63,7 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int, group: R
     ranks that hold the model together."""
     model = build_model(config, dtype=dtype, device="cpu")
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     generator = torch.Generator().manual_seed(seed)
     is_gemma = config["architectures"] == ["Gemma3ForCausalLM"]
     for name, slot in model.weights().items():

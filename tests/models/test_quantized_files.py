@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
-from outrider.formats import FormatChoice, InputCut, Ranks
+from outrider.formats import FormatChoice, InputShard, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
 from outrider.kernels import experts_on_host, moe, native, scaled, scaled_on_host
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
@@ -88,7 +88,7 @@ def test_a_rank_keeps_its_part_of_the_inputs(name: str, ranks: int) -> None:
     x, total = torch.randn(3, 256, dtype=torch.float64), torch.zeros(3, 322, dtype=torch.float64)
     for rank in range(ranks):
         layer = FusedLinear(256, sizes, bias=False, dtype=torch.float64, device=torch.device("cpu"),
-                            cut=InputCut(Ranks(rank, ranks), lambda partial: partial))
+                            shard=InputShard(Ranks(rank, ranks), lambda partial: partial))
         layer.declare_formats(FormatChoice(found.stored_format, x.device))
         for slot_name, slot in layer.weights("x").items():
             _, segment, part = slot_name.split(".")

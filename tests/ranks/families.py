@@ -52,7 +52,7 @@ def make_model(family: str, group: RankGroup | None, dtype: torch.dtype = torch.
     config = config_of(family) | changes
     model = build_model(config, dtype=dtype, device="cpu")
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     fill(model, config["architectures"][0].removesuffix("ForCausalLM"))
     return model
 

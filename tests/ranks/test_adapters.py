@@ -1,4 +1,4 @@
-"""Adapters on ranks: factors are cut as their weights are, and the text is that of one rank."""
+"""Adapters on ranks: factors are sharded as their weights are, and the text is that of one rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_adapters(group: RankGroup | None, family: str, folders: list[Path]) -> l
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe",
                                     *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_text_is_that_of_one_rank(ranks: RankPool, family: str, tmp_path: Path) -> None:
-    """Adapters of all that can be adapted: heads, experts and the vocabulary are cut among ranks."""
+    """Adapters of all that can be adapted: heads, experts and the vocabulary are sharded among ranks."""
     model = make_model(family, None)
     folders = [write_adapter_of_all(tmp_path / str(seed), model, seed, rank) for seed, rank in ((1, 4), (2, 7))]
     wanted = run_adapters(None, family, folders)

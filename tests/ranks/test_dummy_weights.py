@@ -24,7 +24,7 @@ QUICK = {"llama_bias", "qwen3_next", "nemotron_h", "kimi_linear", "gpt_oss", "de
 def build(family: str, rank: int | None) -> Model:
     model = build_model(config_of(family), dtype=torch.float32, device="cpu")
     if rank is not None:
-        model.cut(UnsummedRanks(rank, COUNT))
+        model.shard(UnsummedRanks(rank, COUNT))
     return model
 
 

@@ -112,7 +112,7 @@ def run_random(group: RankGroup | None, family: str) -> Any:
     modules = build_mtp_modules(model, first_layer=model.num_layers, dtype=model.dtype, device=CPU)
     for head in modules:
         if group is not None:
-            head.cut(group)
+            head.shard(group)
         generator = torch.Generator().manual_seed(6)
         for name, slot in head.weights().items():
             center = 1.0 if "norm" in name and not head.description.norm_offset else 0.0

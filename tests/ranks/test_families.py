@@ -87,9 +87,9 @@ def share(family: str, name: str, rank: int, count: int, num_bytes: int) -> int:
     shared = num_bytes
     if re.search(r"(mixer|mamba)\.(in_proj|conv1d)\.", name):
         heads, groups, head_dim, state = mamba_sizes(config)
-        cut, copied = heads * head_dim, 2 * groups * state
-        cut += cut + heads if "in_proj" in name else 0
-        shared = num_bytes * (cut * min(groups, count) + copied * count) // (cut + copied) // min(groups, count)
+        shard, copied = heads * head_dim, 2 * groups * state
+        shard += shard + heads if "in_proj" in name else 0
+        shared = num_bytes * (shard * min(groups, count) + copied * count) // (shard + copied) // min(groups, count)
     assert shared % count == 0
     return shared // count
 
@@ -142,20 +142,20 @@ def run_odd_sizes(group: Any, prompt: list[int]) -> Any:
 
 
 class WholeAttention(SelfAttention):
-    """A block from outside that does not say how it is cut."""
+    """A block from outside that does not say how it is sharded."""
 
-    def cut(self, group: RankGroup) -> None:
-        Module.cut(self, group)
+    def shard(self, group: RankGroup) -> None:
+        Module.shard(self, group)
 
 
 def run_classifier(group: RankGroup | None) -> Any:
-    """A model with a class head, whose first layer is not cut."""
+    """A model with a class head, whose first layer is not sharded."""
     config = config_of("llama") | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
     model = build_model(config, dtype=torch.float64, device="cpu")
     assert isinstance(model, Classifier) and isinstance(model.layers[0], AttentionMLPLayer)
     model.layers[0].attention.__class__ = WholeAttention
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     fill(model, "Llama")
     hidden = Text(model).add([3, 1, 4, 1, 5])
     return model.class_scores(hidden.final, LOGIT_ROWS), [layer.num_kv_heads for layer in model.attention_layers]

@@ -1,4 +1,4 @@
-"""Weights that keep the bits of their files, cut over ranks. Groups of inputs that cannot be cut are refused."""
+"""Weights that keep the bits of their files, sharded over ranks. Groups of inputs that cannot be are refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outrider import formats
 from outrider.config import EngineConfig
 from outrider.formats import RankGroup, StoredFormat, UnsummedRanks
 from outrider.kernels import native
+from outrider.layers.base import Module
 from outrider.models.loader import declare_formats, load_dummy, load_model, load_weights
 from outrider.models.registry import build_model
 from outrider.models.sources import resolve
@@ -50,7 +52,7 @@ def run_gguf(group: RankGroup | None) -> Any:
     config = gguf.QWEN3 | {"intermediate_size": 128}
     model = build_model(config, dtype=torch.float32, device="cpu")
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     with mock.patch("outrider.formats.gguf.kept_bits_are_fast", lambda: True):
         declare_formats(model, lambda name: StoredFormat(gguf.kind_of(name, gguf.MIXED)))
         load_weights(model, gguf.stored(config, gguf.MIXED))
@@ -67,7 +69,7 @@ def test_ranks_keep_the_bits_of_a_gguf_file(ranks: RankPool) -> None:
 
 
 def test_groups_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
-    """Four heads of 32 are one group of 128 inputs; their numbers would be cut."""
+    """Four heads of 32 are one group of 128 inputs; their numbers would be sharded."""
     files.save_form(tmp_path / "model", files.FORMS["fp8 blocks"])
     source = resolve(tmp_path / "model")
     words = ("model.layers.0.self_attn.o_proj: it is stored as fp8 in groups of inputs, which 2 ranks cannot share as "
@@ -81,7 +83,7 @@ def run_coded(group: RankGroup | None, quantization: str) -> Any:
     """Numbers that are coded at load."""
     model = build_model(files.CONFIG | {"intermediate_size": 224}, dtype=torch.float64, device="cpu")
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     declare_formats(model, lambda name: None, quantization=quantization)
     load_weights(model, files.plain_weights(files.CONFIG | {"intermediate_size": 224}).items())
     scales = {name: slot.shape for name, slot in model.weights().items() if name.endswith("weight_scale")}
@@ -104,7 +106,7 @@ def test_numbers_are_coded_in_groups_that_ranks_can_hold(ranks: RankPool) -> Non
 def run_dummy(group: RankGroup | None, family: str) -> Any:
     model = build_model(config_of(family), dtype=torch.float64, device="cpu")
     if group is not None:
-        model.cut(group)
+        model.shard(group)
     load_dummy(model, seed=3)
     return states_of(model, PROMPT, 1)["logits"]
 
@@ -125,6 +127,13 @@ def test_a_rank_takes_the_cache_scales_of_its_heads(count: int, scales: list[tup
     (tmp_path / "config.json").write_text("{}")
     for rank in range(count):
         outline = build_model(config_of("llama"), dtype=torch.float32, device="meta")
-        outline.cut(UnsummedRanks(rank, count))
+        outline.shard(UnsummedRanks(rank, count))
         found = find_cache_scales(EngineConfig("m", kv_cache_dtype="fp8"), resolve(tmp_path), outline)
         assert found == {1: ((scales[rank][0],), (scales[rank][1],))}
+
+
+def test_names_of_version_0_1_are_taken_or_say_what_to_write() -> None:
+    with pytest.warns(FutureWarning, match="InputCut is called InputShard now"):
+        assert formats.InputCut is formats.InputShard
+    with pytest.raises(TypeError, match="Old.cut: the method is called shard now"):
+        type("Old", (Module,), {"cut": Module.shard})

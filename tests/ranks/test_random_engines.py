@@ -86,7 +86,7 @@ def modules(model: Model, group: RankGroup | None) -> Drafter:
     generator = torch.Generator().manual_seed(6)
     for head in heads:
         if group is not None:
-            head.cut(group)
+            head.shard(group)
         for name, slot in head.weights().items():
             center = 1.0 if "norm" in name and not head.description.norm_offset else 0.0
             slot.store(torch.empty(slot.shape, dtype=torch.float64).normal_(center, 0.25, generator=generator))

@@ -32,9 +32,9 @@ from outrider.formats import (
     ExpertsFormat,
     FormatChoice,
     HeadLayout,
-    InputCut,
+    InputShard,
     LinearDeclaration,
-    OutputCut,
+    OutputShard,
     PackedPart,
     Ranks,
     StoredFormat,
@@ -348,34 +348,34 @@ def test_slots_of_a_rank_load_exactly_its_part() -> None:
     files = {f"{name}.weight": torch.randn(size, 6, dtype=torch.float64) for name, size in stored.items()}
     files |= {f"{name}.bias": torch.randn(size, dtype=torch.float64) for name, size in stored.items()}
 
-    def layer(cut: Any) -> FusedLinear:
-        made = FusedLinear(6, stored, bias=True, layouts=layouts, cut=cut, **options)
+    def layer(shard: Any) -> FusedLinear:
+        made = FusedLinear(6, stored, bias=True, layouts=layouts, shard=shard, **options)
         for name, slot in made.weights().items():
             assert slot.shape == tuple(files[name].shape), "errors name the file's shape"
             slot.store(files[name])
         return made
 
     x = torch.randn(3, 6, dtype=torch.float64)
-    # Of heads the second part comes first. The packed tensor holds a matrix of 8 features, which are cut, and one of 3,
-    # which every rank has.
-    q, k, v, gate, cut, copied = layer(None)(x, LOGIT_ROWS).split((8, 4, 4, 8, 8, 3), dim=1)
+    # Of heads the second part comes first. The packed tensor holds a matrix of 8 features, which are sharded, and one
+    # of 3, which every rank has.
+    q, k, v, gate, sharded, copied = layer(None)(x, LOGIT_ROWS).split((8, 4, 4, 8, 8, 3), dim=1)
     for rank in range(2):
-        part = layer(OutputCut(Ranks(rank, 2), pieces={"k": 1}, packed={"packed": [PackedPart(8), PackedPart(3, 1)]}))
+        part = layer(OutputShard(Ranks(rank, 2), pieces={"k": 1}, packed={"packed": [PackedPart(8), PackedPart(3, 1)]}))
         assert part.out_features == 21 and sum(slot.nbytes for slot in part.weights().values()) == 21 * 7 * 8
-        mine, *others = (whole.chunk(2, dim=1)[rank] for whole in (q, v, gate, cut))
+        mine, *others = (whole.chunk(2, dim=1)[rank] for whole in (q, v, gate, sharded))
         torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((mine, k, *others, copied), dim=1))
-    with pytest.raises(ValueError, match="8 features cannot be cut into 3 equal parts"):
-        layer(OutputCut(Ranks(0, 3)))
+    with pytest.raises(ValueError, match="8 features cannot be sharded into 3 equal parts"):
+        layer(OutputShard(Ranks(0, 3)))
     with pytest.raises(ValueError, match="4 pieces cannot be shared by 2 ranks"):
-        layer(OutputCut(Ranks(0, 2), pieces={"k": 4}))
+        layer(OutputShard(Ranks(0, 2), pieces={"k": 4}))
 
 
 @pytest.mark.parametrize("is_joint", [True, False], ids=["joint", "by expert"])
 def test_parts_of_experts_add_up(is_joint: bool) -> None:
     def experts(rank: int | None) -> Experts:
-        cut = None if rank is None else InputCut(Ranks(rank, 2), lambda partial: partial)
+        shard = None if rank is None else InputShard(Ranks(rank, 2), lambda partial: partial)
         made = Experts(3, 4, 6, activation="silu", is_fused=is_joint, dtype=torch.float64, device=torch.device("cpu"),
-                       cut=cut)
+                       shard=shard)
         for name, slot in made.weights("experts").items():
             seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             slot.store(torch.randn(slot.shape, generator=seed, dtype=torch.float64))
@@ -395,7 +395,7 @@ def test_a_format_from_outside_can_be_cut_by_input_features() -> None:
     x, total = torch.randn(2, 6, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
     for rank in range(2):
         layer = Linear(6, 5, bias=False, dtype=torch.float64, device=torch.device("cpu"),
-                       cut=InputCut(Ranks(rank, 2), lambda partial: partial))
+                       shard=InputShard(Ranks(rank, 2), lambda partial: partial))
         layer.declare_formats(FormatChoice(lambda name: StoredFormat("int8_rows"), torch.device("cpu")))
         slots = layer.weights("x")
         assert {name: slot.shape for name, slot in slots.items()} == {"x.weight": (5, 6), "x.weight_scale": (5, 1)}
@@ -405,9 +405,9 @@ def test_a_format_from_outside_can_be_cut_by_input_features() -> None:
     torch.testing.assert_close(total, x @ rows.dequantize().T)
 
 
-def two_layers(up_cut: Any, down_cut: Any) -> tuple[Linear, Linear]:
+def two_layers(up_shard: Any, down_shard: Any) -> tuple[Linear, Linear]:
     options: dict[str, Any] = {"bias": True, "dtype": torch.float64, "device": torch.device("cpu")}
-    up, down = Linear(8, 12, cut=up_cut, **options), Linear(12, 8, cut=down_cut, **options)
+    up, down = Linear(8, 12, shard=up_shard, **options), Linear(12, 8, shard=down_shard, **options)
     generator = torch.Generator().manual_seed(1)
     for slot in (*up.weights().values(), *down.weights().values()):  # whole numbers: sums are not rounded
         slot.store(torch.randint(-9, 10, slot.shape, generator=generator).double())
@@ -429,7 +429,7 @@ def run_rank(ranks: Ranks, x: list[list[float]], other: Any, answer: Any) -> Non
         return parts[ranks.rank] + parts[1 - ranks.rank]  # in the order of ranks, so that both have the same bits
 
     torch.set_num_threads(1)
-    up, down = two_layers(OutputCut(ranks), InputCut(ranks, sum_over_ranks))
+    up, down = two_layers(OutputShard(ranks), InputShard(ranks, sum_over_ranks))
     result = run_mlp(up, down, torch.tensor(x, dtype=torch.float64))
     answer.send((up.out_features, down.in_features, result.tolist()))
 

@@ -149,7 +149,7 @@ class BridgedModel(Model):
         output = self._embedding_name if self._is_tied else self._output_name
         return [*self._parts, (output, self.lm_head)]
 
-    def cut(self, group: RankGroup) -> None:
+    def shard(self, group: RankGroup) -> None:
         raise ValueError(f"{self.config.source}: tensor_parallel_size={group.count} is not supported with "
                          "model_impl='transformers': use one rank, or replicas")
 
