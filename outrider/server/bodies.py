@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from outrider.server.body_values import count_values
+from outrider.server.body_values import are_in_texts, count_values
 from outrider.server.errors import ApiError
 from outrider.server.guard import BODILESS_METHODS
 from outrider.server.protocol import NaturalNumbers
@@ -100,23 +100,18 @@ def parse_large(body: bytes) -> Any:
     end = 0  # end of the part of the body that is in `pieces`
     for first, last in _numeric_lists(body):
         mark = secrets.token_hex(16)  # random: no body contains it already
-        try:
-            lists[mark] = _parse_numbers(body[first:last])
-        except ValueError:
-            return json.loads(body)  # which says what is wrong, and where
+        lists[mark] = _parse_numbers(body[first:last])
         pieces += [body[end:first], json.dumps(mark).encode()]
         end = last
-    try:
-        parsed = json.loads(b"".join([*pieces, body[end:]]))
-    except ValueError:  # no JSON, or the numbers are part of a text, which the quotes of a mark end
-        return json.loads(body)
-    return _with_lists(parsed, lists)
+    return _with_lists(json.loads(b"".join([*pieces, body[end:]])), lists)
 
 
 def _numeric_lists(body: bytes) -> list[tuple[int, int]]:
-    """Places of the runs that are between brackets."""
-    return [(first, last) for first, last in _numeric_runs(body)
+    """Places of the runs that are between brackets, and not part of a text."""
+    runs = [(first, last) for first, last in _numeric_runs(body)
             if body[first - 1 : first] == b"[" and body[last : last + 1] == b"]"]
+    in_texts = are_in_texts(body, [first for first, _ in runs])
+    return [run for run, is_in_text in zip(runs, in_texts, strict=True) if not is_in_text]
 
 
 def _numeric_runs(body: bytes) -> list[tuple[int, int]]:

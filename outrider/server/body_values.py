@@ -6,6 +6,8 @@ The count takes no object for any of them, and leaves the interpreter to other t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 SLICE = 1 << 18  # bytes
@@ -15,7 +17,30 @@ QUOTE, BACKSLASH, COMMA, LIST, OBJECT = b'"\\,[{'
 def count_values(body: bytes, most: int) -> int:
     """Commas and opening brackets outside of texts, which is at least the number of lists, objects and of their items
     behind the first. Stops soon after `most`."""
-    total, in_text, num_backslashes = 0, False, 0  # num_backslashes: at the end of the slice before
+    total, in_text = 0, False
+    for _, part, quotes in _slices(body):
+        marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
+        total += int(np.count_nonzero(np.searchsorted(quotes, marks) % 2 == in_text))
+        in_text ^= len(quotes) % 2 == 1
+        if total > most:
+            break
+    return total
+
+
+def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
+    """Whether each of some places, in rising order, is inside of a text."""
+    found: list[bool] = []
+    num_before = 0  # quotes that begin and end texts
+    for start, part, quotes in _slices(body) if places else ():
+        while len(found) < len(places) and places[len(found)] < start + len(part):
+            found.append((num_before + int(np.searchsorted(quotes, places[len(found)] - start))) % 2 == 1)
+        num_before += len(quotes)
+    return found
+
+
+def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(place, bytes, places among them of the quotes that begin and end texts) of each slice."""
+    num_backslashes = 0  # at the end of the slice before
     for start in range(0, len(body), SLICE):
         part = np.frombuffer(body, np.uint8, min(SLICE, len(body) - start), start)
         quotes = np.flatnonzero(part == QUOTE)
@@ -24,12 +49,7 @@ def count_values(body: bytes, most: int) -> int:
             before = _backslashes_before(is_backslash, num_backslashes)
             quotes = quotes[before[quotes] % 2 == 0]
             num_backslashes = int(before[-1]) + 1 if is_backslash[-1] else 0
-        marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
-        total += int(np.count_nonzero(np.searchsorted(quotes, marks) % 2 == in_text))
-        in_text ^= len(quotes) % 2 == 1
-        if total > most:
-            break
-    return total
+        yield start, part, quotes
 
 
 def _backslashes_before(is_backslash: np.ndarray, num_before: int) -> np.ndarray:
