@@ -22,6 +22,7 @@ from uuid import uuid4
 from outrider.core.fields import shown
 from outrider.server.errors import ApiError
 from outrider.server.fair_threads import CURRENT_TENANT
+from outrider.server.held_bodies import HeldBodies, HeldBody
 from outrider.server.host_names import HostNames, host_of
 from outrider.server.logs import REQUEST_ID
 from outrider.server.settings import ServerConfig
@@ -60,6 +61,7 @@ class Guard:
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
+        self._bodies = HeldBodies(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,14 +74,22 @@ class Guard:
         scope[REQUEST_ID_HEADER] = request_id
         REQUEST_ID.set(request_id)
         asks = scope["method"] not in BODILESS_METHODS and scope["path"] not in OPEN_PATHS
-        send = _with_header(send, b"x-request-id", request_id.encode("ascii"), self._on_refused if asks else None)
+        body = HeldBody(self._bodies)
+        send = _with_header(send, b"x-request-id", request_id.encode("ascii"), self._on_refused if asks else None,
+                            body.release)
+        try:
+            await self._serve(scope, receive, send, is_wrong, body)
+        finally:
+            body.release()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, is_wrong: bool, body: HeldBody) -> None:
         try:
             if is_wrong:
                 raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
             self._check_host(scope)
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             CURRENT_TENANT.set(scope[TENANT])
-            receive = await self._with_body(scope, receive)
+            receive = await self._with_body(scope, receive, body)
         except ApiError as error:
             await send_error(send, scope["path"], error, _unread(scope, receive))
             return
@@ -111,7 +121,7 @@ class Guard:
         becomes known tells nothing of its key."""
         return hmac.digest(self._secret, key, "sha256")
 
-    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+    async def _with_body(self, scope: Scope, receive: Receive, held: HeldBody) -> Receive:
         """Reads the whole body before the route sees it, within the limits, and plays it back. Not where no key is
         asked for: anyone could fill the memory."""
         if scope["method"] in BODILESS_METHODS or scope["path"] in OPEN_PATHS:
@@ -121,7 +131,7 @@ class Guard:
             raise self._too_large()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
+                body = await self._read(receive, held, scope[TENANT])
         except TimeoutError:
             scope[IS_READ] = True  # nothing more comes
             raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
@@ -135,7 +145,7 @@ class Guard:
 
         return replay
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive, held: HeldBody, tenant: str | None) -> bytes:
         chunks, size = [], 0
         while True:
             message = await receive()
@@ -143,6 +153,7 @@ class Guard:
                 raise ConnectionResetError
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
+            held.add(tenant, len(chunks[-1]))
             if size > self._max_body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
@@ -164,10 +175,12 @@ class RootPath:
         await self._app(scope, receive, send)
 
 
-def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[int], None] | None) -> Send:
+def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[int], None] | None,
+                 on_start: Callable[[], None]) -> Send:
     def send_with(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every event
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), (name, value)]
+            on_start()
             if on_refused is not None and (400 <= message["status"] < 500 or message["status"] == 503):
                 on_refused(message["status"])
         return send(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -16,7 +17,9 @@ import pytest
 
 from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
+from outrider.server.errors import ApiError
 from outrider.server.guard import Guard
+from outrider.server.held_bodies import HeldBodies, HeldBody
 from tests.server.rig import MODEL, PATIENCE, Served, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -237,6 +240,58 @@ def test_bodies_are_kept_for_no_client_without_a_key(guarded: Served, monkeypatc
         assert answer.status_code == status, path
         assert guarded.http.get("/health").status_code == 200
     assert guarded.http.post("/v1/completions", content=b"x" * 1_000_000).status_code == 401
+
+
+def test_bodies_count_for_their_keys_until_they_are_answered() -> None:
+    """An answer, a refusal, a client that leaves: nothing stays counted, and another key is served meanwhile."""
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(dict(guard._bodies.held))
+        if scope["path"] == "/fails":
+            raise OSError
+        await send({"type": "http.response.start", "status": 200})
+        left.append(dict(guard._bodies.held))
+
+    def ask(key: str, path: str, *parts: bytes) -> int | None:
+        coming = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        coming.append({"type": "http.request", "body": b""} if path != "/left" else {"type": "http.disconnect"})
+        statuses: list[int] = []
+
+        async def receive() -> Any:
+            return coming.pop(0)
+
+        async def send(message: Any) -> None:
+            if "status" in message:
+                statuses.append(message["status"])
+
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+        asyncio.run(guard({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send))
+        return statuses[0] if statuses else None
+
+    seen: list[Any] = []
+    left: list[Any] = []  # counted once the answer begins
+    guard = Guard(app, keys=["one", "two"], max_body_bytes=100)
+    assert ask("one", "/x", b"x" * 60, b"x" * 30) == 200 and list(seen[-1].values()) == [90] and left == [{}]
+    with pytest.raises(OSError):
+        ask("one", "/fails", b"x")
+    assert ask("one", "/left", b"x" * 50) is None
+    assert ask("one", "/x", b"x" * 50, b"x" * 60) == 413
+    assert not guard._bodies.held
+    full = HeldBody(guard._bodies)
+    full.add(guard._digest(b"one").hex()[:16], 64 * 100)
+    assert ask("one", "/x", b"x") == 429 and ask("two", "/x", b"x") == 200
+
+
+def test_a_key_whose_requests_hold_too_many_bytes_is_told_to_wait(guarded: Served) -> None:
+    bodies = HeldBodies(100)
+    one, more, other = HeldBody(bodies), HeldBody(bodies), HeldBody(bodies)
+    one.add("a", 64 * 100)
+    with pytest.raises(ApiError) as refused:
+        more.add("a", 1)
+    assert refused.value.status == 429
+    other.add("b", 1)
+    for body in (one, one, more, other):
+        body.release()
+    assert not bodies.held
 
 
 def test_prefix_hits_do_not_cross_keys_or_salts(guarded: Served) -> None:

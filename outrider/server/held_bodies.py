@@ -1,0 +1,45 @@
+"""HeldBodies: how many bytes of bodies each tenant's requests hold, so that one tenant cannot fill the memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from outrider.server.errors import ApiError
+
+BODIES = 64  # of the largest size that requests of one tenant may hold at once
+
+
+class HeldBodies:
+    """Belongs to one event loop."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.held: Counter[str | None] = Counter()  # bytes by tenant; none of them is 0
+        self.most = BODIES * max_body_bytes
+
+
+class HeldBody:
+    """A body from its first bytes until its request begins to be answered."""
+
+    def __init__(self, bodies: HeldBodies) -> None:
+        self._bodies = bodies
+        self._tenant: str | None = None
+        self._size = 0
+
+    def add(self, tenant: str | None, num_bytes: int) -> None:
+        if not num_bytes:
+            return
+        self._tenant, self._size = tenant, self._size + num_bytes
+        held = self._bodies.held
+        held[tenant] += num_bytes
+        if held[tenant] > self._bodies.most:
+            raise ApiError(429, f"requests of this client that wait hold more than {self._bodies.most} bytes: try "
+                                "again later", retry_after=1)
+
+    def release(self) -> None:
+        if not self._size:
+            return
+        held = self._bodies.held
+        held[self._tenant] -= self._size
+        self._size = 0
+        if not held[self._tenant]:
+            del held[self._tenant]
