@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
+from outrider.server.bodies import validated
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
@@ -44,8 +42,4 @@ def kind_of(body: dict[str, Any]) -> BodyKind:
 
 
 def read_body(kind: BodyKind, body: dict[str, Any]) -> Body:
-    try:
-        return kind.model.model_validate(body)
-    except ValidationError as error:  # as the kind's own route reports it
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        raise RequestValidationError(problems, body=body) from None
+    return validated(kind.model, body)  # an error is that of the kind's own route

@@ -10,12 +10,18 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from outrider.server import bodies
 from outrider.server.bodies import LARGE, SLICE, parse_bounded, parse_large
+from outrider.server.body_errors import MAX_PROBLEMS, bad_body
+from outrider.server.errors import ApiError
+from outrider.server.protocol import CompletionRequest
 from tests.server.rig import PATIENCE, serving
 
 SOURCE = random.Random(5)
+MANY_FIELDS = ",".join(f'"f{i}":1' for i in range(45_000))
+NAMES = '"a",'
 
 
 def ids(count: int) -> list[int]:
@@ -61,6 +67,23 @@ def test_long_lists_of_wrong_bodies_are_read_in_pieces(body: bytes, monkeypatch:
     with suppress(ValueError):
         parse_bounded(body)
     assert sizes and max(sizes) < 2 * SLICE
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    (f'{{"prompt":"x",{MANY_FIELDS}}}', "there is no field 'f0'"),
+    (f'{{"prompt":"x","stop":[{"1," * 50_000}1]}}', "stop.0: Input should be a valid string"),
+    (f'{{"prompt":"x","stop":[{NAMES * 1000}{"1," * 50_000}1]}}', "mistakes, none of them in the first 100 items"),
+    (f'{{"prompt":"x","stream_options":{{{MANY_FIELDS}}}}}', "there is no field 'stream_options.f0'"),
+], ids=["fields", "items", "late items", "inner fields"])
+def test_a_body_of_many_mistakes_is_refused_by_the_first(text: str, told: str) -> None:
+    """Pydantic keeps the interpreter to itself while it lists them, half a second for a hundred thousand."""
+    with pytest.raises((RequestValidationError, ApiError)) as refused:
+        bodies._read(text.encode(), CompletionRequest)
+    error: Exception = refused.value
+    if isinstance(error, RequestValidationError):
+        assert len(error.errors()) <= MAX_PROBLEMS
+        error = bad_body(error.errors(), error.body, CompletionRequest.model_fields)
+    assert isinstance(error, ApiError) and told in str(error.body)
 
 
 def test_blank_lists_are_read() -> None:
