@@ -25,6 +25,7 @@ from outrider.server.body_values import are_in_texts, count_values
 from outrider.server.errors import ApiError
 from outrider.server.guard import BODILESS_METHODS
 from outrider.server.protocol import NaturalNumbers
+from outrider.server.work import CLIENT
 
 LARGE = 1 << 14  # bytes of a body that is read in a thread
 SLICE = 1 << 15  # bytes that are read at once: half a millisecond or so
@@ -48,6 +49,7 @@ class BodyRequest(Request):
     async def read_large(self, kind: Any) -> None:
         """kind: type of the whole body."""
         body = await self.body()
+        CLIENT.set(self.receive)
         if len(body) >= LARGE:
             IS_LARGE.set(True)
             self._json = await asyncio.to_thread(lambda: _read(body, kind))

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.lora_request import LoRARequest
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
-from outrider.core.params import MAX_LOGPROBS_ALL
+from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.core.pooling import empty_output
+from outrider.core.pooling_params import RequestParams
+from outrider.core.prompts import Prompt
 from outrider.core.step_messages import TokenLogprobs
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import SamplingFields
-from outrider.server.work import compact
+from outrider.server.work import compact, while_client_waits
 
 LOWEST = -9999.0  # JSON has no infinity
 Increments: TypeAlias = AsyncGenerator[tuple[int, list[OutputIncrement]], None]  # with the index of their prompt
@@ -134,6 +137,14 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0, "num_spec_steps": steps if drafted else 0,
             "num_draft_tokens": drafted, "num_accepted_draft_tokens": accepted,
             "num_accepted_tokens_per_pos": by_position}
+
+
+async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParams, priority: int,
+                  adapter: LoRARequest | None, tenant: str | None) -> list[CheckedRequest]:
+    """As `llm.check`. A form may wait for its turn at the compiler, and gives it up when its client leaves."""
+    check = llm.check(prompts, params, priority, adapter, tenant)
+    has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
+    return await (while_client_waits(check) if has_form else check)
 
 
 async def generate(llm: AsyncLLM, requests: Sequence[CheckedRequest], request_id: str,

@@ -21,7 +21,7 @@ from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.embeds_file import read_embeds_file
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
-from outrider.server.generation import Increments, Usage, generate, whole_outputs
+from outrider.server.generation import Increments, Usage, checked, generate, whole_outputs
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, StreamOptions, Tool
 from outrider.server.response_store import ResponseStore
@@ -188,8 +188,8 @@ class Service:
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]
         try:
-            return await self.host.llm.check(given, params, body.priority or 0, self.adapters.find(body.model_name),
-                                             tenant)
+            return await checked(self.host.llm, given, params, body.priority or 0,
+                                 self.adapters.find(body.model_name), tenant)
         except ValueError as error:
             raise bad_value(error, type(body).model_fields, names) from None
 

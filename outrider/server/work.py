@@ -12,7 +12,8 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,9 +22,12 @@ from outrider.async_llm import EngineError, ParamsError, RequestError
 from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")
+Made = TypeVar("Made")
 compact = json.JSONEncoder(separators=(",", ":")).encode
 quoted = json.encoder.encode_basestring_ascii  # a text alone, at a third of the time
 DONE = b"data: [DONE]\n\n"
+# Of the request being served, once its body is read: says when the client leaves. None: nobody does.
+CLIENT: ContextVar[Receive | None] = ContextVar("where the client's messages come from", default=None)
 LAST_SECONDS = 1.0  # for a client to take the error that ends its stream
 
 
@@ -137,6 +141,23 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, "the request failed while it ran; the server's log says why")
     log.error("a request failed", exc_info=error)
     return ApiError(500, INTERNAL)
+
+
+async def while_client_waits(work: Awaitable[Made]) -> Made:
+    """Do what may wait for long before there is a response. It is cancelled when the client leaves."""
+    receive = CLIENT.get()
+    if receive is None:
+        return await work
+    own, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({own, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not own.done():
+            raise ApiError(408, "the client has left")
+        return own.result()
+    finally:
+        for task in (own, gone):
+            task.cancel()
+        await asyncio.wait({own, gone})
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import httpx
 import pydantic
 import pytest
 
@@ -377,3 +378,23 @@ def test_a_client_whose_forms_wait_is_told_to_come_again(served: Served, monkeyp
     monkeypatch.setattr("outrider.engine.grammar.turns.MOST_WAITING", 0)
     answer = served.post("/v1/completions", prompt="x", max_tokens=2, structured_outputs={"regex": "[x-z]{1,77}"})
     assert answer.status_code == 429 and "try again later" in answer.text and answer.headers["Retry-After"]
+
+
+def test_a_client_that_leaves_gives_up_its_turn_at_the_compiler() -> None:
+    def start_here() -> AsyncLLM:
+        llms.append(start())
+        return llms[-1]
+
+    llms: list[AsyncLLM] = []
+    with serving(start_here) as served:
+        grammars = llms[0].engine.checks.grammars
+        assert grammars is not None
+        turns = grammars._trial._turns
+        with turns.turn(""):  # another request's grammar takes long
+            for stream in (False, True):
+                with pytest.raises(httpx.ReadTimeout):
+                    served.http.post("/v1/completions", timeout=0.5, json={
+                        "prompt": "x", "max_tokens": 1, "stream": stream, "structured_outputs": {"regex": "a{3,9}"}})
+                served.wait_for(lambda: not turns._waiting)
+        answer = served.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"regex": "a{3,9}"})
+        assert answer.status_code == 200
