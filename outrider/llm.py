@@ -112,7 +112,8 @@ class LLM(Front):
         the roles query and document."""
         first, second = _as_list(data_1), _as_list(data_2)
         if len(first) not in (1, len(second)):
-            raise ValueError(f"{len(first)} texts to compare with {len(second)}: give one, or as many")
+            raise ValueError(f"{len(first)} texts to compare with {len(second)}: data_1 must have one text, or as "
+                             "many as data_2")
         checks = self.engine.checks
         if checks.classes is not None:
             pairs = checks.join_pairs(first, second, chat_template)

@@ -162,7 +162,8 @@ class Checkpoints:
         return [c for c in own.in_state(HANDED_OUT) if c.is_kept and progress.before < c.boundary <= least]
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
-        """Returns checkpoints of ended rows with accepted drafts to fold, for the batch that is being made."""
+        """Return the checkpoints of ended requests that still lack accepted drafts. The batch that is being made folds
+        these drafts into the saved states."""
         folds = self._in_state(FOLDING)
         for checkpoint in folds:
             checkpoint.last_step = step

@@ -49,8 +49,8 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """How many of a state's pages are free, or could be dropped with its checkpoint, and could no longer until the
-        batch that restores the state is made."""
+        """How many of these pages restoring the state would newly hold. Pages that another request restores are held
+        already; the others cannot be given out until the batch that restores the state is made."""
         restoring = set(self.held())
         return sum(page not in restoring for page in pages)
 

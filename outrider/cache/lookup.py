@@ -24,7 +24,7 @@ NO_PROMISES: Horizon = 0
 class PrefixLookup:
     def __init__(self, layout: CacheLayout, pool: PagePool, checkpoints: Checkpoints, promises: Promises, *,
                  has_lookahead: bool) -> None:
-        """has_lookahead: whether a drafter fills slots of its own."""
+        """has_lookahead: whether a drafter fills slots before a step. Requests of one step then share no new pages."""
         self.pool, self.checkpoints, self.promises = pool, checkpoints, promises
         self._kind = layout.recurrent
         # Pages are written, layer by layer, before they are read, so that requests of one step can share them. A state,

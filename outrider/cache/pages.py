@@ -107,7 +107,8 @@ class PagePool:
         self._key[page] = key
 
     def forget_cached(self) -> bool:
-        """Make the pages that are cached and not held blank. Returns whether no page can be found any more."""
+        """Turn every cached page that no request holds into a blank page. Returns whether the prefix cache is now
+        empty; pages of running requests stay in it."""
         forgotten = [self._forget(page) for page in self._cached]
         for page in self._cached:
             self._add_blank(page)

@@ -73,7 +73,7 @@ class Promises:
     # Looking
 
     def find_page(self, key: PageKey, before: int) -> int | None:
-        """The page promised under a key by a step before `before`."""
+        """The page that a step earlier than `before` has promised to fill for this key; None if there is none."""
         promise = self._of_page.get(key)
         return promise.pages[key] if promise is not None and promise.step < before else None
 

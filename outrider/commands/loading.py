@@ -89,7 +89,7 @@ class OnRanks:
 
     @cached_property
     def outline(self) -> Model:
-        """The model without memory, for its sizes and its dtype."""
+        """The model on the meta device, without memory for weights: used for its sizes and its dtype."""
         from outrider.models.registry import build_model
         from outrider.runner.device import pick_dtype
 

@@ -83,7 +83,7 @@ def _table(args: argparse.Namespace) -> CostTable:
     if args.acceptance is not None:
         table = replace(table, acceptance=tuple(_numbers("--acceptance", args.acceptance, most=1)))
     if args.ranks > MOST_RANKS:
-        raise UsageError(f"--ranks: {args.ranks} is more than one machine links ({MOST_RANKS})")
+        raise UsageError(f"--ranks must be at most {MOST_RANKS}, the devices of one machine; got {args.ranks}")
     table = replace(table, host=replace(table.host, start=table.host.start + args.front_ms * 1e-3))
     return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
 

@@ -1,17 +1,12 @@
-"""ProposalChoice: which of several drafters' proposals each request gets, by the drafts that it will probably accept.
+"""ProposalChoice: for each request, chooses the proposal of which most drafts will probably be accepted.
 
-Every proposal is graded, also those that were not checked: the tokens that a step yields are the true ones, so the
-leading drafts that equal them would have been accepted. A drafter that is right more often for a request is taken for
-it within a few steps, and no step is spent on trying the others. All of it happens on the device, by row.
+Every drafter proposes for every request. Each proposal is graded by the tokens that the next step yields, also if
+another proposal was checked: its leading drafts that equal these tokens would have been accepted. A request's grades
+give each drafter a rate of accepted drafts, and the rate gives the number that is expected of a proposal. The largest
+number wins; of equal ones the drafter that comes first in the list. A new request begins with equal rates.
 
-Every drafter proposes for every request, and each proposal is graded by the tokens that the next step yields, also if
-it
-was not the one that was checked: the leading drafts that equal these tokens would have been accepted. From its rate
-for a
-request follows how many of a drafter's drafts will probably be accepted; the most wins, the first in the list among
-equals
-(`drafters/choice.py`). All of it happens on the device, so that steps stay captured. A new request begins with equal
-rates.
+So a drafter that is right more often for a request is chosen within a few steps, and no step is spent on trying the
+others. All of it happens on the device, by row, so that steps stay captured.
 """
 
 from __future__ import annotations
@@ -53,7 +48,7 @@ class _Grades:
         self.counts.index_copy_(0, rows, torch.where(run_len > 0, 0, counts))
 
     def expected(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """[requests] drafts of a proposal of so many that will probably be accepted."""
+        """[requests] expected number of accepted drafts, for a proposal of `counts` drafts in each row."""
         rate = (self.right[rows] + PRIOR_WEIGHT * PRIOR_RATE) / (self.tried[rows] + PRIOR_WEIGHT)
         rate = rate.clamp_max(MOST_RATE)
         return rate * (1 - rate ** counts.clamp_min(0)) / (1 - rate)

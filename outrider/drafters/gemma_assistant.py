@@ -1,7 +1,8 @@
 """A Gemma 4 assistant as drafter: it reads the target's own keys and values and keeps nothing of its own.
 
-All drafts of a step are guessed from one place: the query follows the last computed token and sees that token's
-context. Implementations differ only in its rope position, which is the same for all drafts:
+The assistant has query-only layers, each of which reads the keys and values of one of the target's groups. All drafts
+of a step are guessed from one place: the query follows the last computed token and sees that token's context.
+Implementations differ only in its rope position, which is the same for all drafts:
 
     computed tokens   0 .. n-1      have keys and values, in both groups
     last known token  n             gives the embedding; it has no keys and values yet
@@ -10,17 +11,11 @@ context. Implementations differ only in its rope position, which is the same for
 
 So one view serves every draft, nothing is written, no prompt is computed, and a step without drafts leaves no gap.
 
-The assistant has query-only layers that read the target's keys and values, each in its own group. It keeps nothing
-itself: it computes no prompt, writes no slot, and uses the same position for all drafts of a step. Public
-implementations differ in that position. `"assistant_position": "sampled"` (the default) uses the position of the last
-sampled token, as transformers does; `"computed"` uses that of the last computed token. The tests train a small pair
-with
-the first rule; its mean run at 3 drafts is 3.88 with the first rule and 1.01 with the other, so a checkpoint must be
-run
-as it was trained. Published checkpoints have not been measured here. The drafts of transformers also depend on history:
-right after a prompt or a fully accepted draft its assistant sees one more sliding key. Here the assistant always sees
-the
-window of the last computed token.
+`assistant_position` chooses between the two; `"sampled"` is the default. A checkpoint must be run as it was trained:
+the tests train a small pair with the first rule, whose mean run at 3 drafts is 3.88 with that rule and 1.01 with the
+other. Published checkpoints have not been measured here. The drafts of transformers also depend on history: right
+after a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the window of
+the last computed token.
 """
 
 from __future__ import annotations

@@ -2,38 +2,33 @@
 
 **A step fails** (any exception while it is queued, runs or is read). Batches carry a *generation*. In the worker
 (`runner/generations.py`) a failed step takes along all later ones of its generation: they raise `StepCancelled` and
-touch
-nothing. The host waits for them, and the scheduler recovers (`Scheduler.recover`): every request that has a row gives
-it
-up and is computed again from its settled tokens, in a new generation. Before the first batch of that generation the
-device forgets all rows (`DeviceStep.reset`). What is forgotten: rows, drafts, windows, checkpoints in the making, folds
-and every page that only unsettled steps wrote. What stays: tokens that went out, and pages and checkpoints that
-settled results had published. Independently, a row's page table is null until the last part of its admission, so a
-row that is half admitted reaches no pages.
+touch nothing. The host waits for them, and the scheduler recovers (`Scheduler.recover`): every request that has a row
+gives it up and is computed again from its settled tokens, in a new generation. Before the first batch of that
+generation the device forgets all rows (`DeviceStep.reset`). What is forgotten: rows, drafts, windows, checkpoints in
+the making, folds and every page that only unsettled steps wrote. What stays: tokens that went out, and pages and
+checkpoints that settled results had published. Independently, a row's page table is null until the last part of its
+admission, so a row that is half admitted reaches no pages.
 
 **Who is blamed** (`sched/faults.py`). The requests of a failed step are computed again together, once. If that fails
 too, they are tried in halves, then in halves of halves, while all others wait; the request that fails twice alone ends
 with the error, and its mates go on. A step that is only too large passes in halves. A request has passed when it has
 come further than the failed step would have brought it.
 
-**A drafter fails** (it raises, or returns something else than drafts): no step fails, and no request ends. The drafter
-loses its drafts of that step, and after 3 faults it is switched off (`core/drafter_faults.py`;
-drafters.md lists the kinds of faults). Wrong values, which the device finds,
-travel to the host in two columns of the step's counts; `StepResult.drafter_faults` brings all faults to `EngineStats`.
-Once every drafter is off, `Scheduler.update` replaces the choice of counts by `FixedDrafts(0)` (`sched/drafts.py`).
-Captured
-steps may still run the drafter; `store_drafts` then reads on the device that the drafter is off, and drops its drafts.
-A drafter that writes to the rows' own tensors is the one case that fails the step: every request is admitted anew, as
-after any failed step.
+**A drafter fails** (it raises, or returns something else than drafts): no step fails, and no request ends. The
+drafter loses its drafts of that step, and after 3 faults it is switched off (`core/drafter_faults.py`; drafters.md
+lists the kinds of faults). Wrong values, which the device finds, travel to the host in two columns of the step's
+counts; `StepResult.drafter_faults` brings all faults to `EngineStats`. Once every drafter is off, `Scheduler.update`
+replaces the choice of counts by `FixedDrafts(0)` (`sched/drafts.py`). Captured steps may still run the drafter;
+`store_drafts` then reads on the device that the drafter is off, and drops its drafts. A drafter that writes to the
+rows' own tensors is the one case that fails the step: every request is admitted anew, as after any failed step.
 
-**A device is lost** (it answers no synchronize: `_explained` in `runner/graphs/cuda_runner.py`; or the worker's process
-ended, or one of several ranks hangs or failed alone: `WorkerProcess._end` in `engine/worker_process.py`): all
-requests are answered with `WorkerDied`, or
-`EngineError` in `AsyncLLM`, and so are later calls to that engine. An engine never gets a new worker. The server starts
-a new engine: `EngineHost._watch` (`server/engine_host.py`) looks every second whether the engine and its worker live,
-and has a worker killed (`kill_worker`, `commands/serve_engine.py`) whose steps have stalled for twice `stall_timeout`;
-`_restart` loads again, at most `max_restarts` times in ten minutes, then the server has failed. Requests meanwhile get
-503.
+**A device is lost** (it answers no synchronize: `_explained` in `runner/graphs/cuda_runner.py`; or the worker's
+process ended, or one of several ranks hangs or failed alone: `WorkerProcess._end` in `engine/worker_process.py`): all
+requests are answered with `WorkerDied`, or `EngineError` in `AsyncLLM`, and so are later calls to that engine. An
+engine never gets a new worker. The server starts a new engine: `EngineHost._watch` (`server/engine_host.py`) looks
+every second whether the engine and its worker live, and has a worker killed (`kill_worker`,
+`commands/serve_engine.py`) whose steps have stalled for twice `stall_timeout`; `_restart` loads again, at most
+`max_restarts` times in ten minutes, then the server has failed. Requests meanwhile get 503.
 
 **A request is refused** with nothing changed: everything that can be refused is made before anything is queued, for
 all prompts of a call (`Engine.add`).
@@ -43,15 +38,15 @@ caller that finds only the first knows that a call was interrupted, and resets t
 scheduler, an empty cache, the next generation); requests of other callers go on from the outputs that they have. The
 reset may be interrupted too, and begins again. Callers in several threads take turns.
 
-**A process is forked**: the worker and all threads stay in the parent. Calls in the child raise `EngineError`, and what
-it closes stays open in the parent.
+**A process is forked**: the worker and all threads stay in the parent. Calls in the child raise `EngineError`, and
+what it closes stays open in the parent.
 
 **Activations are not finite**: the request ends, and what its last step computed is not published. A bad token must
 fail every token that may see it, and no other token, even if the bad token was a rejected draft:
 
 - Attention: the cache write gives the bad token keys of NaN and values of 0 (`contain_non_finite` in
-  `kernels/reference.py`); the codec of another cache type has a mark of its own. The Triton kernels that write keys and
-  values do the same, head by head (`kernels/triton/cache_write.py`).
+  `kernels/reference.py`); the codec of another cache type has a mark of its own. The Triton kernels that write keys
+  and values do the same, head by head (`kernels/triton/cache_write.py`).
 - Recurrent layers: a scan gives NaN to the bad token, to the tokens after it and to the state, and to no token before
   it, as computing token by token would (`kernels/recurrent.py`). The Triton kernels compute a chunk that has a bad
   token again, token by token.

@@ -55,7 +55,7 @@ class Detokenizer:
         return self._decoder.num_waiting
 
     def own_text(self, token_id: int) -> str:
-        """The text of a token in the middle of a text."""
+        """The text that this token alone adds in the middle of a longer text. Changes no state."""
         token = self._written(token_id)
         return "" if token is None else self._decoder.own_text(token)
 

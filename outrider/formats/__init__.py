@@ -3,68 +3,58 @@
 A format is one file. It is built empty from a layer's declaration, and only it reads the weight's tensors.
 
 A layer *declares* its weight (`formats/declared.py`): sizes, the matrices of the checkpoint that it consists of
-(segments), dtype, device. Nothing is allocated then. The source tells from the files' headers how each matrix is stored
-(`ModelSource.stored_format`), by the name that the files have for it (`loader.stored_formats`); `declare_formats` looks
-the kind up in the table of formats, and the layer's format is built from the declaration, empty, when it is first asked
-for. Only what the format stores is allocated:
+(segments), dtype, device. Nothing is allocated then. The source tells from the files' headers how each matrix is
+stored (`ModelSource.stored_format`), by the name that the files have for it (`loader.stored_formats`);
+`declare_formats` looks the kind up in the table of formats, and the layer's format is built from the declaration,
+empty, when it is first asked for. Only what the format stores is allocated:
 
     Linear(in, out) --declares--> LinearDeclaration --+--> LinearFormat (dense, GGUF bits, codes with scales, yours)
     stored_format("model.layers.0.mlp.up_proj") ------+        |
                                                           slots by the checkpoint's tensor names
     source.read() --> StoredWeight: bits with scales ------> copied into the slots, or dequantised into a dense one
 
-If no format is registered for the kind, or it does not serve the dtype, the device or the mix of segments, the layer is
-dense and the stored weight is dequantised while it is loaded, tensor by tensor. Every tensor must find its slot and
-every slot its tensor. One line of the log says what is kept in which form and what was expanded (`weights: 4096 MiB in
-fp8 rows, 512 MiB in bfloat16; expanded to bfloat16: 12 of IQ2_XS`); `outrider env MODEL` shows its first half.
+If no format is registered for the kind, or it does not serve the dtype, the device or the mix of segments, the layer
+is dense and the stored weight is dequantised while it is loaded, tensor by tensor. Every tensor must find its slot
+and every slot its tensor. One line of the log says what is kept in which form and what was expanded (`weights: 4096
+MiB in fp8 rows, 512 MiB in bfloat16; expanded to bfloat16: 12 of IQ2_XS`); `outrider env MODEL` shows its first half.
 
 Quantised safetensors files (fp8, compressed-tensors, GPTQ, AWQ, ModelOpt) have one form in memory,
-`kernels.scaled.Scaled`: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an output, perhaps zero
-points. A `Quantization` reads a `quantization_config` strictly and brings its files' tensors into this form, matrix by
-matrix (`models/sources/scaled_weights.py`); scales of a whole matrix or of blocks are spread over the outputs, so that
-matrices with different scales can lie in one weight. `ScaledLinear` and `ScaledExperts` keep the form;
-`ops.scaled_linear` and `ops.scaled_experts` multiply with it. `prepare` lets `ops.arrange_codes` put the codes in place
-into the order in which the device's products read them (tiles of int4 and int8 on Hopper cards); `restore_order`
-undoes that
-before weights are updated. A norm rounds its result for the products that read it, if these are all that do
-(`RMSNorm.round_for`): the codes stay with the tensor (`kernels/triton/rounding.py`), and a launch is saved. On a GPU
-fp8 weights are multiplied with token rows rounded to fp8 where the files ask for it, by a scale of each token row,
-never of a batch; elsewhere token rows are not rounded, nor in linear layers of fewer than 2^22 numbers, where that
-costs
-quality and gains no time. Many token rows are multiplied as bf16 numbers of the same
-codes, so that the number of rows changes a result only by the rounding of these numbers and by the order of additions;
-exact mode has one kernel for all. Tensor cores of Hopper cards add fp8 products with fewer bits than float32 has, so
-kernels add up their sums in float32 after every 128 inputs. With `quantization="fp8"` or `"int4"` linear layers and
-experts of unquantised files are brought into the form when their tensors are read (`WeightSlot.quantize`), so the
-numbers of one matrix at most are in memory, and loading takes less than the file's numbers. Fp8 has a scale for every
-output. Int4 has a bfloat16 scale for every 128 inputs (64 or 32 where 128 do not divide them); linear layers of fewer
-than 2^24 numbers have one for every 32, with an offset, and those of fewer than 2^20 are int8 with a scale for every
-32,
-since their bytes count little and small models are sensitive. Experts are many, whatever their size.
-No text is needed: each group tries several ranges and fits scale and offset to the codes by least squares
-(`kernels.scaled.to_int4_groups`). Heads that are tied to the embedding stay numbers.
+`kernels.scaled.Scaled`: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an output, perhaps
+zero points. A `Quantization` reads a `quantization_config` strictly and brings its files' tensors into this form,
+matrix by matrix (`models/sources/scaled_weights.py`); scales of a whole matrix or of blocks are spread over the
+outputs, so that matrices with different scales can lie in one weight. `ScaledLinear` and `ScaledExperts` keep the
+form; `ops.scaled_linear` and `ops.scaled_experts` multiply with it. `prepare` lets `ops.arrange_codes` put the codes
+in place into the order in which the device's products read them (tiles of int4 and int8 on Hopper cards);
+`restore_order` undoes that before weights are updated. A norm rounds its result for the products that read it, if
+these are all that do (`RMSNorm.round_for`): the codes stay with the tensor (`kernels/triton/rounding.py`), and a
+launch is saved. On a GPU fp8 weights are multiplied with token rows rounded to fp8 where the files ask for it, by a
+scale of each token row, never of a batch; elsewhere token rows are not rounded, nor in linear layers of fewer than
+2^22 numbers, where that costs quality and gains no time. Many token rows are multiplied as bf16 numbers of the same
+codes, so that the number of rows changes a result only by the rounding of these numbers and by the order of
+additions; exact mode has one kernel for all. Tensor cores of Hopper cards add fp8 products with fewer bits than
+float32 has, so kernels add up their sums in float32 after every 128 inputs. With `quantization="fp8"` or `"int4"`
+linear layers and experts of unquantised files are brought into the form when their tensors are read
+(`WeightSlot.quantize`), so the numbers of one matrix at most are in memory, and loading takes less than the file's
+numbers. Fp8 has a scale for every output. Int4 has a bfloat16 scale for every 128 inputs (64 or 32 where 128 do not
+divide them); linear layers of fewer than 2^24 numbers have one for every 32, with an offset, and those of fewer than
+2^20 are int8 with a scale for every 32, since their bytes count little and small models are sensitive. Experts are
+many, whatever their size. No text is needed: each group tries several ranges and fits scale and offset to the codes
+by least squares (`kernels.scaled.to_int4_groups`). Heads that are tied to the embedding stay numbers.
 
 On a CPU a float32 model multiplies with codes by native code (`kernels/scaled_on_host.py`). Fp8 is read where it
-lies, with
-the bits of a product with its numbers in float32: one token row takes about as long, in a quarter of the memory.
-Integers
-and 4-bit floats in groups of whole blocks of 32 inputs are copied into the packed forms of GGUF's kinds, with zero
-points
-too, and obey `activation_bits`; 4-bit floats in groups of 16 are copied as fp8 (no copies with `packed_weights=False`).
-Experts likewise, one product for each. All other codes become float32 numbers anew in every product, which saves memory
-and costs time.
-`keep_quantized=False` reads such files as numbers.
+lies, with the bits of a product with its numbers in float32: one token row takes about as long, in a quarter of the
+memory. Integers and 4-bit floats in groups of whole blocks of 32 inputs are copied into the packed forms of GGUF's
+kinds, with zero points too, and obey `activation_bits`; 4-bit floats in groups of 16 are copied as fp8 (no copies
+with `packed_weights=False`). Experts likewise, one product for each. All other codes become float32 numbers anew in
+every product, which saves memory and costs time. `keep_quantized=False` reads such files as numbers.
 
 A float32 model on a CPU keeps GGUF's blocks in a packed form of their own (`GgufLinear`, `GgufExperts`). A bfloat16
-model
-on a GPU brings them into the form of codes with scales while they are read (`WeightSlot.recode`,
+model on a GPU brings them into the form of codes with scales while they are read (`WeightSlot.recode`,
 `kernels/gguf_codes.py`): Q4_0, Q4_1, Q4_K, Q3_K and Q2_K as int4, MXFP4 as 4-bit floats, all others as int8, with a
-bfloat16
-scale, and an offset where a kind has least values, for every 32 or 16 inputs. So Q4_K takes 5 bits of a weight where
-the
-file has 4.5, and Q6_K 9 where it has 6.6. A layer whose matrices are of several kinds (queries and keys in Q4_K,
-values in
-Q6_K) is a `StackedLinear`. Input features in another order than the model's (Qwen3.5) are expanded on a GPU.
+bfloat16 scale, and an offset where a kind has least values, for every 32 or 16 inputs. So Q4_K takes 5 bits of a
+weight where the file has 4.5, and Q6_K 9 where it has 6.6. A layer whose matrices are of several kinds (queries and
+keys in Q4_K, values in Q6_K) is a `StackedLinear`. Input features in another order than the model's (Qwen3.5) are
+expanded on a GPU.
 
 A slot knows the shape of the checkpoint's tensor and the part of it that this rank holds (`TensorShard`). A linear
 layer is sharded by output features, each segment by itself (`OutputShard`), or by input features (`InputShard`), with
@@ -96,9 +86,8 @@ rank.
   not divide; as their blocks
 
 `check_ranks` (`layers/base.py`) refuses sizes that do not divide, by the key of the config and with the numbers of
-ranks
-that would do. Weights in groups of inputs that a rank would split (`formats/registry.py`) are refused as well. The
-buffers of a group on GPUs stay where they are while weights sleep.
+ranks that would do. Weights in groups of inputs that a rank would split (`formats/registry.py`) are refused as well.
+The buffers of a group on GPUs stay where they are while weights sleep.
 """
 
 import warnings

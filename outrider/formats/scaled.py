@@ -312,7 +312,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors with names that end that of a joint matrix."""
+    """The tensors named as suffixes of a joint matrix's name: without the leading `weight`."""
     return [held._replace(name=held.name.removeprefix("weight")) for held in tensors]
 
 

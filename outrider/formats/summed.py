@@ -150,7 +150,7 @@ class SummedExperts(ExpertsFormat):
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
     ) -> torch.Tensor:
-        """added, biases: this rank's part of what is added."""
+        """`added` and `biases` are this rank's parts, so that the sum over ranks adds each of them once."""
         return self._reduce(self._inner.mix(x, routed, activation, added, biases))
 
 

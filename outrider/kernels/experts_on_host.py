@@ -84,7 +84,7 @@ def _mix(product: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor
 
 
 def _activated(projected: Tensor, activation: str, biases: moe.ExpertBiases | None, expert: int) -> Tensor:
-    """The activation of one expert's first projection, which is changed."""
+    """Apply biases and the activation to one expert's first projection. Changes `projected` in place."""
     if biases is not None:
         projected += biases.gate_up[expert]
     is_gated = activation in moe.GATED or moe.silu_limit(activation) is not None

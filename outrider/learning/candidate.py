@@ -133,7 +133,8 @@ class Candidate:
 
     def _logits(self, network: Eagle3Network, padded: PaddedTexts,
                 rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """For each pass the logits [rows, draft vocabulary] after the tokens with these indexes."""
+        """Yields the logits [rows, draft vocabulary] of each pass. `rows`: for each pass, the tokens after which logits
+        are wanted, as indexes into the flattened texts."""
         slots = TextSlots.from_lengths(padded.lengths, padded.tokens.shape[1])
         with torch.no_grad():
             embeds, output = self._served.embeds(padded.tokens), self._served.output

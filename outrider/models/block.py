@@ -95,7 +95,8 @@ class BlockHead(FileHead):
     # Context
 
     def context_states(self, hidden: Hidden) -> torch.Tensor:
-        """[tokens, hidden] what is kept of each token of the target's forward."""
+        """The input of the drafter's keys and values [tokens, hidden]: the target's auxiliary states, projected and
+        normed."""
         return self.hidden_norm(self.fc(torch.cat(hidden.aux_states, dim=-1), hidden.context))
 
     def write_context(self, states: torch.Tensor, context: StepContext) -> None:

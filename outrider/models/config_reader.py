@@ -93,7 +93,7 @@ class ConfigReader:
         return self.values.get(key)
 
     def passes_over(self, *keys: str) -> None:
-        """Keys that mean nothing in this config, because of the values of others."""
+        """Count these keys as read, because the values of other keys make them meaningless in this config."""
         self._reads.keys.update(keys)
 
     def refusal(self, key: str, why: str) -> ConfigError:

@@ -81,7 +81,7 @@ class HYV4(DeepseekV32):
         config = _with_defaults(config)
         self.num_streams = config.get("hc_mult", int, 4, least=2)
         if self.num_streams & (self.num_streams - 1):
-            raise config.refusal("hc_mult", "it must be a power of two, by which kernels divide a token row")
+            raise config.refusal("hc_mult", "it must be a power of two, because the kernels divide a token row by it")
         limit = config.get("swiglu_limit", float, 10.0)
         self.expert_activation = limited_silu(limit) if limit > 0 else None
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)

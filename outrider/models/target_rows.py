@@ -1,31 +1,22 @@
 """Outputs of heads that are made of the target's: TargetRows, for heads with a reduced vocabulary, and RoundedOutput,
 the whole output in 8 bits.
 
-A draft that is not quite the likeliest token can be rejected and never changes the text, so both may be rounded.
+A wrong draft is rejected and never changes the text, so both may be rounded.
 
 A head without an output of its own, as MTP modules and EAGLE-1 heads are, makes the logits of its drafts with the
-target's
-output. In a model with a large vocabulary and few active parameters much of a draft's time is the reading of that
-matrix.
-So on a GPU such a head draws drafts from a copy of the output in 8 bits, with a scale for every 32 inputs
-(`RoundedOutput` in
-`models/target_rows.py`): the reading takes half the time, and a draft that rounding makes wrong is rejected like any
-other. With
-SmolLM2's output the likeliest token is the same at 99.5% of 1,210 places of prompts; in fp8 with a scale for each
-token it would
-be at 90%, with 4 bits at 85%. With a copy in fp8, which has 6% fewer bytes, Qwen4-Exp with MTP was 3.1 and 1.2%
-faster with 1
-and 8 requests, in one run; with 256, which do not use the copy, it was 1.9% faster too, so that this is about what
-chance makes.
-The copy of integers has not been timed on a card.
+target's output. In a model with a large vocabulary and few active parameters much of a draft's time is the reading of
+that matrix. So on a GPU such a head draws drafts from a copy of the output in 8 bits, with a scale for every 32
+inputs (`RoundedOutput` in `models/target_rows.py`): the reading takes half the time, and a draft that rounding makes
+wrong is rejected like any other. With SmolLM2's output the likeliest token is the same at 99.5% of 1,210 places of
+prompts; in fp8 with a scale for each token it would be at 90%, with 4 bits at 85%. With a copy in fp8, which has 6%
+fewer bytes, Qwen4-Exp with MTP was 3.1 and 1.2% faster with 1 and 8 requests, in one run; with 256, which do not use
+the copy, it was 1.9% faster too, so that this is about what chance makes. The copy of integers has not been timed on
+a card.
 
 A copy is made of outputs of 2^26 numbers or more (smaller ones are read in 30 us as they are). It serves up to 64
-token rows,
-follows `update_weights`, and takes a byte for each number of the output: 0.5 GB for a vocabulary of 248,320 tokens
-and a hidden
-size of 2,048. `keep_quantized=False` leaves it out; with several ranks, with an output that is quantised already, and
-with
-`adapt_drafter` there is none.
+token rows, follows `update_weights`, and takes a byte for each number of the output: 0.5 GB for a vocabulary of
+248,320 tokens and a hidden size of 2,048. `keep_quantized=False` leaves it out; with several ranks, with an output
+that is quantised already, and with `adapt_drafter` there is none.
 """
 
 from __future__ import annotations

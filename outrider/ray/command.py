@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     engine, config, names = settings_of(args)
     for name in ("uds", "ssl_certfile", "root_path"):
         if getattr(config, name):
-            raise ValueError(f"--ray: Ray's proxies listen, and know no --{name.replace('_', '-')}")
+            raise ValueError(f"--ray: leave out --{name.replace('_', '-')}: Ray's proxies listen, not this server")
     check_files(engine, chat_template(config.chat_template))
     address = os.environ.get("RAY_ADDRESS")
     if address is not None:

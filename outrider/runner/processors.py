@@ -1,22 +1,15 @@
-"""ProcessorRows: the logits processors of an engine, and the requests of every row as these processors see them.
+"""ProcessorRows: runs an engine's logits processors over the logit rows of a step.
 
-The one place where logit rows are handed to an operator's code. A step's rows go through a processor position by
-position: first the logits behind the known tokens of every request, then those behind its first draft, and so on. The
-list of outputs that a processor keeps holds exactly the tokens before that position. A request whose list held a draft
-that was rejected is added to the batch anew in its next step.
+An operator's `LogitsProcessor` classes (`core/logits_processors.py`, vLLM's interface) get their logits only here,
+between the stages of the torch sampler: no kernel samples then, and no step is captured. A processor sees a batch of
+requests with the outputs of each in a list. A step shows it one position after the other: first the logits behind the
+known tokens of every request, then the list grows by the first draft and the logits behind that draft follow, and so
+on. So the list always holds exactly the tokens before the position. At the end the lists are cut back to known
+tokens.
 
-An operator's `LogitsProcessor` classes (`core/logits_processors.py`, vLLM's interface) see every logit row through
-`runner/processors.py`, between the stages of the torch sampler: no kernel samples then, and no step is captured. A
-processor
-sees a batch of requests with the outputs of each in a list. A step shows it one position after the other: the logits
-behind
-the known tokens, then the list grows by the first draft, and so on. At the end the lists are cut back to known
-tokens. If a
-draft that a processor has seen is rejected, the request is added to the batch anew in its next step, as after a
-preemption,
-so a state that the processor built on that draft is dropped. If a processor raises, each request is tried alone with
-a fresh
-instance; only those that raise end.
+If a draft that a processor has seen is rejected, the request is added to the batch anew in its next step, as after a
+preemption, so that a state that the processor built on that draft is dropped. If a processor raises, each request is
+tried alone with a fresh instance; only those that raise end.
 """
 
 from __future__ import annotations

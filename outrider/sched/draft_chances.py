@@ -6,21 +6,17 @@ If levels say nothing (a drafter that is wrong about itself), all levels have th
 is left: each request's own acceptance.
 
 A drafter with a network gives each draft a probability. The kernel that draws the draft keeps it as a level from 1 to
-15
-(`core/draft_confidence.py`), and the scheduler counts how often drafts of each level are accepted, over all requests,
-with a factor for the place in the chain and one for each request (`sched/draft_chances.py`). The chance of a draft is
-the
-product of these rates up to it. If a drafter is wrong about itself, all levels have the same rate, and what is left is
-each request's own acceptance.
+15 (`core/draft_confidence.py`), and the scheduler counts how often drafts of each level are accepted, over all
+requests, with a factor for the place in the chain and one for each request (`sched/draft_chances.py`). The chance of
+a draft is the product of these rates up to it. If a drafter is wrong about itself, all levels have the same rate, and
+what is left is each request's own acceptance.
 
 - On a CPU the scheduler knows the drafts that wait. It checks a draft if the tokens that it is expected to add would
-  take
-  longer to get without it.
-- On a GPU the scheduler runs ahead of the drafts. It chooses the token rows of the step, and the device shares them out
-  among the drafts, likeliest first, before the batch is laid out (`share_drafts` in `kernels/step.py`); all ranks
-  compute
-  the same in whole numbers. That is done from 9 requests on, if it is expected to gain 2% over counts by acceptance, in
-  steps without prompts and without grammars.
+  take longer to get without it.
+- On a GPU the scheduler runs ahead of the drafts. It chooses the token rows of the step, and the device shares them
+  out among the drafts, likeliest first, before the batch is laid out (`share_drafts` in `kernels/step.py`); all ranks
+  compute the same in whole numbers. That is done from 9 requests on, if it is expected to gain 2% over counts by
+  acceptance, in steps without prompts and without grammars.
 - A user's drafter may say it too (`Drafts.levels`). A lookup says nothing.
 
 Which drafts are checked cannot change the text: at every place the one sampler picks the token from its logits and its
@@ -30,8 +26,7 @@ improbable, and drawing from the target instead, would favour the drafter's like
 
 The head knows itself: of drafts with level 1, 5, 10 and 15 it has 7%, 42%, 71% and 98% right. At a temperature the
 probability at temperature 1 of the drawn token says more than that of the likeliest token, or than either at the
-request's
-temperature.
+request's temperature.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """DraftSources: whether a request's next drafts come from the host drafter or from the drafters on the device.
 
-Both are judged by the drafts that were accepted of theirs, for the request and for all requests. Every guess of the
-host is graded by the tokens that settle after it, also where it was not sent; drafts of the device where they were
+The host drafter looks up suffixes. Its guess replaces the device's drafts of a request if more of it will probably be
+accepted. Both are judged by acceptance so far, for the request and for all requests. Every guess of the host is
+graded by the tokens that settle after it, also if it was not sent; drafts of the device are graded where they were
 checked. A guess that follows a longer match is right more often, so guesses are judged by the length of their match.
-
-Suffixes are found on the host, which compares in the same way (`sched/draft_sources.py`): its guess replaces the
-device's
-drafts of a request if more of it will probably be accepted. Guesses are judged by the length of the match they
-follow, for
-the request and for all requests; drafts of the device by what was accepted of them.
 """
 
 from __future__ import annotations

@@ -1,27 +1,17 @@
-"""When drafts are tried that have not paid so far: what is never tried is never seen to pay.
+"""Decides when to try drafts although they have not paid so far: without tries, a change would never be seen.
 
-A drafter with a network that rests misses what is written meanwhile, and its first drafts after that are wrong whatever
-the text is: of those that smollm2's head would have right, 2% are right when it wakes, a third 4 to 8 tokens later, two
-thirds after 16 to 24 and 80% after 24 to 40. So a request tries drafts from its prompt on, or all requests try some
-after the drafter has read along for a while. Tries may cost a small share of the time.
+A drafter with a network rests while no draft pays, and steps without drafts record no hidden states for it. It misses
+what is written meanwhile, so its first drafts in the middle of a text are nearly always wrong. Of the drafts that
+`smollm2`'s first head would have right, 2% are right when it wakes, a third 4 to 8 tokens later, two thirds after 16
+to 24 tokens and 80% after 24 to 40.
 
-A drafter that runs a network rests while no draft pays, on a CPU and on a GPU: steps without drafts record no hidden
-states
-for it. It then misses what is written, and is hardly ever right when it wakes in the middle of a text: of the drafts
-that
-`smollm2`'s first head would have right, 2% are right at once, a third 4 to 8 tokens later, two thirds after 16 to 24
-and 80% after 24 to
-40. So it is tried in two ways (`sched/draft_tries.py`). New requests try one draft a step for eight steps, from their
-    prompts
-on. And in long answers it reads along for 32 steps before all requests try some. Together, tries may cost 1% of the
-time,
+So drafts are tried in two ways. A new request tries one draft a step for eight steps, from its prompt on. In long
+answers the drafter reads along for 32 steps before all requests try some. Together, tries may cost 1% of the time,
 counted by the measured costs less what accepted drafts save: the nearer drafts are to paying, the more are tried.
-Requests that
-start wake the drafter at once if drafts are expected to pay by what requests show lately. A request goes on drafting
-as long
-as that is no slower than without, by its own acceptance, which counts as much as that of all others after 16 drafts,
-and
-sooner if it is unlike theirs.
+
+Requests that start wake the drafter at once if requests lately accepted enough drafts to pay. A request goes on
+drafting as long as that is no slower than decoding without drafts. This is judged by its own acceptance, which after
+16 drafts counts as much as that of all others, and sooner if it is unlike theirs.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class _Response:
 
 
 def _input_item(item: Item) -> Json:
-    """An item as input_items shows it: with an id, and with parts instead of a text."""
+    """An item in the form that `GET .../input_items` returns: it has an id, and a plain text is a list of one part."""
     prefix = {"message": "msg", "reasoning": "rs"}.get(item.type, "fc")
     given = {"id": new_id(prefix), "status": "completed"} | item.model_dump(exclude_none=True)
     if isinstance(item, InputMessage) and isinstance(item.content, str):

@@ -183,7 +183,8 @@ class Service:
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
-        """One request for each prompt. `names`: names in the engine's messages, each with the body's own."""
+        """Make one request for each prompt, or raise ApiError. `names`: pairs of a name in the engine's error messages
+        and the field of the body that it came from."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]

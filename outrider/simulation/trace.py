@@ -220,6 +220,6 @@ class RecordedLoad:
             return TracedRequest(float(given.get("arrival") or 0.0), length, given["output_tokens"], number, shared,
                                  None if ids is None else tuple(ids))
         except KeyError as error:
-            raise ValueError(f"{place} is no request: {error.args[0]} is missing. {NEEDED}") from None
+            raise ValueError(f"{place} is not a valid request: {error.args[0]} is missing. {NEEDED}") from None
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is no request: {error}. {NEEDED}") from None
+            raise ValueError(f"{place} is not a valid request: {error}. {NEEDED}") from None

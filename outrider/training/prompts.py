@@ -56,7 +56,7 @@ def _items(path: Path) -> Iterable[tuple[str, Any]]:
     if path.suffix == ".json":
         items = _json(str(path), text)
         if not isinstance(items, list):
-            raise ValueError(f"{path} must hold a list")
+            raise ValueError(f"{path} must hold a list of prompts, in square brackets")
         return [(f"{path}, item {i}", item) for i, item in enumerate(items, start=1)]
     lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
     return [(place, _json(place, line)) for place, line in lines] if path.suffix == ".jsonl" else lines

@@ -49,7 +49,7 @@ class CollectedLaunch:
             driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     def pickled(self) -> bytes | None:
-        """For a fork; None if it could not find the kernel or the arguments there."""
+        """The launch as bytes for a forked process; None if that process could not find the kernel or the arguments."""
         name = (self.function.fn.__module__, self.function.__name__)
         with suppress(Exception):
             if _find(*name) is self.function:

@@ -58,7 +58,7 @@ class Exchange:
 
 @triton.jit
 def _places_of(address, part, FLAG_BYTES: tl.constexpr):
-    """A pointer to a rank's chunks, of which the compiler knows that it is aligned."""
+    """Pointer to the chunks of a rank, marked as aligned to 256 bytes for the compiler."""
     return tl.multiple_of((tl.load(address) + FLAG_BYTES).to(part.dtype), 256)
 
 

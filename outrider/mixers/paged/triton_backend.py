@@ -170,10 +170,10 @@ class TritonBackend(Backend):
                     may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def _decode_bound(self, lens: Sequence[int]) -> int:
-        """The bound of the decode kernel's queries for these token counts: one of the two that captured steps have.
+        """The `max_query` of the decode kernel for requests with these token counts: at most 1, or the most it serves.
 
-        The kernel's tile follows from the bound, so any other bound could be a kernel that start-up has not compiled:
-        a step with prompts and fewer drafts than the most once waited 1.5 s for one."""
+        Captured steps use only these two values. The kernel's tile size depends on the value, so another one could
+        need a kernel that start-up has not compiled: a step that mixed prompts with few drafts once waited 1.5 s."""
         most = max((n for n in lens if n <= self._max_query), default=0)
         return most if most <= 1 else self._max_query
 

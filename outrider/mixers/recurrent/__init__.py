@@ -1,10 +1,10 @@
 """Layers that keep a state per row: Mamba-2, gated delta and KDA.
 
-A Mamba-2, gated-delta or KDA layer (a gated delta rule in which every key channel decays by itself) keeps one state per
-row, megabytes of float32, which is never a page and never copied; a short convolution (LFM2, the n-gram embeddings of
-Qwen4-Exp) keeps its last inputs alone. A step reads it once and writes it once, for any number of drafts
-(`mixers/recurrent/torch_backend.py` is the specification; `recurrent_inputs`, `mamba2`, `mamba2_scan`, `gated_delta`,
-`gated_delta_prepare`, `gated_delta_scan` and `short_conv` in `kernels/triton` do the same on a GPU):
+A Mamba-2, gated-delta or KDA layer (a gated delta rule in which every key channel decays by itself) keeps one state
+per row, megabytes of float32, which is never a page and never copied; a short convolution (LFM2, the n-gram
+embeddings of Qwen4-Exp) keeps its last inputs alone. A step reads it once and writes it once, for any number of
+drafts (`mixers/recurrent/torch_backend.py` is the specification; `recurrent_inputs`, `mamba2`, `mamba2_scan`,
+`gated_delta`, `gated_delta_prepare`, `gated_delta_scan` and `short_conv` in `kernels/triton` do the same on a GPU):
 
     row's state   | accepted drafts of the last step | known tokens | drafts of this step
     covers        | folded from the row's window     | applied      | run, not stored: their inputs are the new window
@@ -21,10 +21,8 @@ A rejected draft was never in the state, so there is nothing to undo. For prefix
 The step reports the checkpoints it wrote, and only those are published (`cache/checkpoints.py`). A checkpoint that a
 step writes for certain is promised, so that a request can begin from it in the next step. On a GPU the kernel that
 holds the state writes it to those pages. Checkpoints are evicted like other pages. A model whose layers are all
-recurrent
-has one group without layers: its pages keep nothing of their tokens (`cache/kinds/marker.py`), and prefixes are
-counted and
-shared by them as in other models.
+recurrent has one group without layers: its pages keep nothing of their tokens (`cache/kinds/marker.py`), and prefixes
+are counted and shared by them as in other models.
 """
 
 from outrider.kernels.recurrent import CheckpointTargets

@@ -150,7 +150,8 @@ class _Recorder:
         name, num_tokens = self._name, NUM_TOKENS
         others = [key for key, value in options.items() if key not in KNOWN_OPTIONS and value is not None]
         if others:
-            raise Unservable(f"{name} gives its attention {', '.join(others)}, which the engine does not know")
+            raise Unservable(f"{name} passes {', '.join(others)} to its attention function, which the engine does not "
+                             "support")
         if any(call.name == name for call in self._calls):
             raise Unservable(f"{name} attends twice for one token, and a layer here has one cache")
         for part, tensor in (("queries", q), ("keys", k), ("values", v)):

@@ -83,7 +83,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _quantization_beside(path: Path) -> dict[str, Any]:
-    """The section of the config that some tools write into a file of its own."""
+    """The `quantization_config` that GPTQ and ModelOpt tools may write into a separate file; {} if there is none."""
     gptq, modelopt = path.with_name("quantize_config.json"), path.with_name("hf_quant_config.json")
     if gptq.is_file():
         return {KEY: {"quant_method": "gptq"} | _read_json(gptq)}

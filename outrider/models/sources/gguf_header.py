@@ -172,7 +172,8 @@ def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int,
     try:
         kind = TensorKind(raw_kind)
     except ValueError:
-        raise SourceError(f"{path}: tensor {shown(name)} has the unknown type {raw_kind}") from None
+        raise SourceError(f"{path}: tensor {shown(name)} has the unknown type {raw_kind}; the file is damaged, or "
+                          "newer than this reader") from None
     num_elements = 1
     for extent in shape:
         num_elements *= extent

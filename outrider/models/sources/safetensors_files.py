@@ -53,8 +53,9 @@ def _joined(
     beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
     if not name.endswith(quantization.suffix) or not beside:
         if tensor.dtype in FP8_DTYPES and not name.endswith(quantization.beside):
-            raise WeightError(f"{name} holds {tensor.dtype} numbers, and {matrix}{quantization.beside[0]} with their "
-                              f"scales is missing: the files are not complete, or their {KEY} is that of others")
+            raise WeightError(f"{name} holds {tensor.dtype} numbers, but the tensor of their scales, "
+                              f"{matrix}{quantization.beside[0]}, is missing: fetch the files again, or correct their "
+                              f"{KEY}")
         return name, tensor
     tensors = MatrixTensors(matrix, {quantization.suffix: tensor})
     for end, other in beside.items():

@@ -254,9 +254,9 @@ def coded_tiles_kernel(
     HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
     BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
 ):
-    """Programs: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: columns of a scale, 128 at
-    most. IS_SPLIT: there are several of these. BYTES: codes, scales and shifts of one step. A gate has two blocks and
-    no splits."""
+    """Program axes: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: columns that share a
+    scale, at most 128. IS_SPLIT: the inner dimension has more than one split. BYTES: size of the codes, scales and
+    shifts that one step fetches. With a GATE there are two blocks and one split."""
     release_dependents(PDL)
     TILES: gl.constexpr = 2 if CODE == _INT8 else 1
     ALL: gl.constexpr = STAGES * WARP_GROUPS * BLOCKS
