@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels import native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
+from outrider.kernels.cpu.packed import PackedMatrix
+from outrider.kernels.cpu.products import PACKED_FOR_ROWS, make_product
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.native.packed import PackedMatrix
-from outrider.kernels.native.products import PACKED_FOR_ROWS, make_product
 from outrider.kernels.quantized import ACTIVATION_BITS, empty_rows
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 30, 576, 1536, 9, 3, 64, 49152

@@ -17,7 +17,7 @@ from kernel_harness import (
 )
 
 from outrider.kernels import triton as kernels
-from outrider.kernels.triton import decode_attention, matvec, thin_linear
+from outrider.kernels.gpu import decode_attention, matvec, thin_linear
 
 VARIANTS = (False, True)  # programmatic dependent launch
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.triton import compiling_ahead, finish_compiling
+from outrider.kernels.gpu import compiling_ahead, finish_compiling
 
 BANDWIDTH = 4.4e12  # bytes per second, a plain read of device memory
 COLD_BYTES = 256 << 20  # rotate over at least so many bytes: the cache holds about 60 MB

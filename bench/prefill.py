@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernel_harness import graph_us
 
 from outrider.kernels import reference
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig
-from outrider.kernels.triton.prefill import (
+from outrider.kernels.gpu.hopper import CONFIGS, HopperConfig
+from outrider.kernels.gpu.prefill import (
     device_query_tiles,
     prefill_attention,
     prefill_config,

@@ -22,18 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets
 
-from outrider.kernels.recurrent import CheckpointTargets
-from outrider.kernels.triton.gated_delta import ChunkConfig, delta_config, delta_steps
-from outrider.kernels.triton.gated_delta_prepare import PrepareConfig
-from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
-from outrider.kernels.triton.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs
-from outrider.kernels.triton.recurrent_step import (
+from outrider.kernels.gpu.gated_delta import ChunkConfig, delta_config, delta_steps
+from outrider.kernels.gpu.gated_delta_prepare import PrepareConfig
+from outrider.kernels.gpu.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs
+from outrider.kernels.gpu.recurrent_step import (
     LayerTensors,
     StepConfig,
     StepInputs,
     StepTensors,
 )
-from outrider.kernels.triton.save_tails import save_tails
+from outrider.kernels.gpu.save_tails import save_tails
+from outrider.kernels.recurrent import CheckpointTargets
 
 CONV_WIDTH = 4
 PAGE_ELEMENTS = 16 * 2 * 2 * 128 * 6  # a page of 16 tokens, 2 heads of keys and values, 6 layers

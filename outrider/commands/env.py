@@ -77,7 +77,7 @@ def _listed_cpu_name() -> str:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    from outrider.kernels.native.build import describe
+    from outrider.kernels.cpu.build import describe
 
     rows = [("native kernels", describe()), ("torch threads", str(torch.get_num_threads())),
             ("torch CUDA", str(torch.version.cuda or "not built in"))]

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 
 from outrider.drafters.base import Drafts, Step
+from outrider.kernels.cpu.draft_chain import ChainInputs, ChainWeights, DraftChain
 from outrider.kernels.drafting import CommittedRequests, DrafterCacheState, DraftingRows
-from outrider.kernels.native.draft_chain import ChainInputs, ChainWeights, DraftChain
 from outrider.layers import Linear
 from outrider.layers.mlp import ACTIVATIONS
 from outrider.mixers import PagedLayer

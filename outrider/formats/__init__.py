@@ -26,7 +26,7 @@ outputs, so that matrices with different scales can lie in one weight. `ScaledLi
 form; `ops.scaled_linear` and `ops.scaled_experts` multiply with it. `prepare` lets `ops.arrange_codes` put the codes
 in place into the order in which the device's products read them (tiles of int4 and int8 on Hopper cards);
 `restore_order` undoes that before weights are updated. A norm rounds its result for the products that read it, if
-these are all that do (`RMSNorm.round_for`): the codes stay with the tensor (`kernels/triton/rounding.py`), and a
+these are all that do (`RMSNorm.round_for`): the codes stay with the tensor (`kernels/gpu/rounding.py`), and a
 launch is saved. On a GPU fp8 weights are multiplied with token rows rounded to fp8 where the files ask for it, by a
 scale of each token row, never of a batch; elsewhere token rows are not rounded, nor in linear layers of fewer than
 2^22 numbers, where that costs quality and gains no time. Many token rows are multiplied as bf16 numbers of the same

@@ -15,7 +15,7 @@ from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTen
 from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
 from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
-from outrider.kernels.native.products import CpuProduct
+from outrider.kernels.cpu.products import CpuProduct
 
 
 class ProductOps(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from outrider.formats.declared import InputShard, LinearDeclaration, Segment, StoredFormat, StoredTensor
 from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
 from outrider.formats.slots import WeightSlot, join_names
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.quantized import (
     ACTIVATION_BITS,

@@ -10,7 +10,8 @@ from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTe
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.gguf import keeps_blocks, packed_slot
 from outrider.formats.slots import WeightSlot, join_names
-from outrider.kernels import moe, native
+from outrider.kernels import cpu as native
+from outrider.kernels import moe
 from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import ACTIVATION_BITS, empty_rows, rounding_error
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from outrider.formats.weight_format import MatrixFormat
-from outrider.kernels import native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
 
 
 class NativeProduct(NamedTuple):

@@ -17,7 +17,8 @@ from outrider.formats.declared import ExpertsDeclaration, InputShard, LinearDecl
 from outrider.formats.experts import ExpertsFormat
 from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
 from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
-from outrider.kernels import moe, native, ops, scaled
+from outrider.kernels import cpu as native
+from outrider.kernels import moe, ops, scaled
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import ACTIVATION_BITS, kept_bits_are_fast, rounding_error

@@ -21,7 +21,7 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
     them, and `finish_compiling` for all. Does nothing on devices whose kernels are not compiled at run time."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
-    ahead: AbstractContextManager[None] = import_module("outrider.kernels.triton").compiling_ahead()
+    ahead: AbstractContextManager[None] = import_module("outrider.kernels.gpu").compiling_ahead()
     return ahead
 
 
@@ -30,24 +30,24 @@ def postponing(device: torch.device) -> AbstractContextManager[None]:
     others, and `finish_compiling` does not wait for them."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
-    postponed: AbstractContextManager[None] = import_module("outrider.kernels.triton").postponing()
+    postponed: AbstractContextManager[None] = import_module("outrider.kernels.gpu").postponing()
     return postponed
 
 
 def has_postponed(device: torch.device) -> bool:
     """Whether kernels that were postponed are not there yet. A launch of one of them waits for it."""
-    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").has_postponed())
+    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").has_postponed())
 
 
 def finish_compiling(device: torch.device) -> None:
     """Wait until all kernels that `precompiling` has met and that are not postponed are compiled and loaded."""
     if device.type == "cuda" and has_triton():
-        import_module("outrider.kernels.triton").finish_compiling(postponed=False)
+        import_module("outrider.kernels.gpu").finish_compiling(postponed=False)
 
 
 def is_compiling(device: torch.device) -> bool:
     """Whether other processes are busy with kernels that `precompiling` has met."""
-    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.triton").is_compiling())
+    return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").is_compiling())
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from outrider.kernels import moe, native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import moe, ops
 from outrider.kernels.ops import exact
 from outrider.kernels.scaled import Scaled
 

@@ -2,7 +2,7 @@
 
 A weight is scale * (code - offset) + least, where the codes of some kinds number the entries of a table. In kinds whose
 blocks have 256 weights a block's scale is multiplied with an integer for every 32 or 16 of them, and so is `least`.
-Plain torch operations: they define what the bits mean, and `native/packed_blocks.c` reads the same out of them.
+Plain torch operations: they define what the bits mean, and `cpu/packed_blocks.c` reads the same out of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Unpacked(NamedTuple):
 class GgufKind:
     block: int  # weights of a block
     block_bytes: int
-    form: int  # in which native/packed.c keeps it
+    form: int  # in which cpu/packed.c keeps it
     halves: tuple[int, ...]  # bytes of a block at which numbers in float16 begin
     unpack: Callable[[Tensor], Unpacked]  # blocks uint8 [rows, blocks, block_bytes] -> parts
     offset: int = 0

@@ -1,7 +1,7 @@
 """Weights in the bits of a GGUF file: as the file has them, and packed for products on the CPU.
 
 A weight stands for the float32 numbers that dequantising gives. Packed weights stand for the same numbers in about as
-many bytes (`native/packed.c`). Knows GGUF's kinds, not its files.
+many bytes (`cpu/packed.c`). Knows GGUF's kinds, not its files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.kernels.buffers import empty_weight
+from outrider.kernels.cpu.measured import remembered
+from outrider.kernels.cpu.packed import PackedMatrix, PackedRows, packed_shape
 from outrider.kernels.gguf_kinds import GROUP, KINDS
-from outrider.kernels.native.measured import remembered
-from outrider.kernels.native.packed import PackedMatrix, PackedRows, packed_shape
 
 EXPONENT_BITS = 0x7C00  # exponent of a float16; with all bits set it is an infinity or NaN
 DUMMY_SCALE = 2.0**-14  # of random weights

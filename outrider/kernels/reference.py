@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.kernels.sampling_keys import CountTable
 
 if TYPE_CHECKING:
-    from outrider.kernels.native.products import CpuProduct
+    from outrider.kernels.cpu.products import CpuProduct
 
 # Most gathered key elements at a time; bounds the memory of attention over long page tables.
 MAX_GATHERED = 1 << 24

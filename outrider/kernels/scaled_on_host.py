@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.kernels.gguf_kinds import GROUP, Unpacked
 from outrider.kernels.quantized import empty_rows, kept_bits_are_fast
 from outrider.kernels.scaled import E2M1, FP4, FP8, INT4, INT8, Scaled
@@ -47,7 +47,7 @@ def host_weight(weight: Scaled, bias: Tensor | None, allow_copy: bool, activatio
 
 
 def packed_rows(weight: Scaled) -> native.PackedRows | None:
-    """A weight of integers or 4-bit floats, whose groups are whole blocks of 32 inputs, in a form of native/packed.c;
+    """A weight of integers or 4-bit floats, whose groups are whole blocks of 32 inputs, in a form of cpu/packed.c;
     None for all others."""
     outputs, inputs = weight.shape
     kind = PACKED_KINDS.get((weight.code, weight.shifts is not None))

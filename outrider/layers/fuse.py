@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.kernels.adapter_tables import TargetRange
-from outrider.kernels.native import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
+from outrider.kernels.cpu import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
 from outrider.layers.context import AuxRecord, RowAdapters, StepContext

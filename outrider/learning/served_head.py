@@ -13,7 +13,7 @@ from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.combined import CombinedDrafter
 from outrider.formats import DenseLinear, WeightSlot
-from outrider.kernels.native.products import fits_bfloat16
+from outrider.kernels.cpu.products import fits_bfloat16
 from outrider.layers.fuse import prepare
 from outrider.learning.eagle3_network import LAYER, HeadForm
 from outrider.learning.named_layers import wide

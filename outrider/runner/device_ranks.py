@@ -1,7 +1,7 @@
 """DeviceRanks: ranks whose GPUs can read each other's memory. A sum or a gather is one launch, which can be captured.
 
 A GPU's memory is made known to the processes of other ranks by CUDA's IPC handles; what is done with it says
-kernels/triton/rank_exchange.py.
+kernels/gpu/rank_exchange.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
-from outrider.kernels.triton.rank_exchange import (
+from outrider.kernels.gpu.rank_exchange import (
     BUFFER_BYTES,
     PROGRAMS,
     Exchange,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from outrider.config import EngineConfig
-from outrider.kernels import native, ops
-from outrider.kernels.native.checks import takes_heads
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
+from outrider.kernels.cpu.checks import takes_heads
 from outrider.mixers import AttentionLayer
 from outrider.mixers.paged.codecs import codec_of
 from outrider.models.base import Model

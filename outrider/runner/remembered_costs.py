@@ -17,8 +17,8 @@ import torch
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.costs import DraftCost, StepCosts
-from outrider.kernels import native
-from outrider.kernels.native.measured import recall, remember
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu.measured import recall, remember
 from outrider.runner.graphs.costs import measure_costs, step_seconds
 from outrider.runner.step import DeviceStep
 

@@ -12,7 +12,8 @@ import torch
 from outrider.config import QUANTIZATIONS, EngineConfig
 from outrider.formats.ranks import RankGroup
 from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
-from outrider.kernels import compiling, native
+from outrider.kernels import compiling
+from outrider.kernels import cpu as native
 from outrider.kernels.ops.operation import FP8_CAPABILITY
 from outrider.kernels.scaled import INT4
 from outrider.layers.base import find_modules

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from outrider.core.params import MAX_LOGPROBS_ALL
-from outrider.kernels.native.checks import is_index, is_matrix
-from outrider.kernels.native.sampling import Report, Text, pack_rows, sample_rows
+from outrider.kernels.cpu.checks import is_index, is_matrix
+from outrider.kernels.cpu.sampling import Report, Text, pack_rows, sample_rows
 from outrider.kernels.reported_logprobs import ReportedLogprobs
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import LogprobRows, many_logprob_rows

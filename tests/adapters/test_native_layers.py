@@ -14,7 +14,7 @@ import torch
 from outrider.adapters.store import AdapterStore, with_adapters
 from outrider.core import Limits
 from outrider.core.step_messages import AdapterPlacement
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers import RowAdapters, StepContext
 from outrider.layers.context import LinearLayer
 from outrider.layers.fuse import prepare

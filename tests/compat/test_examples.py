@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from outrider.core.draft_confidence import levels_of
 from outrider.drafters.autoregressive import AutoregressiveDrafter
 from outrider.drafters.base import Drafts, Step
 from outrider.drafters.native_chain import NativeChain
-from outrider.kernels import native
-from outrider.kernels.native import draft_chain
-from outrider.kernels.native.draft_chain import ChainWeights, DraftChain
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu import draft_chain
+from outrider.kernels.cpu.draft_chain import ChainWeights, DraftChain
 from outrider.kernels.quantized import QuantizedRows
 from outrider.models.eagle import Eagle3Head
 from tests.drafters.checkpoints import DRAFT_VOCAB, HIDDEN, LAYER, eagle3_shapes, random_tensors, write

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench import exact as bench
-from outrider.kernels import native
-from outrider.kernels.native.products import CpuProduct
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu.products import CpuProduct
 from tests.engine.harness import save_folder
 from tests.engine.test_exact_mode import FAMILIES
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from outrider.core.structured import StructuredOutputsParams
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers.fuse import use_activation_bits
 from outrider.models.base import Model
 from outrider.models.loader import load_model

@@ -26,8 +26,9 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.drafters.eagle import head_drafter
 from outrider.drafters.ngram import NgramDrafter
-from outrider.kernels import native, ops
-from outrider.kernels.native.products import CpuProduct
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
+from outrider.kernels.cpu.products import CpuProduct
 from outrider.mixers import cached
 from outrider.mixers.batch import BatchView
 from outrider.mixers.mixer import Mixer

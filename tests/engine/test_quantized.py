@@ -18,7 +18,8 @@ from outrider.config import EngineConfig
 from outrider.formats import ExpertsDeclaration, ModelSize, StoredFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.gguf_experts import GgufExperts
-from outrider.kernels import moe, native
+from outrider.kernels import cpu as native
+from outrider.kernels import moe
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.quantized import ACTIVATION_BITS, QuantizedRows
 from outrider.layers import NothingAttends, StepContext

@@ -13,7 +13,7 @@ from outrider.core.costs import StepCosts
 from outrider.core.draft_confidence import CHANCE_BITS, LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, WEIGHT_BITS
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafts, Step
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.sched.drafts import DraftCounts, DraftPlan, SharingPlan
 from outrider.sched.request import Request
 from outrider.sched.sized_drafts import SizedDrafts

@@ -24,7 +24,7 @@ from outrider.core.outputs import RequestOutput
 from outrider.engine.assembly import engine_around
 from outrider.engine.engine import EngineError
 from outrider.engine.start import start_engine
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers import Linear, find_modules
 from outrider.runner import storages
 from outrider.runner.commands import WakeReport

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM
 from outrider.formats import WeightSlot
 from outrider.formats.gguf import GgufLinear
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers import Linear, find_modules
 from outrider.models.sources.model_source import WeightError
 from outrider.runner.commands import WeightsIncomplete

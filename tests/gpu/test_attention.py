@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.triton import exact_attention, exact_tiles_config, query_tiles
+from outrider.kernels.gpu import exact_attention, exact_tiles_config, query_tiles
 from tests.gpu.conftest import HAS_CARD
 from tests.kernels.test_fp8_pages import in_fp8
 from tests.kernels.test_triton_attention import Batch, assert_close, decode, make_batch, prefill

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops, scaled
+from outrider.kernels.gpu.attention_merge import prepare_counters
+from outrider.kernels.gpu.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows
+from outrider.kernels.gpu.hopper.prefill import is_hopper
+from outrider.kernels.gpu.rounding import round_rows
 from outrider.kernels.scaled import Scaled
-from outrider.kernels.triton.attention_merge import prepare_counters
-from outrider.kernels.triton.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows
-from outrider.kernels.triton.hopper.prefill import is_hopper
-from outrider.kernels.triton.rounding import round_rows
 
 FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros", "Q4_K", "Q2_K", "Q6_K", "Q8_0")
 SHORT = {"Q4_K": ("int4", 32), "Q2_K": ("int4", 16), "Q6_K": ("int8", 16), "Q8_0": ("int8", 32)}  # codes, short groups

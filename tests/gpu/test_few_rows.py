@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops, reference
-from outrider.kernels.triton.attention_merge import prepare_counters
-from outrider.kernels.triton.hopper.few_rows import (
+from outrider.kernels.gpu.attention_merge import prepare_counters
+from outrider.kernels.gpu.hopper.few_rows import (
     LARGE_RING_BYTES,
     RING_BYTES,
     few_rows_gated,
@@ -20,7 +20,7 @@ from outrider.kernels.triton.hopper.few_rows import (
     make_plan,
     padded_rows,
 )
-from outrider.kernels.triton.hopper.prefill import is_hopper
+from outrider.kernels.gpu.hopper.prefill import is_hopper
 
 # Outputs, inner dimension, outputs of a tile, splits, bytes of the ring; for all numbers of token rows.
 CASES = [(6144, 4096, 64, 1, LARGE_RING_BYTES), (4096, 14336, 64, 2, LARGE_RING_BYTES), (1000, 2048, 64, 4, RING_BYTES),

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, ops
 from outrider.kernels.fp8_cache import to_fp8
+from outrider.kernels.gpu.exact_latent import exact_dense_latent_attention
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.kernels.triton.exact_latent import exact_dense_latent_attention
 
 TOP_K, PAGE = 2048, 16
 pytestmark = [pytest.mark.gpu, pytest.mark.together("latent")]

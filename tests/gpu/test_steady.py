@@ -129,7 +129,7 @@ def mixed() -> list[list[Ask]]:
 
 
 def test_a_planted_compilation_is_noticed() -> None:
-    from outrider.kernels.triton import relu2
+    from outrider.kernels.gpu import relu2
 
     x = torch.zeros(2, 3, device=torch.device("cuda", 0), dtype=torch.float16)  # no engine here has this type
     with compiled_kernels() as names:

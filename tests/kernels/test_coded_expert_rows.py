@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, scaled
+from outrider.kernels.gpu import coded_expert_rows as module
+from outrider.kernels.gpu import scaled_experts as experts
+from outrider.kernels.gpu.coded_expert_rows import CodedRowsTile
+from outrider.kernels.gpu.launch import collecting
 from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu
 from outrider.kernels.scaled import Scaled
-from outrider.kernels.triton import coded_expert_rows as module
-from outrider.kernels.triton import scaled_experts as experts
-from outrider.kernels.triton.coded_expert_rows import CodedRowsTile
-from outrider.kernels.triton.launch import collecting
 from tests.kernels.compiled import found_without_interpreter
 from tests.kernels.test_triton_scaled_experts import FORMS, Case, assert_close, draw, make
 

@@ -16,17 +16,17 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
-from outrider.kernels.scaled import CODES, Scaled
-from outrider.kernels.triton.hopper import coded_rows
-from outrider.kernels.triton.hopper.coded_kernel import (
+from outrider.kernels.gpu.hopper import coded_rows
+from outrider.kernels.gpu.hopper.coded_kernel import (
     OF_BLOCKS,
     OF_GROUPS,
     OF_OUTPUTS,
     OF_STEPS,
     coded_rows_kernel,
 )
-from outrider.kernels.triton.launch import collecting
-from outrider.kernels.triton.scaled_linear import scaled_linear
+from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.scaled_linear import scaled_linear
+from outrider.kernels.scaled import CODES, Scaled
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for

@@ -19,12 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
+from outrider.kernels.gpu.hopper import coded_rows, coded_tiles
+from outrider.kernels.gpu.hopper.coded_tile_kernel import coded_tiles_kernel
+from outrider.kernels.gpu.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan
+from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.scaled_linear import scaled_linear
 from outrider.kernels.scaled import CODES, Scaled
-from outrider.kernels.triton.hopper import coded_rows, coded_tiles
-from outrider.kernels.triton.hopper.coded_tile_kernel import coded_tiles_kernel
-from outrider.kernels.triton.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan
-from outrider.kernels.triton.launch import collecting
-from outrider.kernels.triton.scaled_linear import scaled_linear
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 from tests.kernels.descriptors import stray_descriptors
 from tests.kernels.gluon_emulator import emulate
@@ -132,7 +132,7 @@ def test_is_chosen_between_few_and_many_token_rows(monkeypatch: pytest.MonkeyPat
         assert not coded_tiles.takes(other, weight)
     assert not coded_tiles.takes(x, make("Q4_K", 384, 512)[0].tiled(False))
     first = {operation.name: operation.kernels[0].function for operation in (ops.scaled_linear, ops.scaled_gated)}
-    assert all(str(function).startswith("outrider.kernels.triton.hopper.coded_tiles:") for function in first.values())
+    assert all(str(function).startswith("outrider.kernels.gpu.hopper.coded_tiles:") for function in first.values())
     found: list[str] = []
     with collecting(lambda function, args, options: found.append(function.__name__)):
         scaled_linear(x[:16], weight)

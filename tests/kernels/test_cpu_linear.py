@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.kernels import native
-from outrider.kernels.native import products as cpu_linear
-from outrider.kernels.native.products import make_product
+from outrider.kernels import cpu as native
+from outrider.kernels.cpu import products as cpu_linear
+from outrider.kernels.cpu.products import make_product
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 32, 33, 70]
 

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
+from outrider.kernels.gpu import exact_latent, head_products
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.kernels.triton import exact_latent, head_products
 from tests.kernels.test_triton_latent import (
     LENS,
     TOLERANCE,

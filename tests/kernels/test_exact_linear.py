@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, reference
-from outrider.kernels.triton.exact_linear import (
+from outrider.kernels.gpu.exact_linear import (
     ExactTile,
     chain_columns,
     exact_gated_linear,
@@ -16,8 +16,8 @@ from outrider.kernels.triton.exact_linear import (
     exact_linear_wide,
     exact_tile,
 )
-from outrider.kernels.triton.launch import collecting
-from outrider.kernels.triton.moe import exact_experts
+from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.moe import exact_experts
 
 TILES = [ExactTile(16, 32, 32, 4, 2), ExactTile(16, 64, 16, 4, 2, weight_first=True), ExactTile(32, 16, 64, 4, 2)]
 

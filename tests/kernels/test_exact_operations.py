@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import outrider.runner.worker  # noqa: F401  so that all packages have declared their operations
 from outrider.formats.scaled import ScaledFormat
-from outrider.kernels import moe, native, ops, scaled
+from outrider.kernels import cpu as native
+from outrider.kernels import moe, ops, scaled
 from outrider.kernels.adapter_tables import ALIGNMENT, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import ExpertTargets, HeadColumns
+from outrider.kernels.cpu.packed import PackedMatrix
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
-from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.ops import Exactness, NotExact, Operation
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
 from outrider.kernels.quantized import QuantizedRows

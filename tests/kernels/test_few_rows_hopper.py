@@ -16,15 +16,15 @@ import triton.experimental.gluon.language as gl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels.triton.hopper import few_rows
-from outrider.kernels.triton.hopper.few_rows import (
+from outrider.kernels.gpu.hopper import few_rows
+from outrider.kernels.gpu.hopper.few_rows import (
     LARGE_RING_BYTES,
     RING_BYTES,
     FewRowsPlan,
     make_plan,
     plan_few_rows,
 )
-from outrider.kernels.triton.launch import collecting
+from outrider.kernels.gpu.launch import collecting
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 import triton
 import triton.language as tl
 
-from outrider.kernels.triton.common import add_product
+from outrider.kernels.gpu.common import add_product
 from tests.kernels.compiled import found_without_interpreter
 
 

@@ -37,8 +37,8 @@ def test_states_are_loaded_before_the_inputs_are_there_and_21_programs_fit_a_mul
 
 def made_tensors() -> dict[str, Any]:
     """Arguments at the sizes of Kimi-Linear."""
+    from outrider.kernels.gpu.recurrent_step import LayerTensors, StepTensors
     from outrider.kernels.recurrent import CheckpointTargets
-    from outrider.kernels.triton.recurrent_step import LayerTensors, StepTensors
 
     size, dtype = HEADS * DIM, torch.bfloat16
     ints = torch.zeros(64, dtype=torch.int64)
@@ -59,8 +59,8 @@ def compile_decode_kernel() -> dict[str, int]:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from outrider.kernels.triton import gated_delta, launch
-    from outrider.kernels.triton.recurrent_step import StepInputs
+    from outrider.kernels.gpu import gated_delta, launch
+    from outrider.kernels.gpu.recurrent_step import StepInputs
     from tests.kernels.test_sampler_compiles import Card
 
     driver.set_active(Card())  # type: ignore[arg-type]
@@ -81,10 +81,10 @@ def compile_decode_kernel() -> dict[str, int]:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.triton import gated_norm
-    from outrider.kernels.triton.gated_delta import delta_steps
-    from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
-    from outrider.kernels.triton.short_conv import conv_steps
+    from outrider.kernels.gpu import gated_norm
+    from outrider.kernels.gpu.gated_delta import delta_steps
+    from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
+    from outrider.kernels.gpu.short_conv import conv_steps
 
     made, size = made_tensors(), HEADS * DIM
     step, layer, conv_in, gates, y = (made[name] for name in ("step", "layer", "conv_in", "gates", "y"))

@@ -18,8 +18,8 @@ import triton.experimental.gluon.language as gl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from outrider.kernels.gpu.hopper import index, index_decode, latent, latent_decode
 from outrider.kernels.latent import TokenContexts
-from outrider.kernels.triton.hopper import index, index_decode, latent, latent_decode
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 PROGRAM_BYTES, PROCESSOR_BYTES, RESERVED_BYTES = 232448, 233472, 1024  # of shared memory on a Hopper card

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native, ops, reference
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, reference
+from outrider.kernels.cpu import build as native_build
+from outrider.kernels.cpu import structures
+from outrider.kernels.cpu.build import library
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.native import build as native_build
-from outrider.kernels.native import structures
-from outrider.kernels.native.build import library
 from outrider.kernels.quantized import QuantizedRows
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.target import warn_without_native_kernels

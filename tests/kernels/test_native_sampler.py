@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from outrider.core import Limits
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
-from outrider.kernels import native, ops, reference
-from outrider.kernels.native.sampling import count_runs
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, reference
+from outrider.kernels.cpu.sampling import count_runs
 from outrider.kernels.sampling_keys import CountTable
 from outrider.sample import Sampled, StepExtras, sampler
 from outrider.sample.draw import choose_scaled, draw_tokens

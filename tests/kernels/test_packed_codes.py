@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
+from outrider.kernels.gpu.scaled_codes import E2M1_TO_SCALED_BF16
 from outrider.kernels.scaled import E2M1
-from outrider.kernels.triton.scaled_codes import E2M1_TO_SCALED_BF16
 
 
 def of_pairs(words: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.triton import attention, collected_launch
-from outrider.kernels.triton.hopper import CONFIGS, HopperConfig, takes_cache
-from outrider.kernels.triton.hopper import prefill as hopper
-from outrider.kernels.triton.prefill import PrefillConfig, choose_prefill
-from outrider.kernels.triton.windows import CHUNKED, NO_WINDOW, SLIDING
+from outrider.kernels.gpu import attention, collected_launch
+from outrider.kernels.gpu.hopper import CONFIGS, HopperConfig, takes_cache
+from outrider.kernels.gpu.hopper import prefill as hopper
+from outrider.kernels.gpu.prefill import PrefillConfig, choose_prefill
+from outrider.kernels.gpu.windows import CHUNKED, NO_WINDOW, SLIDING
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card

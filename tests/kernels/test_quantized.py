@@ -13,10 +13,11 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from outrider.kernels import native, quantized
+from outrider.kernels import cpu as native
+from outrider.kernels import quantized
+from outrider.kernels.cpu import measured
+from outrider.kernels.cpu.packed import PackedMatrix
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.native import measured
-from outrider.kernels.native.packed import PackedMatrix
 from outrider.kernels.quantized import QuantizedRows, round_activations, rounding_error
 
 ROWS = [1, 2, 3, 5, 8, 13, 64, 70, 300]

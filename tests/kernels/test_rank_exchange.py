@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 import triton.language as tl
 
-from outrider.kernels.triton import rank_exchange
-from outrider.kernels.triton.rank_exchange import (
+from outrider.kernels.gpu import rank_exchange
+from outrider.kernels.gpu.rank_exchange import (
     BUFFER_BYTES,
     CHUNK_BYTES,
     FLAG_BYTES,

@@ -57,7 +57,7 @@ def compile_sampler() -> dict[str, int]:
     from outrider.core import Limits
     from outrider.core.params import SamplingParams
     from outrider.kernels import ops
-    from outrider.kernels.triton import filtered_draw, launch
+    from outrider.kernels.gpu import filtered_draw, launch
     from outrider.sample import StepNeeds, sampler
     from tests.unit.test_sample_reference import Case, make_batch
 

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, ops, reference
-from outrider.kernels.triton.attention import decode_attention
-from outrider.kernels.triton.exact_attention import exact_attention
-from outrider.kernels.triton.prefill import prefill_attention, prefill_config, query_tiles
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, reference
+from outrider.kernels.gpu.attention import decode_attention
+from outrider.kernels.gpu.exact_attention import exact_attention
+from outrider.kernels.gpu.prefill import prefill_attention, prefill_config, query_tiles
 from tests.kernels.compiled import compiling, found_without_interpreter
 from tests.kernels.test_exact_attention import SMALL as EXACT
 from tests.kernels.test_exact_attention import SPLIT, as_tiles

@@ -25,13 +25,13 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
+    from outrider.kernels.gpu.hyper_streams import read_streams, write_streams
+    from outrider.kernels.gpu.streams import join_streams, mix_streams, stream_gates
+    from outrider.kernels.gpu.token_blocks import block_attention, write_block_keys
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
     from outrider.kernels.streams import StreamRule
     from outrider.kernels.token_blocks import TokenBlocks
-    from outrider.kernels.triton.hyper_streams import read_streams, write_streams
-    from outrider.kernels.triton.streams import join_streams, mix_streams, stream_gates
-    from outrider.kernels.triton.token_blocks import block_attention, write_block_keys
 
     ints, width = torch.zeros(TOKENS, dtype=torch.int64), STREAMS * HIDDEN
     contexts = TokenContexts(torch.zeros(2, 512, dtype=torch.int32), ints, ints, ints)

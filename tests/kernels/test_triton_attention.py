@@ -15,9 +15,9 @@ triton = pytest.importorskip("triton", reason="needs the triton package")
 import triton.language as tl
 
 from outrider.kernels import reference
-from outrider.kernels.triton import attention_splits
-from outrider.kernels.triton.attention import decode_attention
-from outrider.kernels.triton.attention_splits import (
+from outrider.kernels.gpu import attention_splits
+from outrider.kernels.gpu.attention import decode_attention
+from outrider.kernels.gpu.attention_splits import (
     MOST_SPLITS,
     DecodeConfig,
     list_splits,
@@ -25,7 +25,7 @@ from outrider.kernels.triton.attention_splits import (
     plan_launch,
     split_geometry,
 )
-from outrider.kernels.triton.prefill import (
+from outrider.kernels.gpu.prefill import (
     CountedTiles,
     PrefillChoice,
     PrefillConfig,
@@ -34,7 +34,7 @@ from outrider.kernels.triton.prefill import (
     prefill_attention,
     query_tiles,
 )
-from outrider.kernels.triton.windows import window_kind
+from outrider.kernels.gpu.windows import window_kind
 from outrider.mixers.paged.backend import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.triton_backend import TritonBackend
 

@@ -29,7 +29,8 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Step
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
-from outrider.kernels import native, ops, triton
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, triton
 from outrider.kernels.drafting import (
     AdmittedRows,
     CommittedRequests,
@@ -38,7 +39,7 @@ from outrider.kernels.drafting import (
     DraftPass,
     DraftPasses,
 )
-from outrider.kernels.triton import draft as kernels
+from outrider.kernels.gpu import draft as kernels
 from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound
 from outrider.mixers.paged.triton_backend import TritonBackend
 from tests.drafters.checkpoints import make_drafter

@@ -17,15 +17,15 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
-from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
-from outrider.kernels.triton.gated_delta import ChunkConfig, delta_steps
-from outrider.kernels.triton.gated_delta_prepare import PrepareConfig
-from outrider.kernels.triton.recurrent_step import (
+from outrider.kernels.gpu.gated_delta import ChunkConfig, delta_steps
+from outrider.kernels.gpu.gated_delta_prepare import PrepareConfig
+from outrider.kernels.gpu.recurrent_step import (
     LayerTensors,
     StepConfig,
     StepInputs,
     StepTensors,
 )
+from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages

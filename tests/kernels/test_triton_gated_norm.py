@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.triton import gated_norm, relu2
+from outrider.kernels.gpu import gated_norm, relu2
 
 NAN = float("nan")
 EPS = 1e-5

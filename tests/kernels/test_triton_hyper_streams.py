@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import streams as twins
+from outrider.kernels.gpu import hyper_streams as kernels
 from outrider.kernels.streams import StreamRule
-from outrider.kernels.triton import hyper_streams as kernels
 
 MIXING = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=20)
 PLAIN = StreamRule(4, 1e-5, 1e-6, post_factor=1.7, post_eps=1e-6)

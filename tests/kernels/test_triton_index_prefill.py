@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
+from outrider.kernels.gpu import index_prefill
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
-from outrider.kernels.triton import index_prefill
 
 TOP_K = 7
 

@@ -12,13 +12,13 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, latent_inputs
+from outrider.kernels.gpu import enter_latents, index_choice, latent_attention, latent_values
+from outrider.kernels.gpu import head_products as products_kernel
+from outrider.kernels.gpu import latent_inputs as inputs_kernel
+from outrider.kernels.gpu.index_scores import ScoreConfig
+from outrider.kernels.gpu.latent_attention import LatentConfig
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
-from outrider.kernels.triton import enter_latents, index_choice, latent_attention, latent_values
-from outrider.kernels.triton import head_products as products_kernel
-from outrider.kernels.triton import latent_inputs as inputs_kernel
-from outrider.kernels.triton.index_scores import ScoreConfig
-from outrider.kernels.triton.latent_attention import LatentConfig
 from tests.kernels.conftest import HAS_CARD
 
 PAGE = 4

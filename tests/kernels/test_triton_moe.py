@@ -12,8 +12,8 @@ from outrider.kernels.moe import RouteRule, limited_silu
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import moe, router, shared_expert
-from outrider.kernels.triton.launch import collecting
+from outrider.kernels.gpu import moe, router, shared_expert
+from outrider.kernels.gpu.launch import collecting
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2", limited_silu(0.3)]

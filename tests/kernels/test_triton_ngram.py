@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, reference
-from outrider.kernels.triton import ngram
+from outrider.kernels import cpu as native
+from outrider.kernels import reference
+from outrider.kernels.gpu import ngram
 
 FAR = 1 << 40  # in cells that nobody knows
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.triton import cache_write, rope_cache_write
+from outrider.kernels.gpu import cache_write, rope_cache_write
 from tests.kernels.test_triton_attention import Batch, decode, make_batch, prefill
 
 NAN, INF = float("nan"), float("inf")

@@ -16,8 +16,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.drafters import draw as draft_draw
 from outrider.drafters import synthetic
-from outrider.kernels import native, ops, reference, vendor_products
-from outrider.kernels.native.products import NATIVE_MAX_ROWS
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, reference, vendor_products
+from outrider.kernels.cpu.products import NATIVE_MAX_ROWS
 from outrider.kernels.ops import Kernel
 from outrider.sample import draw as sampler_draw
 from outrider.sample import sampler

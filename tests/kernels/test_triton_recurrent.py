@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch
-from outrider.kernels.triton import mamba2, recurrent_inputs
-from outrider.kernels.triton.mamba2_scan import LongRuns
+from outrider.kernels.gpu import mamba2, recurrent_inputs
+from outrider.kernels.gpu.mamba2_scan import LongRuns
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.triton import (
+from outrider.kernels.gpu import (
     add_rms_norm,
     cache_write,
     gelu_tanh_mul,

@@ -15,15 +15,14 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import scaled
-from outrider.kernels.scaled import Scaled
-from outrider.kernels.triton import scaled_linear as module
-from outrider.kernels.triton.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.triton.launch import collecting
-from outrider.kernels.triton.norm import add_rms_norm, rms_norm
-from outrider.kernels.triton.rounding import round_rows, rounded_rows
-from outrider.kernels.triton.scaled_codes import _expand_kernel as expand_kernel
-from outrider.kernels.triton.scaled_codes import expand, scaled_rows
-from outrider.kernels.triton.scaled_linear import (
+from outrider.kernels.gpu import scaled_linear as module
+from outrider.kernels.gpu.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.norm import add_rms_norm, rms_norm
+from outrider.kernels.gpu.rounding import round_rows, rounded_rows
+from outrider.kernels.gpu.scaled_codes import _expand_kernel as expand_kernel
+from outrider.kernels.gpu.scaled_codes import expand, scaled_rows
+from outrider.kernels.gpu.scaled_linear import (
     ScaledTile,
     chain_columns,
     exact_scaled_linear,
@@ -32,7 +31,8 @@ from outrider.kernels.triton.scaled_linear import (
     scaled_tile,
     scaled_wide,
 )
-from outrider.kernels.triton.scaled_linear import _scaled_kernel as scaled_kernel
+from outrider.kernels.gpu.scaled_linear import _scaled_kernel as scaled_kernel
+from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter
 
 TILES = ScaledTile(16, 16, 4, 1), ScaledTile(32, 32, 4, 1)

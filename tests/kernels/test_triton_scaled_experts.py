@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, scaled
+from outrider.kernels.gpu import scaled_experts as module
+from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.scaled_codes import expand
+from outrider.kernels.gpu.scaled_experts import scaled_experts
+from outrider.kernels.gpu.scaled_linear import ScaledTile
 from outrider.kernels.scaled import Scaled
-from outrider.kernels.triton import scaled_experts as module
-from outrider.kernels.triton.launch import collecting
-from outrider.kernels.triton.scaled_codes import expand
-from outrider.kernels.triton.scaled_experts import scaled_experts
-from outrider.kernels.triton.scaled_linear import ScaledTile
 from tests.kernels.compiled import found_without_interpreter
 
 TILES = ScaledTile(16, 64, 4, 1), ScaledTile(32, 32, 4, 1)

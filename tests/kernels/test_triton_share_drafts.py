@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.core import ScheduledBatch
 from outrider.core.draft_confidence import CHANCE_BITS, MOST_CHANCE, NUM_LEVELS, WEIGHT_BITS, DraftSharing, levels_of
 from outrider.kernels import ops
+from outrider.kernels.gpu.share_drafts import share_drafts
 from outrider.kernels.packet import StepPacket, unpack
-from outrider.kernels.triton.share_drafts import share_drafts
 from outrider.runner.batch import CapturedShape, pack_captured
 from tests.kernels.compiled import compiling, found_without_interpreter
 
@@ -158,8 +158,8 @@ def test_the_compiler_takes_the_kernels() -> None:
 def compile_kernels() -> list[str]:
     """This file runs as a program, in which Triton does not interpret."""
     from outrider.kernels.drafting import DraftSamplingKeys
+    from outrider.kernels.gpu import draft, store_drafts
     from outrider.kernels.step import NUM_COUNTS, Proposal
-    from outrider.kernels.triton import draft, store_drafts
 
     device = torch.device("cpu")
     case = Case([Member(4, 4, 0x3333, ONE)] * 20, 30, [1 << CHANCE_BITS] * 4 * NUM_LEVELS, 4)

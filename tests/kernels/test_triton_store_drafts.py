@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
 from outrider.kernels.step import FAULT, FAULT_VALUE, LEVELS, NUM_COUNTS, PROPOSED, Proposal, WrongValue
 
 VOCAB, ROWS, MOST = 10, 6, 4

@@ -10,11 +10,11 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
 from outrider.kernels import token_blocks as twins
+from outrider.kernels.gpu import index_choice
+from outrider.kernels.gpu import token_blocks as kernels
+from outrider.kernels.gpu.cache_write import cache_write
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.token_blocks import TokenBlocks
-from outrider.kernels.triton import index_choice
-from outrider.kernels.triton import token_blocks as kernels
-from outrider.kernels.triton.cache_write import cache_write
 from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread
 
 # (token rows, first visible position, length) of each request; pages have 4 tokens

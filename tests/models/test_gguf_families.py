@@ -9,7 +9,7 @@ import torch
 
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.gguf_experts import GgufExperts
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers import LatentAttention, Linear
 from outrider.layers.base import find_modules
 from outrider.layers.fuse import use_activation_bits

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from outrider.adapters import LoRARequest
 from outrider.cache.kinds import ChunkedSpec, FullSpec
 from outrider.formats.scaled import ScaledExperts
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers import Experts, Router, find_modules
 from outrider.llm import LLM
 from outrider.models.config import ConfigError

@@ -17,7 +17,8 @@ from outrider.benchmarks.roofline import Traffic
 from outrider.config import EngineConfig
 from outrider.formats import FormatChoice, InputShard, Ranks
 from outrider.formats.scaled import ScaledExperts, ScaledFormat, ScaledLinear, choose_made
-from outrider.kernels import experts_on_host, moe, native, scaled, scaled_on_host
+from outrider.kernels import cpu as native
+from outrider.kernels import experts_on_host, moe, scaled, scaled_on_host
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
 from outrider.layers.base import find_modules
 from outrider.layers.decoder import PreNormLayer

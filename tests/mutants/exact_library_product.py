@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.kernels.native import products
+from outrider.kernels.cpu import products
 
 NAME = "exact mode with library products"
 TESTS = ["tests/engine/test_exact_mode.py::test_bits_are_a_function_of_the_request[llama-chunks]"]

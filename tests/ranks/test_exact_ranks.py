@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.formats import RankGroup
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from tests.engine.harness import Rig, random_model
 from tests.engine.test_exact_mode import ASKS, FAMILIES, SETTINGS, bits_of
 from tests.ranks.pool import RankPool

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from outrider import formats
 from outrider.config import EngineConfig
 from outrider.formats import RankGroup, StoredFormat, UnsummedRanks
-from outrider.kernels import native
+from outrider.kernels import cpu as native
 from outrider.layers.base import Module
 from outrider.models.loader import declare_formats, load_dummy, load_model, load_weights
 from outrider.models.registry import build_model

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import check_token_ids, stop_ids_of
-from outrider.kernels import native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
 from outrider.sample import SamplingRows, StepExtras, StepNeeds
 from outrider.sample.draw import draw_tokens
 from outrider.sample.extras import BadWords

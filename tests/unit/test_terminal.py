@@ -24,7 +24,7 @@ from outrider.commands.chat import PromptProgress
 from outrider.commands.word_wrap import WordWrap, wrapped
 from outrider.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.engine.stats import EngineStats
-from outrider.kernels.native import build
+from outrider.kernels.cpu import build
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot: "

@@ -34,8 +34,8 @@ token rows and which weights it is the fastest:
   expert on the vector units, each pair by itself (`coded_expert_rows.py`); with many token rows for each expert,
   4-bit codes as numbers of some experts at a time in scratch memory
 
-`choose_prefill` picks the attention kernel of prompts by the card and the cache: `kernels/triton/hopper/` on Hopper
-(some warps fetch pages, groups of warps attend), `kernels/triton/prefill.py` elsewhere. Small kernels start while the
+`choose_prefill` picks the attention kernel of prompts by the card and the cache: `kernels/gpu/hopper/` on Hopper
+(some warps fetch pages, groups of warps attend), `kernels/gpu/prefill.py` elsewhere. Small kernels start while the
 kernel before them drains (programmatic dependent launch) and wait before they touch data that another kernel writes or
 reads.
 
@@ -67,9 +67,9 @@ token rows, so that a library always gets the same shape. On CUDA:
 `tests/kernels/test_exact_operations.py` walks the table and demands a proof for every row that claims to be exact;
 `tests/engine/test_exact_mode.py` compares whole engines bit for bit.
 
-**Native code and launches.** The structures that the C code takes are declared in `kernels/native/structures.py` and
+**Native code and launches.** The structures that the C code takes are declared in `kernels/cpu/structures.py` and
 compared with C's own layout when the library is loaded. Kernels that the host launches are declared with `@kernel`
-(`kernels/triton/launch.py`), so that start-up can collect launches and compile them (`precompile.py`), and so that a
+(`kernels/gpu/launch.py`), so that start-up can collect launches and compile them (`precompile.py`), and so that a
 launch like an earlier one goes to its compiled kernel without Triton's search for it (`TritonKernel._launch`;
 `argument_class` says which launches are alike).
 """

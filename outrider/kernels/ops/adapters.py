@@ -15,49 +15,49 @@ from outrider.kernels.ops.operation import (
 
 sort_slots = Operation(
     adapters.sort_slots,
-    native_kernel("outrider.kernels.native.adapters:sort_slots", takes="outrider.kernels.native.adapters:takes_sort"),
-    triton_kernel("outrider.kernels.triton.adapter_slots:sort_slots",
-                  takes="outrider.kernels.triton.adapter_slots:takes_few"),
+    native_kernel("outrider.kernels.cpu.adapters:sort_slots", takes="outrider.kernels.cpu.adapters:takes_sort"),
+    triton_kernel("outrider.kernels.gpu.adapter_slots:sort_slots",
+                  takes="outrider.kernels.gpu.adapter_slots:takes_few"),
     exact=Exactness.NO_ARITHMETIC,
 )
 reduce_adapters = Operation(
     adapters.reduce_adapters,
-    native_kernel("outrider.kernels.native.adapters:reduce_adapters", FLOAT32,
-                  "outrider.kernels.native.adapters:takes_reduce"),
+    native_kernel("outrider.kernels.cpu.adapters:reduce_adapters", FLOAT32,
+                  "outrider.kernels.cpu.adapters:takes_reduce"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:reduce_adapters"),
-    triton_kernel("outrider.kernels.triton.adapters:reduce_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters:reduce_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters = Operation(
     adapters.add_adapters,
-    native_kernel("outrider.kernels.native.adapters:add_adapters", FLOAT32,
-                  "outrider.kernels.native.adapters:takes_add"),
+    native_kernel("outrider.kernels.cpu.adapters:add_adapters", FLOAT32,
+                  "outrider.kernels.cpu.adapters:takes_add"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
-    triton_kernel("outrider.kernels.triton.adapters:add_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters:add_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters_gated = Operation(
     adapters.add_adapters_gated,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters_gated"),
-    triton_kernel("outrider.kernels.triton.adapters:add_adapters_gated", UP_TO_FLOAT32,
-                  "outrider.kernels.triton.adapters:takes_gated"),
+    triton_kernel("outrider.kernels.gpu.adapters:add_adapters_gated", UP_TO_FLOAT32,
+                  "outrider.kernels.gpu.adapters:takes_gated"),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapter_embeddings = Operation(
     adapters.add_adapter_embeddings,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapter_embeddings"),
-    triton_kernel("outrider.kernels.triton.adapters:add_adapter_embeddings", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters:add_adapter_embeddings", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_head_adapters = Operation(
     adapters.add_head_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_head_adapters"),
-    triton_kernel("outrider.kernels.triton.head_adapters:add_head_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.head_adapters:add_head_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 mix_adapted_experts = Operation(
     adapters.mix_adapted_experts,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:mix_adapted_experts"),
-    triton_kernel("outrider.kernels.triton.expert_adapters:mix_adapted_experts", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.expert_adapters:mix_adapted_experts", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )

@@ -6,7 +6,7 @@ import torch
 
 import outrider.kernels.ops.exact as exact
 from outrider.kernels import latent, latent_inputs, pooled_keys, reference, token_blocks
-from outrider.kernels.native import checks
+from outrider.kernels.cpu import checks
 from outrider.kernels.ops.operation import (
     FLOAT32,
     SIXTEEN_BITS,
@@ -22,12 +22,12 @@ from outrider.kernels.ops.operation import (
 
 rope_write = Operation(
     reference.rope_write,
-    native_kernel("outrider.kernels.native:rope_write", FLOAT32, checks.takes_rope_write),
+    native_kernel("outrider.kernels.cpu:rope_write", FLOAT32, checks.takes_rope_write),
     exact=Exactness.ROW_BY_ROW,
 )
 paged_attention = Operation(
     reference.paged_attention,
-    native_kernel("outrider.kernels.native:paged_attention", FLOAT32, checks.takes_paged_attention),
+    native_kernel("outrider.kernels.cpu:paged_attention", FLOAT32, checks.takes_paged_attention),
     exact=Exactness.ROW_BY_ROW,
 )
 
@@ -35,55 +35,55 @@ paged_attention = Operation(
 
 visible_ranges = Operation(
     latent.visible_ranges,
-    triton_kernel("outrider.kernels.triton.latent_inputs:visible_ranges"),
+    triton_kernel("outrider.kernels.gpu.latent_inputs:visible_ranges"),
     exact=Exactness.NO_ARITHMETIC,
 )
 write_latents = Operation(
     latent_inputs.write_latents,
-    triton_kernel("outrider.kernels.triton.latent_inputs:write_latents", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent_inputs:write_latents", UP_TO_FLOAT32),
     exact=exact.write_latents,
 )
 rotate_queries = Operation(
     latent_inputs.rotate_queries,
-    triton_kernel("outrider.kernels.triton.latent_inputs:rotate_queries", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent_inputs:rotate_queries", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 head_products = Operation(
     latent_inputs.head_products,
-    triton_kernel("outrider.kernels.triton.head_products:head_products", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.head_products:head_products", UP_TO_FLOAT32),
     exact=exact.head_products,
 )
 enter_latents = Operation(
     latent_inputs.enter_latents,
-    triton_kernel("outrider.kernels.triton.enter_latents:enter_latents", SIXTEEN_BITS,
-                  "outrider.kernels.triton.enter_latents:takes_few"),
+    triton_kernel("outrider.kernels.gpu.enter_latents:enter_latents", SIXTEEN_BITS,
+                  "outrider.kernels.gpu.enter_latents:takes_few"),
     exact=NotExact("it serves few token rows, and more of them are rotated and multiplied one after the other"),
 )
 choose_positions = Operation(
     latent.choose_positions,
-    triton_kernel("outrider.kernels.triton.index_prefill:choose_positions", SIXTEEN_BITS,
-                  "outrider.kernels.triton.hopper.index:takes_prompts"),
-    triton_kernel("outrider.kernels.triton.index_choice:choose_positions", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.index_prefill:choose_positions", SIXTEEN_BITS,
+                  "outrider.kernels.gpu.hopper.index:takes_prompts"),
+    triton_kernel("outrider.kernels.gpu.index_choice:choose_positions", UP_TO_FLOAT32),
     exact=exact.choose_positions,
 )
 latent_attention = Operation(
     latent.latent_attention,
-    triton_kernel("outrider.kernels.triton.hopper.latent:latent_attention", SIXTEEN_BITS,
-                  "outrider.kernels.triton.hopper.latent:takes_many_rows"),
-    triton_kernel("outrider.kernels.triton.latent_attention:latent_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.hopper.latent:latent_attention", SIXTEEN_BITS,
+                  "outrider.kernels.gpu.hopper.latent:takes_many_rows"),
+    triton_kernel("outrider.kernels.gpu.latent_attention:latent_attention", UP_TO_FLOAT32),
     exact=exact.latent_attention,
 )
 dense_latent_attention = Operation(
     latent.dense_latent_attention,
-    triton_kernel("outrider.kernels.triton.hopper.latent:dense_latent_attention", SIXTEEN_BITS,
-                  "outrider.kernels.triton.hopper.latent:takes_many_rows"),
-    triton_kernel("outrider.kernels.triton.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.hopper.latent:dense_latent_attention", SIXTEEN_BITS,
+                  "outrider.kernels.gpu.hopper.latent:takes_many_rows"),
+    triton_kernel("outrider.kernels.gpu.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
     exact=exact.dense_latent_attention,
 )
 latent_values = Operation(
     latent.latent_values,
-    triton_kernel("outrider.kernels.triton.latent_values:latent_values", SIXTEEN_BITS,
-                  "outrider.kernels.triton.latent_values:takes_few"),
+    triton_kernel("outrider.kernels.gpu.latent_values:latent_values", SIXTEEN_BITS,
+                  "outrider.kernels.gpu.latent_values:takes_few"),
     exact=NotExact("it serves few token rows, and more of them attend and are multiplied one after the other"),
 )
 
@@ -91,12 +91,12 @@ latent_values = Operation(
 
 write_block_keys = Operation(
     token_blocks.write_block_keys,
-    triton_kernel("outrider.kernels.triton.token_blocks:write_block_keys", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.token_blocks:write_block_keys", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 write_pooled_keys = Operation(
     pooled_keys.write_pooled_keys,
-    triton_kernel("outrider.kernels.triton.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
     exact=exact.write_pooled_keys,
 )
 
@@ -107,16 +107,16 @@ def _chosen_of(contexts: latent.TokenContexts, chosen: torch.Tensor, *_: object)
 
 list_blocks = Operation(
     pooled_keys.list_blocks,
-    triton_kernel("outrider.kernels.triton.pooled_keys:list_blocks"),
+    triton_kernel("outrider.kernels.gpu.pooled_keys:list_blocks"),
     subject=_chosen_of, exact=Exactness.NO_ARITHMETIC,
 )
 write_keys_values = Operation(
     token_blocks.write_keys_values,
-    triton_kernel("outrider.kernels.triton.cache_write:cache_write", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.cache_write:cache_write", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 block_attention = Operation(
     token_blocks.block_attention,
-    triton_kernel("outrider.kernels.triton.token_blocks:block_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.token_blocks:block_attention", UP_TO_FLOAT32),
     exact=exact.block_attention,
 )

@@ -11,39 +11,39 @@ from outrider.kernels.ops.operation import BFLOAT16, Exactness, Kernel, NotExact
 
 arrange_codes = Operation(
     scaled.arrange,
-    fp8_kernel("outrider.kernels.triton.hopper.coded_rows:arrange",
-               takes="outrider.kernels.triton.hopper.coded_rows:has_order"),
+    fp8_kernel("outrider.kernels.gpu.hopper.coded_rows:arrange",
+               takes="outrider.kernels.gpu.hopper.coded_rows:has_order"),
     name="arrange_codes", subject=lambda weight, dtype: weight.codes, exact=exact_arrange_codes,
 )
 scaled_linear = Operation(
     scaled.scaled_linear,
-    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_linear", BFLOAT16,
-               "outrider.kernels.triton.hopper.coded_tiles:takes"),
-    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_linear", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.hopper.coded_tiles:scaled_linear", BFLOAT16,
+               "outrider.kernels.gpu.hopper.coded_tiles:takes"),
+    fp8_kernel("outrider.kernels.gpu.scaled_linear:scaled_linear", BFLOAT16),
     exact=exact_scaled_linear,
 )
 scaled_wide = Operation(
     scaled.scaled_wide,
-    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_wide", BFLOAT16,
-               "outrider.kernels.triton.hopper.coded_tiles:takes_wide"),
-    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_wide", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.hopper.coded_tiles:scaled_wide", BFLOAT16,
+               "outrider.kernels.gpu.hopper.coded_tiles:takes_wide"),
+    fp8_kernel("outrider.kernels.gpu.scaled_linear:scaled_wide", BFLOAT16),
     exact=exact_scaled_wide,
 )
 scaled_gated = Operation(
     scaled.scaled_gated,
-    fp8_kernel("outrider.kernels.triton.hopper.coded_tiles:scaled_gated", BFLOAT16,
-               "outrider.kernels.triton.hopper.coded_tiles:takes"),
-    fp8_kernel("outrider.kernels.triton.scaled_linear:scaled_gated", BFLOAT16,
-               "outrider.kernels.triton.scaled_linear:takes_gate"),
+    fp8_kernel("outrider.kernels.gpu.hopper.coded_tiles:scaled_gated", BFLOAT16,
+               "outrider.kernels.gpu.hopper.coded_tiles:takes"),
+    fp8_kernel("outrider.kernels.gpu.scaled_linear:scaled_gated", BFLOAT16,
+               "outrider.kernels.gpu.scaled_linear:takes_gate"),
     exact=NotExact("in exact mode the product and its activation are two operations"),
 )
 scaled_rows = Operation(
-    scaled.scaled_rows, fp8_kernel("outrider.kernels.triton.scaled_codes:scaled_rows"),
+    scaled.scaled_rows, fp8_kernel("outrider.kernels.gpu.scaled_codes:scaled_rows"),
     subject=lambda weight, index, dtype: weight.codes, exact=Exactness.NO_ARITHMETIC,
 )
 scaled_experts = Operation(
     moe.scaled_experts,
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:scaled_experts"),
-    fp8_kernel("outrider.kernels.triton.scaled_experts:scaled_experts", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.scaled_experts:scaled_experts", BFLOAT16),
     exact=exact_scaled_experts,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.native.checks import takes_linear
-from outrider.kernels.native.products import NATIVE_MAX_ROWS
+from outrider.kernels.cpu.checks import takes_linear
+from outrider.kernels.cpu.products import NATIVE_MAX_ROWS
 
 
 def is_matrix(x: torch.Tensor, *_: object) -> bool:

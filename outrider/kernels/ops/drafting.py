@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels import drafting, reference
-from outrider.kernels.native import checks
+from outrider.kernels.cpu import checks
 from outrider.kernels.ops.conditions import are_two
 from outrider.kernels.ops.elements import rms_norm
 from outrider.kernels.ops.operation import UP_TO_FLOAT32, Exactness, Operation, native_kernel, triton_kernel
@@ -33,40 +33,40 @@ def _hidden_of(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, 
 
 join_embedding = Operation(
     _join_embedding,
-    triton_kernel("outrider.kernels.triton.join:join_embedding", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.join:join_embedding", UP_TO_FLOAT32),
     name="join_embedding", subject=_hidden_of, exact=Exactness.DRAFTS,
 )
 take_rows = Operation(
     reference.take_rows,
-    triton_kernel("outrider.kernels.triton.join:take_rows", UP_TO_FLOAT32, are_two),
+    triton_kernel("outrider.kernels.gpu.join:take_rows", UP_TO_FLOAT32, are_two),
     exact=Exactness.NO_ARITHMETIC,
 )
 find_ngram = Operation(
     reference.find_ngram,
-    native_kernel("outrider.kernels.native:find_ngram", takes=checks.takes_find_ngram),
-    triton_kernel("outrider.kernels.triton.ngram:find_ngram"),
+    native_kernel("outrider.kernels.cpu:find_ngram", takes=checks.takes_find_ngram),
+    triton_kernel("outrider.kernels.gpu.ngram:find_ngram"),
     exact=Exactness.NO_ARITHMETIC,
 )
 plan_draft_passes = Operation(
     drafting.plan_draft_passes,
-    native_kernel("outrider.kernels.native.draft_plan:plan_draft_passes",
-                  takes="outrider.kernels.native.draft_plan:takes_plan"),
-    triton_kernel("outrider.kernels.triton.draft:plan_draft_passes"),
+    native_kernel("outrider.kernels.cpu.draft_plan:plan_draft_passes",
+                  takes="outrider.kernels.cpu.draft_plan:takes_plan"),
+    triton_kernel("outrider.kernels.gpu.draft:plan_draft_passes"),
     subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC,
 )
 plan_block_passes = Operation(drafting.plan_block_passes,
-                              triton_kernel("outrider.kernels.triton.draft_blocks:plan_block_passes"),
+                              triton_kernel("outrider.kernels.gpu.draft_blocks:plan_block_passes"),
                               subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC)
 plan_first_slots = Operation(drafting.plan_first_slots,
-                             triton_kernel("outrider.kernels.triton.first_slots:plan_first_slots"),
+                             triton_kernel("outrider.kernels.gpu.first_slots:plan_first_slots"),
                              subject=lambda admitted, *_, **__: admitted.rows, exact=Exactness.NO_ARITHMETIC)
 plan_reading_pass = Operation(drafting.plan_reading_pass,
-                              triton_kernel("outrider.kernels.triton.draft:plan_reading_pass"),
+                              triton_kernel("outrider.kernels.gpu.draft:plan_reading_pass"),
                               subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC)
 forget_pages = Operation(
     drafting.forget_pages,
-    native_kernel("outrider.kernels.native.draft_plan:forget_pages",
-                  takes="outrider.kernels.native.draft_plan:takes_forget"),
-    triton_kernel("outrider.kernels.triton.draft:forget_pages"),
+    native_kernel("outrider.kernels.cpu.draft_plan:forget_pages",
+                  takes="outrider.kernels.cpu.draft_plan:takes_forget"),
+    triton_kernel("outrider.kernels.gpu.draft:forget_pages"),
     subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC,
 )

@@ -6,20 +6,20 @@ import torch
 
 import outrider.kernels.ops.exact as exact
 from outrider.kernels import moe, reference
-from outrider.kernels.native import checks
+from outrider.kernels.cpu import checks
 from outrider.kernels.ops.conditions import is_matrix
 from outrider.kernels.ops.operation import FLOAT32, UP_TO_FLOAT32, Exactness, Operation, native_kernel, triton_kernel
 
 rms_norm = Operation(
     reference.rms_norm,
-    native_kernel("outrider.kernels.native:rms_norm", FLOAT32, checks.takes_rms_norm),
-    triton_kernel("outrider.kernels.triton.norm:rms_norm", UP_TO_FLOAT32, is_matrix),
+    native_kernel("outrider.kernels.cpu:rms_norm", FLOAT32, checks.takes_rms_norm),
+    triton_kernel("outrider.kernels.gpu.norm:rms_norm", UP_TO_FLOAT32, is_matrix),
     exact=Exactness.ROW_BY_ROW,
 )
 add_rms_norm = Operation(
     reference.add_rms_norm,
-    native_kernel("outrider.kernels.native:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
-    triton_kernel("outrider.kernels.triton.norm:add_rms_norm", UP_TO_FLOAT32),
+    native_kernel("outrider.kernels.cpu:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
+    triton_kernel("outrider.kernels.gpu.norm:add_rms_norm", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 
@@ -34,26 +34,26 @@ def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.T
 
 norm_add_norm = Operation(
     _norm_add_norm,
-    triton_kernel("outrider.kernels.triton.norm:norm_add_norm", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.norm:norm_add_norm", UP_TO_FLOAT32),
     name="norm_add_norm", exact=Exactness.ROW_BY_ROW,
 )
 gated_norm = Operation(
-    reference.gated_norm, triton_kernel("outrider.kernels.triton.gated_norm:gated_norm", UP_TO_FLOAT32),
+    reference.gated_norm, triton_kernel("outrider.kernels.gpu.gated_norm:gated_norm", UP_TO_FLOAT32),
     exact=exact.gated_norm,
 )
 silu_mul = Operation(
     reference.silu_mul,
-    native_kernel("outrider.kernels.native:silu_mul", FLOAT32, checks.takes_gated),
-    triton_kernel("outrider.kernels.triton.activation:silu_mul", UP_TO_FLOAT32),
+    native_kernel("outrider.kernels.cpu:silu_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.gpu.activation:silu_mul", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 gelu_tanh_mul = Operation(
     reference.gelu_tanh_mul,
-    native_kernel("outrider.kernels.native:gelu_tanh_mul", FLOAT32, checks.takes_gated),
-    triton_kernel("outrider.kernels.triton.activation:gelu_tanh_mul", UP_TO_FLOAT32),
+    native_kernel("outrider.kernels.cpu:gelu_tanh_mul", FLOAT32, checks.takes_gated),
+    triton_kernel("outrider.kernels.gpu.activation:gelu_tanh_mul", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
-relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.triton.activation:relu2", UP_TO_FLOAT32),
+relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.gpu.activation:relu2", UP_TO_FLOAT32),
                   exact=Exactness.ROW_BY_ROW)
 
 
@@ -65,22 +65,22 @@ def _limited_silu_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
 
 limited_silu_mul = Operation(
     _limited_silu_mul,
-    triton_kernel("outrider.kernels.triton.activation:limited_silu_mul", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.activation:limited_silu_mul", UP_TO_FLOAT32),
     name="limited_silu_mul", exact=Exactness.ROW_BY_ROW,
 )
 sigmoid_scale = Operation(
     reference.sigmoid_scale,
-    native_kernel("outrider.kernels.native:sigmoid_scale", FLOAT32, checks.takes_elements),
+    native_kernel("outrider.kernels.cpu:sigmoid_scale", FLOAT32, checks.takes_elements),
     exact=Exactness.ROW_BY_ROW,
 )
 gelu_scale = Operation(
     reference.gelu_scale,
-    native_kernel("outrider.kernels.native:gelu_scale", FLOAT32, checks.takes_elements),
+    native_kernel("outrider.kernels.cpu:gelu_scale", FLOAT32, checks.takes_elements),
     exact=Exactness.ROW_BY_ROW,
 )
 cap_logits = Operation(
     reference.cap_logits,
-    native_kernel("outrider.kernels.native:cap_logits", FLOAT32, checks.takes_logits),
+    native_kernel("outrider.kernels.cpu:cap_logits", FLOAT32, checks.takes_logits),
     exact=Exactness.ROW_BY_ROW,
 )
 

@@ -2,8 +2,8 @@
 
     rms_norm = Operation(
         reference.rms_norm,
-        native_kernel("outrider.kernels.native:rms_norm", dtypes=FLOAT32),
-        triton_kernel("outrider.kernels.triton.norm:rms_norm", dtypes=UP_TO_FLOAT32),
+        native_kernel("outrider.kernels.cpu:rms_norm", dtypes=FLOAT32),
+        triton_kernel("outrider.kernels.gpu.norm:rms_norm", dtypes=UP_TO_FLOAT32),
     )
     normed = rms_norm(x, weight, eps)     # has the signature of the reference, also for mypy
 
@@ -46,7 +46,7 @@ def has_triton() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        import_module("outrider.kernels.triton")
+        import_module("outrider.kernels.gpu")
     except ImportError:
         return False
     return True
@@ -58,7 +58,7 @@ def has_fp8_triton() -> bool:
 
 
 def has_native() -> bool:
-    return bool(import_module("outrider.kernels.native").available())
+    return bool(import_module("outrider.kernels.cpu").available())
 
 
 class Exactness(Enum):

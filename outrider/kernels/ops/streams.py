@@ -16,28 +16,28 @@ def _streams_of(x: torch.Tensor | None, weights: torch.Tensor | None, streams: t
 
 join_streams = Operation(
     streams.join_streams,
-    triton_kernel("outrider.kernels.triton.streams:join_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.streams:join_streams", UP_TO_FLOAT32),
     subject=_streams_of, exact=Exactness.ROW_BY_ROW,
 )
 stream_gates = Operation(
     streams.stream_gates,
-    triton_kernel("outrider.kernels.triton.streams:stream_gates", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.streams:stream_gates", UP_TO_FLOAT32),
     exact=exact.stream_gates,
 )
 mix_streams = Operation(
     streams.mix_streams,
-    triton_kernel("outrider.kernels.triton.streams:mix_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.streams:mix_streams", UP_TO_FLOAT32),
     exact=exact.mix_streams,
 )
 gate_values = Operation(streams.gate_values, exact=exact.gate_values)
 add_silu = Operation(streams.add_silu, exact=exact.add_silu)
 read_streams = Operation(
     streams.read_streams,
-    triton_kernel("outrider.kernels.triton.hyper_streams:read_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.hyper_streams:read_streams", UP_TO_FLOAT32),
     exact=exact.read_streams,
 )
 write_streams = Operation(
     streams.write_streams,
-    triton_kernel("outrider.kernels.triton.hyper_streams:write_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.hyper_streams:write_streams", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )

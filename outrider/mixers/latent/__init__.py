@@ -20,7 +20,7 @@ by request. Dead and padded tokens choose no positions. If scores are equal, the
 computed for a chunk of tokens at a time, within a fixed memory budget. All shapes follow from the batch alone.
 
 On a GPU these steps are captured like all others, so kernels read lengths on the device. The table of operations
-chooses among these kernels of `kernels/triton/` by the step's shape:
+chooses among these kernels of `kernels/gpu/` by the step's shape:
 
 - norm, rotate, write: `latent_inputs.py`; `enter_latents.py` also absorbs the queries; `latent_inputs.py`
 - score the keys: `index_scores.py`, on Hopper cards `hopper/index_decode.py`; `hopper/index.py`

@@ -318,7 +318,7 @@ def _capped(softcap: float) -> Any:
 
 def _collects_launches() -> bool:
     """Whether this pass only tells which of our own kernels there are to compile."""
-    from outrider.kernels.triton.launch import is_collecting
+    from outrider.kernels.gpu.launch import is_collecting
 
     return is_collecting()
 

@@ -14,7 +14,8 @@ from types import MappingProxyType
 import torch
 
 from outrider.cache.groups import Group
-from outrider.kernels import native, ops, reference
+from outrider.kernels import cpu as native
+from outrider.kernels import ops, reference
 from outrider.mixers.batch import BatchView, KeysFrom, check_rows
 from outrider.mixers.paged.backend import (
     AttentionLayer,

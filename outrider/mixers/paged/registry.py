@@ -13,7 +13,8 @@ import torch
 
 from outrider.cache.kinds import MODEL_CACHE, CacheType
 from outrider.config import BACKENDS as SETTINGS
-from outrider.kernels import native, ops
+from outrider.kernels import cpu as native
+from outrider.kernels import ops
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.paged.codecs import FP8_NAMES
 from outrider.mixers.paged.native_backend import NativeBackend

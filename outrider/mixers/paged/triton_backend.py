@@ -17,7 +17,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import pages_for
 from outrider.core import Limits
 from outrider.kernels.buffers import to_device
-from outrider.kernels.triton import (
+from outrider.kernels.gpu import (
     PrefillChoice,
     QueryTiles,
     SplitList,
@@ -35,8 +35,8 @@ from outrider.kernels.triton import (
     query_tiles,
     rope_cache_write,
 )
-from outrider.kernels.triton.attention_sharing import SharedPages, find_shared
-from outrider.kernels.triton.hopper import HopperConfig
+from outrider.kernels.gpu.attention_sharing import SharedPages, find_shared
+from outrider.kernels.gpu.hopper import HopperConfig
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.backend import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 

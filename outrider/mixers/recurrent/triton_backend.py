@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.gpu.gated_delta import delta_steps
+from outrider.kernels.gpu.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
+from outrider.kernels.gpu.recurrent_step import LayerTensors, StepInputs, StepTensors
+from outrider.kernels.gpu.save_tails import save_tails
+from outrider.kernels.gpu.short_conv import conv_steps
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
-from outrider.kernels.triton.gated_delta import delta_steps
-from outrider.kernels.triton.mamba2 import mamba2_config, mamba2_steps
-from outrider.kernels.triton.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
-from outrider.kernels.triton.recurrent_step import LayerTensors, StepInputs, StepTensors
-from outrider.kernels.triton.save_tails import save_tails
-from outrider.kernels.triton.short_conv import conv_steps
 from outrider.mixers.recurrent.recurrent_mixer import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
 
 

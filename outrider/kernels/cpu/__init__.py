@@ -1,0 +1,65 @@
+"""Native CPU kernels: C code, built on the machine (`build.py`), behind functions of tensors.
+
+Every function means what its twin in reference.py says. Which arguments the C code takes is said in `checks.py`, and
+asked by the table of operations: the functions rely on it. Knows no models.
+"""
+
+from outrider.kernels.cpu.adapters import LayerAdapters, pack_layer_targets
+from outrider.kernels.cpu.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
+from outrider.kernels.cpu.build import available, is_switched_off, reason
+from outrider.kernels.cpu.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
+from outrider.kernels.cpu.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
+from outrider.kernels.cpu.packed import PackedMatrix, PackedRows, pack_blocks, pack_rows, packed_lanes
+from outrider.kernels.cpu.sampling import count_runs, draw_tokens, report_tokens
+from outrider.kernels.cpu.token_rows import (
+    add_rms_norm,
+    cap_logits,
+    find_ngram,
+    gelu_scale,
+    gelu_tanh_mul,
+    rms_norm,
+    sigmoid_scale,
+    silu_mul,
+)
+
+__all__ = [
+    "FLOATS",
+    "HALVES",
+    "PACKED",
+    "Attention",
+    "BoundLayer",
+    "LayerAdapters",
+    "LayerStep",
+    "LayerWeights",
+    "Matrix",
+    "PackedMatrix",
+    "PackedRows",
+    "Requests",
+    "RopeWrite",
+    "add_rms_norm",
+    "available",
+    "cap_logits",
+    "count_runs",
+    "decoder_layer",
+    "dense_matrix",
+    "fp8_matrix",
+    "draw_tokens",
+    "find_ngram",
+    "gelu_scale",
+    "gelu_tanh_mul",
+    "is_switched_off",
+    "linear",
+    "make_requests",
+    "pack_blocks",
+    "pack_rows",
+    "pack_layer_targets",
+    "packed_lanes",
+    "paged_attention",
+    "product",
+    "reason",
+    "report_tokens",
+    "rms_norm",
+    "rope_write",
+    "sigmoid_scale",
+    "silu_mul",
+]

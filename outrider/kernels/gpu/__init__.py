@@ -1,0 +1,85 @@
+"""Triton kernels: typed wrappers around what runs on a CUDA card, or under Triton's interpreter without one.
+
+Callers see tensors and host bounds, never a launch grid. Importing this needs the triton package.
+"""
+
+from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
+from outrider.kernels.gpu.attention import decode_attention
+from outrider.kernels.gpu.attention_merge import prepare_counters
+from outrider.kernels.gpu.attention_splits import SplitList, can_pack, list_splits, pays_split_list
+from outrider.kernels.gpu.cache_write import cache_write
+from outrider.kernels.gpu.draft_entry import store_drafts
+from outrider.kernels.gpu.exact_attention import exact_attention, exact_tiles_config
+from outrider.kernels.gpu.gated_delta import delta_config, delta_steps
+from outrider.kernels.gpu.gated_norm import gated_norm
+from outrider.kernels.gpu.join import join_embedding, take_rows
+from outrider.kernels.gpu.matvec import matvec
+from outrider.kernels.gpu.ngram import find_ngram
+from outrider.kernels.gpu.norm import add_rms_norm, norm_add_norm, rms_norm
+from outrider.kernels.gpu.precompile import (
+    compiling_ahead,
+    finish_compiling,
+    has_postponed,
+    is_compiling,
+    postponing,
+)
+from outrider.kernels.gpu.prefill import (
+    PrefillChoice,
+    QueryTiles,
+    choose_prefill,
+    device_query_tiles,
+    prefill_attention,
+    query_tiles,
+)
+from outrider.kernels.gpu.rope_cache import rope_cache_write
+from outrider.kernels.gpu.sampling import choose_scaled, draw_tokens, sample_logits
+from outrider.kernels.gpu.split_linear import split_linear
+from outrider.kernels.gpu.step import commit_step, prepare_step
+from outrider.kernels.gpu.thin_linear import gated_linear, thin_linear
+
+__all__ = [
+    "PrefillChoice",
+    "QueryTiles",
+    "SplitList",
+    "add_rms_norm",
+    "cache_write",
+    "can_pack",
+    "choose_prefill",
+    "choose_scaled",
+    "commit_step",
+    "compiling_ahead",
+    "decode_attention",
+    "delta_config",
+    "delta_steps",
+    "device_query_tiles",
+    "draw_tokens",
+    "exact_attention",
+    "exact_tiles_config",
+    "find_ngram",
+    "finish_compiling",
+    "gated_linear",
+    "gated_norm",
+    "gelu_tanh_mul",
+    "has_postponed",
+    "is_compiling",
+    "join_embedding",
+    "limited_silu_mul",
+    "list_splits",
+    "matvec",
+    "norm_add_norm",
+    "pays_split_list",
+    "postponing",
+    "prefill_attention",
+    "prepare_counters",
+    "prepare_step",
+    "query_tiles",
+    "relu2",
+    "rms_norm",
+    "rope_cache_write",
+    "sample_logits",
+    "silu_mul",
+    "split_linear",
+    "store_drafts",
+    "take_rows",
+    "thin_linear",
+]

@@ -1,0 +1,170 @@
+"""Shared parts of the Triton kernels: small device functions, programmatic dependent launch, and host-side checks.
+
+It knows nothing of models, caches or steps. Wrappers take `pdl`: with it a kernel may start while its predecessor
+drains, does what depends on no other kernel (fetching weights), then waits for the predecessor's memory. None leaves
+it to `uses_pdl`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+DEFAULT_SMS = 132  # assumed where there is no card to ask (the interpreter)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Blocks until the kernels before this one have finished. Every program must call it, also one that exits early:
+    a grid that ends without waiting would let the next one overtake the previous one."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def release_dependents(PDL: tl.constexpr):
+    """Lets the next kernel start once every program got here. Its own wait still covers all of our writes."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def tanh(x):
+    # exp overflows to inf for large x, which gives exactly 1.
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or tanh-gelu(gate) * up; float32 in and out."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return 0.5 * gate * (1.0 + tanh(inner)) * up
+    else:
+        return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def limited(gate, up, LIMIT: tl.constexpr):
+    """(gate at most LIMIT, up from -LIMIT to LIMIT), by selection: a minimum would turn NaN into a number."""
+    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@triton.jit
+def add_product(acc, a, b):
+    """acc + a times b. In float32 the product is summed on its own and then added, because one chain of additions over
+    all tiles would round more. It is subtracted negated: Triton would make a sum part of the chain."""
+    if a.dtype == tl.float32:
+        return acc - tl.dot(-a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@lru_cache(maxsize=16)
+def uses_pdl(device: torch.device) -> bool:
+    """Whether dependent launch pays for small kernels there: on Hopper and later it does, by 1 to 3 us a layer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+_PDL_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = ({}, {"launch_pdl": True})
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """The launch option that goes with a kernel's PDL flag; the interpreter has no such option."""
+    return _PDL_OPTIONS[pdl]
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def padded_requests(num_requests: int) -> int:
+    """The width of a vector of all requests: one for all usual numbers of them, so that one kernel serves these."""
+    return max(512, next_power_of_two(num_requests))
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of `size` cover n, for the host: `triton.cdiv` takes longer than a launch's checks."""
+    return -(-n // size)
+
+
+@lru_cache(maxsize=16)
+def num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def refuse(kernel: str, argument: str, message: str) -> NoReturn:
+    """For checks before every launch: a message is made only where it is needed."""
+    raise ValueError(f"{kernel}: {argument} {message}")
+
+
+def require(ok: bool, kernel: str, argument: str, message: str) -> None:
+    if not ok:
+        refuse(kernel, argument, message)
+
+
+def require_tensor(
+    kernel: str,
+    argument: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    inner_contiguous: int = 1,
+) -> None:
+    """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed. Runs before
+    every launch, so that it looks first at what nearly always holds, and puts into words only what is wrong."""
+    got = tensor.shape
+    is_right = (
+        tensor.dtype in dtypes
+        and tensor.device == device
+        and (got == shape or _fits(got, shape))
+        and (tensor.is_contiguous() or _is_packed(tensor, inner_contiguous))
+    )
+    if not is_right:
+        _explain(kernel, argument, tensor, shape, device, dtypes, inner_contiguous)
+
+
+def _fits(got: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    if len(got) != len(shape):
+        return False
+    for have, want in zip(got, shape, strict=False):
+        if have != want and want is not None:
+            return False
+    return True
+
+
+def _explain(kernel: str, argument: str, tensor: torch.Tensor, shape: tuple[int | None, ...], device: torch.device,
+             dtypes: tuple[torch.dtype, ...], inner_contiguous: int) -> None:
+    got = tuple(tensor.shape)
+    ok = len(got) == len(shape) and all(want is None or want == have for want, have in zip(shape, got, strict=False))
+    require(ok, kernel, argument, f"has shape {list(got)}, expected {['*' if s is None else s for s in shape]}")
+    require(tensor.device == device, kernel, argument, f"is on {tensor.device}, expected {device}")
+    names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    require(tensor.dtype in dtypes, kernel, argument, f"has dtype {tensor.dtype}, expected {names}")
+    require(_is_packed(tensor, inner_contiguous), kernel, argument,
+            f"has strides {tensor.stride()}, expected {inner_contiguous} packed inner axes")
+
+
+def _is_packed(tensor: torch.Tensor, inner_axes: int) -> bool:
+    packed, shape, strides = 1, tensor.shape, tensor.stride()
+    for axis in range(len(shape) - 1, len(shape) - 1 - inner_axes, -1):
+        if shape[axis] > 1 and strides[axis] != packed:
+            return tensor.numel() == 0  # strides of what is not there say nothing
+        packed *= shape[axis]
+    return True
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,0 +1,143 @@
+"""Items of work: one query tile of a request and one key/value head. Which a program takes, and which keys it needs.
+
+One warp takes items from a counter in device memory and tells all other warps of its program through two slots of
+shared memory. Items come head by head, so that the keys of one head stay in the cache of the card, and the tiles with
+the most keys first.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from outrider.kernels.gpu.windows import CHUNKED
+
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # the name in Triton 3.6, and since
+
+
+@gluon.jit
+def slot_of(turn, SLOTS: gl.constexpr):
+    """Turns are not negative, and take fewer instructions without a sign."""
+    return (turn.to(gl.uint32) % SLOTS).to(gl.int32)
+
+
+@gluon.jit
+def phase_of(turn, SLOTS: gl.constexpr):
+    return (turn.to(gl.uint32) // SLOTS & 1).to(gl.int32)
+
+
+@gluon.jit
+def nth_tile(n, num_key_tiles):
+    """Which of an item's key tiles comes n-th: from the last one back, since it is the last ones of which queries see
+    different keys. They come first, where no other tile's work can be done at the same time anyway."""
+    return num_key_tiles - 1 - n
+
+
+@gluon.jit
+def publish(item, number, queue):
+    """Tells the other warps which item comes next. Two may be on their way."""
+    items, ready, free = queue
+    slot = number % 2
+    mbarrier.wait(free.index(slot), ((number // 2) & 1) ^ 1)
+    items.index(slot).store(gl.full([1], item, gl.int32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    barrier()
+    mbarrier.arrive(ready.index(slot), count=1)
+
+
+@gluon.jit
+def receive(number, queue):
+    items, ready, free = queue
+    slot = number % 2
+    mbarrier.wait(ready.index(slot), (number // 2) & 1)
+    item = gl.max(items.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    barrier()
+    mbarrier.arrive(free.index(slot), count=1)
+    return item
+
+
+@gluon.jit
+def take(counter, num_items):
+    """The next item that no program has taken; first items are the programs' own numbers. Every program that had an
+    item takes one too many at its end, so the last one of all is number num_items - 1: it leaves the counter at zero,
+    as it was found."""
+    taken = gl.atomic_add(counter, 1, sem="relaxed")
+    if taken == num_items - 1:
+        gl.store(counter, 0)
+    return taken + gl.num_programs(0)
+
+
+@gluon.jit
+def count_tiles(tiles, SEARCH: gl.constexpr):
+    """Query tiles there are: as the host listed them, or as the device counted them."""
+    tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window = tiles
+    if SEARCH > 0:
+        num_tiles = gl.load(tile_requests + num_requests)
+    return num_tiles
+
+
+@gluon.jit
+def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: gl.constexpr):
+    """(request, tile of it). Counted tiles are taken from the last one backwards: late tiles have the most keys."""
+    if SEARCH > 0:
+        at = count - 1 - index
+        num_warps: gl.constexpr = gl.num_warps()
+        layout: gl.constexpr = gl.BlockedLayout([SEARCH // (32 * num_warps)], [32], [num_warps], [0])
+        request = gl.arange(0, SEARCH, layout=layout)
+        first = gl.load(tile_requests + request, mask=request < num_requests, other=2147483647)
+        owner = gl.sum((first <= at).to(gl.int32), axis=0) - 1
+        return owner, at - gl.load(tile_requests + owner)
+    else:
+        return gl.load(tile_requests + index), gl.load(tile_indices + index)
+
+
+@gluon.jit
+def first_seen(position, window, WINDOW_KIND: gl.constexpr):
+    """As in `windows.py`, for kernels in Gluon."""
+    if WINDOW_KIND == CHUNKED:
+        return position - position % window
+    else:
+        return position - window + 1
+
+
+@gluon.jit
+def locate(
+    item, count, tiles, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
+    HAS_STARTS: gl.constexpr,
+):
+    """(key/value head, request, queries of the item, keys of the item, keys that the cache holds):
+
+    queries  first one, live ones of the request, position of query 0
+    keys     first one, number of key tiles from there, [a, b) of these tiles that every query sees whole, and the
+             lowest key that any query sees; the last tile counts as one that needs a mask
+    cached   [begin, end) of the keys that may be read
+    """
+    tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window = tiles
+    request, tile = _find_tile(item % count, count, tile_requests, tile_indices, num_requests, SEARCH)
+    length = gl.load(lengths + request)
+    num_live = gl.load(live + request)
+    first_query = tile * Q_TILE
+    context = length - num_live
+    first_position = context + first_query
+    end = gl.where(first_query < num_live, context + gl.minimum(num_live, first_query + Q_TILE), 0)
+    cached_begin = 0
+    lowest = 0
+    begin = 0
+    whole_begin = 0
+    if HAS_STARTS:
+        lowest = gl.load(key_starts + request)
+        cached_begin = lowest
+        whole_begin = (lowest + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if WINDOW_KIND:
+        cached_begin = gl.maximum(first_seen(context, window, WINDOW_KIND), lowest)
+        lowest = gl.maximum(first_seen(first_position, window, WINDOW_KIND), lowest)
+        seen_by_all = gl.maximum(first_seen(end - 1, window, WINDOW_KIND), 0)
+        whole_begin = gl.maximum((seen_by_all + BLOCK_N - 1) // BLOCK_N * BLOCK_N, whole_begin)
+    if WINDOW_KIND or HAS_STARTS:
+        begin = lowest // BLOCK_N * BLOCK_N
+    whole_end = gl.maximum(gl.minimum(first_position + 1, end), 0) // BLOCK_N * BLOCK_N
+    num_key_tiles = gl.maximum((end - begin + BLOCK_N - 1) // BLOCK_N, 0)
+    first_whole = gl.minimum(gl.maximum((whole_begin - begin) // BLOCK_N, 0), num_key_tiles)
+    end_whole = gl.minimum(gl.maximum((whole_end - begin) // BLOCK_N, first_whole), gl.maximum(num_key_tiles - 1, 0))
+    keys = (begin, num_key_tiles, first_whole, end_whole, lowest)
+    return item // count, request, (first_query, num_live, context), keys, (cached_begin, length)

@@ -1,0 +1,235 @@
+"""How kernels find the least score that is chosen: parts that those for few and for many token rows share.
+
+A context's scores are not sorted. A sample of them says from which score up there are about twice as many as are
+chosen; these *candidates* are listed, and the least chosen score is searched among them alone, in registers: a guess,
+the number of candidates that are not below it, and a smaller range. A sample may mislead. That shows, since too few are
+listed, or more than there is room for; then the search goes over the whole context in memory, which is slower and as
+exact. So what is chosen does not depend on the sample. Scores are compared as integers in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.kernels.gpu.common import next_power_of_two
+from outrider.kernels.latent import NOT_CHOSEN
+
+MAX_ROOM, MIN_ROOM = 8192, 256  # for candidates
+MAX_SAMPLE, MIN_SAMPLE = 16384, 256
+SAMPLED = 64  # chosen scores that a sample has, on average
+LEAST = tl.constexpr(-2147483648)  # of ordered scores
+GREATEST = tl.constexpr(2147483647)
+NONE = tl.constexpr(NOT_CHOSEN)
+ALIGNED = tl.constexpr(16)  # positions at which wide loads may begin
+_RUN = tl.constexpr(8)  # neighbouring positions of a sample: what memory gives at once
+_GUESSES = tl.constexpr(24)
+
+
+def room_for(top_k: int) -> int:
+    """Candidates of a token row. Contexts with no more positions need no sample."""
+    return min(MAX_ROOM, max(MIN_ROOM, next_power_of_two(4 * top_k)))
+
+
+def sample_size(num_keys: int, top_k: int) -> int:
+    return min(MAX_SAMPLE, max(MIN_SAMPLE, next_power_of_two(SAMPLED * num_keys // top_k)))
+
+
+@triton.jit
+def ordered(score):
+    """Integers in the order of the scores; -0.0 is 0.0, as for a sort."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number(order):
+    """The score of an ordered integer."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def guess_between(bottom, top, not_below, above, wanted, turn):
+    """An ordered integer in (bottom, top]: where the best `wanted` scores would end if scores were spread evenly from
+    bottom to top, with `not_below` the one and `above` the other; after some turns the middle of the integers, which
+    always comes to an end."""
+    middle = (bottom | top) - ((bottom ^ top) >> 1)
+    share = (not_below - wanted).to(tl.float32) / ((not_below - above) * 1.0)
+    share = tl.minimum(tl.maximum(share, 0.02), 0.98)
+    guess = ordered(number(bottom) + (number(top) - number(bottom)) * share)
+    return tl.minimum(tl.maximum(tl.where(turn < _GUESSES, guess, middle), bottom + 1), top)
+
+
+@triton.jit
+def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted):
+    """The range, and the numbers of scores beside it, after `enough` scores were found that are not below the guess. It
+    is one integer as soon as they are as many as wanted."""
+    is_enough = enough >= least_wanted
+    new_top = tl.where(is_enough, tl.where(enough <= most_wanted, guess, top), guess - 1)
+    return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
+        is_enough, above, enough)
+
+
+@triton.jit
+def _taken(bottom, not_below, above, top_k):
+    """The result of `least_chosen`, once the range is one integer. Unless exactly top_k scores are not below it, it is
+    a score itself, and `above` are above it."""
+    is_apart = not_below == top_k
+    return tl.where(is_apart, bottom - 1, bottom), tl.where(is_apart, 0, top_k - above)
+
+
+@triton.jit
+def load_orders(own, start, low, high, SIZE: tl.constexpr):
+    """(positions, whether they are visible, their ordered scores or the least integer)."""
+    position = start + tl.arange(0, SIZE)
+    is_visible = (position >= low) & (position < high)
+    is_near = position < tl.cdiv(high, ALIGNED) * ALIGNED  # whole groups, as wide loads need
+    order = ordered(tl.load(own + position, mask=is_near, other=0.0))
+    return position, is_visible, tl.where(is_visible, order, LEAST)
+
+
+@triton.jit
+def _ends_and_sums(top, bottom, total, squares, other_top, other_bottom, other_total, other_squares):
+    return (tl.maximum(top, other_top), tl.minimum(bottom, other_bottom), total + other_total,
+            squares + other_squares)
+
+
+@triton.jit
+def _ends_and_sum(top, bottom, total, other_top, other_bottom, other_total):
+    return tl.maximum(top, other_top), tl.minimum(bottom, other_bottom), total + other_total
+
+
+@triton.jit
+def _end_of_normal(share):
+    """How many deviations above the mean the best `share` of normally distributed numbers begin, about."""
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 0.5)))
+    return t - (2.30753 + 0.27061 * t) / (1.0 + t * (0.99229 + 0.04481 * t))
+
+
+@triton.jit
+def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.constexpr):
+    """An ordered score that more than top_k scores of a context reach, and fewer than ROOM, judged by a sample. The
+    first guess is where it would be if scores were normally distributed."""
+    place = tl.arange(0, SAMPLE)
+    step = (high - low) // (SAMPLE // _RUN)
+    begin = tl.cdiv(low + place // _RUN * step, _RUN) * _RUN  # whole runs, as wide loads need
+    score = tl.load(own + begin + place % _RUN, mask=begin + _RUN <= high, other=0.0)
+    order = ordered(score)
+    share = tl.sqrt(top_k * (1.0 * ROOM)) / (high - low)
+    wanted = share * SAMPLE
+    least_wanted = (0.92 * wanted).to(tl.int32)
+    most_wanted = (1.2 * wanted).to(tl.int32)
+    top, bottom, mean, square = tl.reduce((order, order, score / SAMPLE, score * score / SAMPLE), 0, _ends_and_sums)
+    guess = ordered(mean + tl.sqrt(tl.maximum(square - mean * mean, 0.0)) * _end_of_normal(share))
+    not_below, above, turn = SAMPLE, 0, 0
+    while bottom < top:
+        guess = tl.minimum(tl.maximum(guess, bottom + 1), top)
+        enough = tl.sum((order >= guess).to(tl.int32), axis=0)
+        bottom, top, not_below, above = narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted)
+        guess = guess_between(bottom, top, not_below, above, wanted.to(tl.int32), turn)
+        turn += 1
+    return bottom
+
+
+@triton.jit
+def least_chosen(order, is_there, count, top_k):
+    """(an ordered score above which all are chosen, how many of those equal to it are chosen too) of `count`
+    scores, more than top_k. Where `is_there` is not set, order is the least integer. The first guess is by the mean, as
+    if scores got rarer exponentially."""
+    low_order = tl.where(is_there, order, GREATEST)
+    top, bottom, total = tl.reduce((order, low_order, tl.where(is_there, number(order), 0.0)), 0, _ends_and_sum)
+    beyond = total / count - number(bottom)
+    guess = ordered(number(bottom) + beyond * tl.log((count * 1.0) / top_k))
+    not_below, above, turn = count, 0, 0
+    while bottom < top:
+        guess = tl.minimum(tl.maximum(guess, bottom + 1), top)
+        enough = tl.sum((order >= guess).to(tl.int32), axis=0)
+        bottom, top, not_below, above = narrow(bottom, top, not_below, above, guess, enough, top_k, top_k)
+        guess = guess_between(bottom, top, not_below, above, top_k, turn)
+        turn += 1
+    return _taken(bottom, not_below, above, top_k)
+
+
+@triton.jit
+def _count_in_memory(own, low, high, least, SEG: tl.constexpr):
+    found = tl.zeros([SEG], dtype=tl.int32)
+    for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
+        position, is_visible, order = load_orders(own, start, low, high, SEG)
+        found += (is_visible & (order >= least)).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
+    """How many visible scores of positions [begin, end), whole segments, are above the least one, and equal to it."""
+    above, equal = tl.zeros([SEG], dtype=tl.int32), tl.zeros([SEG], dtype=tl.int32)
+    for start in tl.range(begin, end, SEG, num_stages=3):
+        position, is_visible, order = load_orders(own, start, low, high, SEG)
+        above += (is_visible & (order > least)).to(tl.int32)
+        equal += (is_visible & (order == least)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(equal, axis=0)
+
+
+@triton.jit
+def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
+    """As `least_chosen`, of all scores of a context."""
+    tops, bottoms = tl.full([SEG], LEAST, dtype=tl.int32), tl.full([SEG], GREATEST, dtype=tl.int32)
+    for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
+        position, is_visible, order = load_orders(own, start, low, high, SEG)
+        tops = tl.maximum(tops, order)
+        bottoms = tl.minimum(bottoms, tl.where(is_visible, order, GREATEST))
+    top, bottom = tl.max(tops, axis=0), tl.min(bottoms, axis=0)
+    not_below, above, turn = high - low, 0, 0
+    while bottom < top:
+        guess = guess_between(bottom, top, not_below, above, top_k, turn)
+        enough = _count_in_memory(own, low, high, guess, SEG)
+        bottom, top, not_below, above = narrow(bottom, top, not_below, above, guess, enough, top_k, top_k)
+        turn += 1
+    return _taken(bottom, not_below, above, top_k)
+
+
+@triton.jit
+def write_chosen(to, position, is_there, order, least, missing, above_before, equal_before, top_k):
+    """Writes the chosen ones of these positions, ascending, behind `above_before` and the chosen ones of
+    `equal_before`. Returns both numbers with these positions'. There are fewer than 32768 of them."""
+    is_above, is_equal = is_there & (order > least), is_there & (order == least)
+    both = is_above.to(tl.int32) * 65536 + is_equal.to(tl.int32)
+    so_far = tl.cumsum(both, axis=0)
+    num_equal = equal_before + (so_far & 65535)
+    is_chosen = is_above | (is_equal & (num_equal <= missing))
+    place = above_before + (so_far >> 16) + tl.minimum(num_equal, missing) - 1
+    tl.store(to + place, position, mask=is_chosen & (place < top_k))
+    total = tl.sum(both, axis=0)
+    return above_before + (total >> 16), equal_before + (total & 65535)
+
+
+@triton.jit
+def needs_list(low, high, ROOM: tl.constexpr):
+    """Whether a context does not fit into the room for candidates."""
+    return high - low // ALIGNED * ALIGNED > ROOM
+
+
+@triton.jit
+def list_candidates(at, place, position, order, is_candidate, ROOM: tl.constexpr):
+    """A list is the candidates' ordered scores, then their positions, with room for as many of each."""
+    is_kept = is_candidate & (place < ROOM)
+    tl.store(at + place, order, mask=is_kept)
+    tl.store(at + ROOM + place, position, mask=is_kept)
+
+
+@triton.jit
+def load_listed(at, start, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
+    """(positions, whether they are there, ordered scores or the least integer) of places of a list."""
+    slot = start + tl.arange(0, SIZE)
+    is_there = slot < count
+    is_near = slot < tl.cdiv(count, ALIGNED) * ALIGNED  # whole groups, as wide loads need
+    order = tl.where(is_there, tl.load(at + slot, mask=is_near, other=0), LEAST)
+    return tl.load(at + ROOM + slot, mask=is_near, other=0), is_there, order
+
+
+@triton.jit
+def write_all(to, low, high, top_k, first, step, SEG: tl.constexpr):
+    """Writes every position of a context, from place `first` on in steps, and after them that nothing is chosen."""
+    for start in range(first, top_k, step):
+        place = start + tl.arange(0, SEG)
+        tl.store(to + place, tl.where(low + place < high, low + place, NONE), mask=place < top_k)

@@ -1,5 +1,0 @@
-"""Kernels for Hopper cards, written in Gluon: warps that fetch, and groups of warps that multiply."""
-
-from outrider.kernels.triton.hopper.prefill import CONFIGS, HopperConfig, launch_prefill, takes_cache
-
-__all__ = ["CONFIGS", "HopperConfig", "takes_cache", "launch_prefill"]
