@@ -117,7 +117,7 @@ class CostBench:
         return [max(1, min(round(mean * share), self._limits.max_len // 2)) for share in shares]
 
     def _reading_seconds(self, reading: tuple[ReadCost, ...], num_requests: int) -> float:
-        """The part of a measured step that the contexts of so many requests take."""
+        """Seconds of a measured step of `num_requests` requests that reading their contexts takes."""
         return sum(cost.seconds * min(context, cost.window or context)
                    for context in self._contexts(num_requests) for cost in reading)
 
@@ -230,7 +230,7 @@ class CostBench:
         return tuple(size for size in prompt_steps.costs.tokens if size <= min(MOST_CHOSEN, self._most_prompt_tokens))
 
     def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int, num_decoding: int = 1) -> float:
-        """Seconds of a step of so many tokens: those of requests that decode, and new prompts of a length. The first
+        """Seconds of a step of `tokens` tokens: requests that decode, and new prompts of `length` tokens. The first
         run only prepares: what it lacked is captured behind it."""
         if self._limits.max_requests == 1:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])

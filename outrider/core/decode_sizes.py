@@ -17,8 +17,8 @@ def unequal_sizes(requests: int, max_drafts: int) -> range:
 
 
 def size_for(requests: int, num_tokens: int, max_drafts: int) -> int:
-    """The token rows of the smallest step of so many padded requests that holds `num_tokens` tokens, where no request
-    has more than `max_drafts` drafts."""
+    """The number of token rows of the smallest step that holds `num_tokens` tokens of `requests` padded requests, each
+    with at most `max_drafts` drafts."""
     most = requests * (1 + max_drafts)
     step = requests if requests <= ROW_STEP else ROW_STEP
     return most if requests <= FEW else min(most, max(requests, -(-num_tokens // step) * step))

@@ -68,7 +68,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
-        """From a JSON object, whose names may be anything."""
+        """Build from a JSON object. Raises ValueError for unknown names."""
         check_names("structured_outputs", cls, fields)
         return cls(**fields)
 

@@ -4,11 +4,10 @@ Most of the time of a proposal is otherwise spent between its small operations. 
 heads of other shapes are left to `AutoregressiveDrafter`, pass by pass.
 
 A head whose files are quantised (compressed-tensors, say) keeps its bits on a CPU, and rounds the inputs of its
-products to 8 bits there. A proposal of an EAGLE-3 head with one layer, its plan included, is one native call
-(`drafters/native_chain.py`). Of an output in 8 bits that call has a copy in 4, which says which logits are the
-largest; only these are computed with all bits. With `"target_output_rows": true` in its config an EAGLE-3 head or a
-block drafter has no output in its files, and uses the target's rows of its vocabulary; `bench/pack_drafter.py` writes
-both.
+products to 8 bits there. The call includes the plan of the passes. Of an output in 8 bits that call has a copy in 4,
+which says which logits are the largest; only these are computed with all bits. With `"target_output_rows": true` in
+its config an EAGLE-3 head or a block drafter has no output in its files, and uses the target's rows of its
+vocabulary; `bench/pack_drafter.py` writes both.
 """
 
 from __future__ import annotations

@@ -62,5 +62,5 @@ def read_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
 
 
 def grammars_of(config: EngineConfig, source: ModelSource) -> GrammarCompiler:
-    """For a worker in a process of its own, which reads the tokenizer when the first grammar comes."""
+    """A grammar compiler for a worker in its own process. It reads the tokenizer when the first grammar comes."""
     return GrammarCompiler(lambda: read_tokenizer(config, source), source.eos_token_ids)

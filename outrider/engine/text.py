@@ -68,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, data: str | Path | Mapping[str, Any]) -> Tokenizer:
-        """From what a model source hands out: a folder, or the metadata of a GGUF file."""
+        """Load a tokenizer from the files of a model: a folder, or the metadata of a GGUF file."""
         return cls.from_gguf(data) if isinstance(data, Mapping) else cls.from_folder(Path(data))
 
     @classmethod

@@ -150,8 +150,8 @@ def _time_kept_bits() -> bool:
 
 
 def product_seconds(matrices: Sequence[native.Matrix]) -> list[float]:
-    """For each matrix the shortest of a few products with one token row, in turns, in one thread's own time: so a busy
-    machine measures what a quiet one does."""
+    """Seconds of a product of each matrix with one token row: the shortest of several, taken in turns. Only the time
+    of this thread counts, so a busy machine measures the same as a quiet one."""
     seconds = [math.inf] * len(matrices)
     for _ in range(TRIAL_REPEATS):
         for at, matrix in enumerate(matrices):

@@ -107,7 +107,7 @@ class BailingHybrid(KimiLinear):
         return kinds
 
     def latent_layer(self, index: int) -> LatentLayer:
-        """With yarn the scale of the attention grows."""
+        """The inherited latent layer, with the attention scale that yarn increases."""
         layer, rope = super().latent_layer(index), self._rope
         factor = yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0
         return LatentLayer(layer.index, layer.num_heads, layer.latent_dim, layer.rope_dim, layer.scale * factor,

@@ -35,7 +35,7 @@ class Hunyuan(Llama):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def read_rope(self, config: ConfigReader) -> RopeParams:
-        """With an alpha a rope that is called dynamic is none: its base is stretched once, whatever the length."""
+        """The rope. A "dynamic" rope with an `alpha` is not dynamic: its base is stretched once, for every length."""
         key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
         rope = config.section_or_empty(key)
         kind = rope.raw("rope_type") or rope.raw("type")

@@ -42,7 +42,7 @@ class RayConfig:
 
 
 def application_from(args: Mapping[str, Any]) -> serve.Application:
-    """From names and values as `serve run` or a config file of Serve gives them."""
+    """Build the application from the names and values that `serve run` or a config file of Serve gives."""
     own = {name: _read(value) for name, value in args.items() if name in RayConfig.__dataclass_fields__}
     words = ["serve"]
     for name, value in args.items():

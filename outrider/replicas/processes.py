@@ -50,7 +50,7 @@ class ReplicaProcess:
         self._restarts = Restarts(max_restarts)
 
     async def run(self) -> None:
-        """Until the task is cancelled, or the replica is given up."""
+        """Start the replica and restart it when it ends, until the task is cancelled or the replica is given up."""
         while True:
             self.replica.state = ReplicaState.STARTING
             self._process = await asyncio.to_thread(self._spawn)

@@ -68,7 +68,7 @@ def penalise(
 
 
 def allow_by_grammar(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
-    """The mask of a logit row is that of its row and of the drafts before it."""
+    """Forbid, in place, the tokens that the grammar forbids. A row has a mask for each number of drafts before it."""
     words = rows.masks.words
     assert words is not None, "a row with a grammar was not admitted"
     own = words[logit_rows.row, logit_rows.draft_index.clamp_max(words.shape[1] - 1)]  # [L, mask words]

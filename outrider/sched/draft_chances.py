@@ -1,15 +1,10 @@
-"""How likely a draft is to be accepted, by how sure its drafter is of it: learned from the drafts that were checked.
-
-A level (`core/draft_confidence.py`) says what the drafter thinks; how often drafts of that level are accepted is
-counted here, over all requests. Two factors correct it: one for the draft's place in the chain, one for the request.
-If levels say nothing (a drafter that is wrong about itself), all levels have the mean rate, and the factors are what
-is left: each request's own acceptance.
+"""Estimates how likely a draft is to be accepted, from its drafter's confidence and the drafts checked so far.
 
 A drafter with a network gives each draft a probability. The kernel that draws the draft keeps it as a level from 1 to
 15 (`core/draft_confidence.py`), and the scheduler counts how often drafts of each level are accepted, over all
-requests, with a factor for the place in the chain and one for each request (`sched/draft_chances.py`). The chance of
-a draft is the product of these rates up to it. If a drafter is wrong about itself, all levels have the same rate, and
-what is left is each request's own acceptance.
+requests, with a factor for the place in the chain and one for each request. The chance of a draft is the product of
+these rates up to it. If a drafter is wrong about itself, all levels have the same rate, and what is left is each
+request's own acceptance.
 
 - On a CPU the scheduler knows the drafts that wait. It checks a draft if the tokens that it is expected to add would
   take longer to get without it.

@@ -103,7 +103,7 @@ class DrafterTries:
         self._left: dict[int, int] = {}  # steps of tries by request
 
     def rest(self, num_requests: int) -> None:
-        """A step of so many requests has no drafts."""
+        """Note a step of `num_requests` requests without drafts: it adds to the time that tries may cost."""
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
@@ -113,7 +113,7 @@ class DrafterTries:
         self._saved = max(self._saved, MOST_SAVED * step)
 
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
-        """Let these of so many requests try drafts, if there is time. rate: at which drafts were accepted lately.
+        """Let these of the `num_requests` requests try drafts, if enough time is saved. rate: of recent acceptance.
         num_reading: steps without drafts before the try."""
         costs, count = self._costs, len(request_ids)
         plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))

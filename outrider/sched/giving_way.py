@@ -24,7 +24,7 @@ def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
 
 def least_important(requests: Sequence[Request], running: Iterable[Request],
                     rank: Callable[[Request], Rank]) -> Request:
-    """Of the running requests that may give way: of the tenant that holds the most, the last by priority and
+    """The request to preempt, out of `requests`: of the tenant that holds the most tokens, the last by priority and
     arrival."""
     tenants = {request.input.tenant for request in requests}
     if len(tenants) > 1:

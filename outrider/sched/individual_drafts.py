@@ -147,7 +147,7 @@ class IndividualDrafts(LearnedDrafts):
         return counts
 
     def _step_seconds(self, num_drafts: int, num_running: int) -> float:
-        """Seconds of a step of so many requests, where one without drafts takes what was foreseen."""
+        """Expected seconds of a step of `num_running` requests. The slowness corrects only the part that drafts add."""
         plain = self._costs.step(num_running, num_running)
         return plain + self._slowness.factor * (self._costs.step(num_running + num_drafts, num_running) - plain)
 

@@ -47,7 +47,7 @@ class WaitingRequests:
 
     @property
     def first_arrived(self) -> Request:
-        """Of the requests that are next of their tenants."""
+        """The earliest request among those that are first in their tenants' lines."""
         return min((line[0][1] for line in self._lines.values()), key=lambda request: request.arrived_at)
 
     @property

@@ -94,7 +94,7 @@ class EngineHost:
         return self.state.llm.engine.paused_because if isinstance(self.state, Serving) else None
 
     async def run(self) -> None:
-        """Until the task is cancelled, or the engine has failed for good."""
+        """Load and watch the engine until the task is cancelled or the engine has failed for good."""
         interval = min(1.0, self._stall_timeout / 4)
         while not isinstance(self.state, Failed):
             match self.state:

@@ -227,7 +227,7 @@ def _check_kind(scope: Scope) -> None:
 
 
 def _given_key(scope: Scope) -> bytes:
-    """From `Authorization: Bearer`, or from `x-api-key` as clients of Anthropic's API send it."""
+    """The key of a request: from `Authorization: Bearer`, or from `x-api-key`, as Anthropic's clients send it."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
 

@@ -25,7 +25,7 @@ class Cluster:
         self._num_received = 0
 
     def run(self, load: Load) -> Outcome:
-        """Until every request has ended. At equal times requests arrive before replicas make their turns."""
+        """Simulate until every request has ended. At equal times requests arrive before replicas make their turns."""
         with collections_paused():
             arrivals = load.arrivals()
             waiting = next(arrivals, None)

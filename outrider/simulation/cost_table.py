@@ -116,13 +116,13 @@ class CostTable:
         return seconds
 
     def prompt_steps(self, num_requests: int, *, proposes: bool) -> PromptSteps:
-        """The times of steps with prompts of so many requests. proposes: drafts for the next step."""
+        """The times of steps of `num_requests` requests with prompts. proposes: whether it drafts for the next step."""
         num_drafts = self.prompts[-1 if proposes else 0].num_drafts
         fitting = [own for own in self.prompts if own.num_drafts == num_drafts]
         return next((own for own in fitting if own.requests >= num_requests), fitting[-1])
 
     def decode(self, num_requests: int, num_drafts: int) -> float:
-        """Seconds of a step in which so many requests decode with so many drafts in all, without their contexts."""
+        """Seconds of a step in which the requests decode with `num_drafts` drafts in all, without reading contexts."""
         key = num_requests, num_drafts
         seconds = self._decoded.get(key)
         if seconds is None:

@@ -36,7 +36,7 @@ class RopeWrite(NamedTuple):
     rotary_dim: int | None = None
 
     def pack(self, tokens: int, width: int, cache: bytes) -> bytes:
-        """For token rows [tokens, width]; `cache` is the packed cache."""
+        """Pack the arguments as the C code takes them, for token rows [tokens, width]. `cache`: the packed cache."""
         positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, eps, rotary_dim = self
         kv_heads, dim = k_cache.shape[2:]
         assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"

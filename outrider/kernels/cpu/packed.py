@@ -27,7 +27,7 @@ class PackedRows(NamedTuple):
     inputs: int
 
     def describe(self, first: int = 0) -> bytes:
-        """For the C code, as rows from `first` on of a matrix."""
+        """The C code's description of this part, which holds the rows from `first` on of a matrix."""
         return PACKED_PART.pack(data=self.data.data_ptr(), table=_address(self.table), first=first,
                                 outputs=self.outputs, form=self.form)
 

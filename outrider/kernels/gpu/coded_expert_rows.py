@@ -288,7 +288,7 @@ def chunk_bytes(weight: Scaled) -> int:
 
 
 def takes(num_pairs: int, gate_up: Scaled, down: Scaled, rounds: bool) -> bool:
-    """Whether the products of so many pairs are served here: few, with 4-bit codes and token rows as they are."""
+    """Whether this kernel serves the products: few pairs, 4-bit codes, and token rows that are not rounded."""
     if rounds or not 0 < num_pairs <= MAX_PAIRS:
         return False
     return all(weight.code in (INT4, FP4) and chunk_bytes(weight) > 0 for weight in (gate_up, down))

@@ -106,7 +106,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def refuse(kernel: str, argument: str, message: str) -> NoReturn:
-    """For checks before every launch: a message is made only where it is needed."""
+    """Raise ValueError. Checks run before every launch, so their message is made only when one fails."""
     raise ValueError(f"{kernel}: {argument} {message}")
 
 

@@ -197,8 +197,8 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def awaiting(wait_for: Collector | None) -> None:
-    """From now on launches whose kernel is not known yet wait for this, called as a collector is: somebody else is
-    about to compile them."""
+    """Let launches of kernels that are not compiled yet wait for `wait_for`, because another thread is about to compile
+    them. It is called as a collector is; None ends the waiting."""
     global _wait_for
     _wait_for = wait_for
 

@@ -224,7 +224,7 @@ class TileConfig:
 
     @property
     def most_pairs(self) -> int:
-        """Of a tile."""
+        """The most pairs of a token row and an expert in one tile."""
         return self.tall_m or self.block_m
 
 

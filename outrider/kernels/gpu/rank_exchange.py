@@ -67,7 +67,7 @@ def _wait(
     flag, number, given_up, late, peer, max_wait_ns,
     HAS_CLOCK: tl.constexpr, POLLS: tl.constexpr, MAX_STEP_NS: tl.constexpr,
 ):
-    """Until the flag has counted to a number. Counts may overflow, their differences do not.
+    """Wait until the flag has counted to `number`. Counts may overflow; their differences do not.
 
     The warps of a program read different times, and all must leave the loop together, because an atomic operation has
     barriers in it. So the loop ends only by results of atomic operations, which are the first thread's for all threads.

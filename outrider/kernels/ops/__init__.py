@@ -9,11 +9,9 @@ operation (those of products are in `exact.py`), or not at all.
 
 Rows are in one file for each kind of operation; `__all__` lists them by file.
 
-`kernels/ops` is a table. An operation has a torch reference, which defines it and has its signature, and kernels
-(native C code on the CPU, Triton on a GPU), each with the dtypes and the condition (`takes`) under which it serves.
-Callers call `ops.rms_norm(...)`; only the table chooses a kernel, and it remembers the candidates by device and
-dtype. Tests force a kind with `ops.using("triton")`. Packages with operations of their own (`sample/draw.py`,
-`drafters/draw.py`) declare rows there.
+Callers call `ops.rms_norm(...)`; only the table chooses a kernel, and it remembers the candidates by device and dtype.
+Tests force a kind with `ops.using("triton")`. `sample/draw.py` and `drafters/draw.py` are examples of rows that other
+packages declare.
 
 Products with a weight (`linear`, `gated_linear`, ...) have several kernels, each of which says for which numbers of
 token rows and which weights it is the fastest:

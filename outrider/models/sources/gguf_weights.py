@@ -91,7 +91,7 @@ def _placed(
 
 
 def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
-    """By numpy, which copies a row at once: torch copies its bytes one by one, and wakes its threads for it."""
+    """The rows in another order. numpy copies a row at once; torch would copy byte by byte and wake its threads."""
     in_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
     return torch.from_numpy(in_bytes.take(order, 0)).view(rows.dtype).view(len(order), *rows.shape[1:])
 

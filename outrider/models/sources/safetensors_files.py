@@ -53,9 +53,8 @@ def _joined(
     beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
     if not name.endswith(quantization.suffix) or not beside:
         if tensor.dtype in FP8_DTYPES and not name.endswith(quantization.beside):
-            raise WeightError(f"{name} holds {tensor.dtype} numbers, but the tensor of their scales, "
-                              f"{matrix}{quantization.beside[0]}, is missing: fetch the files again, or correct their "
-                              f"{KEY}")
+            raise WeightError(f"{name} holds {tensor.dtype} numbers, but {matrix}{quantization.beside[0]} with "
+                              f"their scales is missing: fetch the files again, or correct their {KEY}")
         return name, tensor
     tensors = MatrixTensors(matrix, {quantization.suffix: tensor})
     for end, other in beside.items():

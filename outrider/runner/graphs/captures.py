@@ -40,7 +40,7 @@ class CapturedStep:
     rest: torch.cuda.CUDAGraph | None  # what follows the forward of a split step
 
     def replay(self, host_turn: HostTurn) -> None:
-        """In a split step the host has its turn when the forward is queued."""
+        """Queue the captured step. A split step calls `host_turn` between the forward and the rest."""
         self.first.replay()
         if self.rest is not None:
             host_turn()

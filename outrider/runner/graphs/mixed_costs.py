@@ -84,7 +84,7 @@ def mixed_sizes(sizes: GraphSizes) -> list[int]:
 
 def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None,
              tokens: int) -> Callable[[], None]:
-    """Runs a step of so many token rows, with all that a step with prompts may have."""
+    """Returns a function that runs one step of `tokens` token rows, with all that a step with prompts may have."""
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)

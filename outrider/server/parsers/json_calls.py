@@ -164,7 +164,7 @@ def objects(end: str | None = None, first: str = "{", *, needs_arguments: bool =
 
 
 def read_mistral(cursor: Cursor, schemas: Schemas) -> CallReader:
-    """Until version 10 a list of objects; from 11 on `F[ARGS]{..}`, with the marker before each."""
+    """Read Mistral's calls: until version 10 a list of objects, later `F[ARGS]{..}` with the marker before each."""
     yield from cursor.skip_space()
     if (yield from cursor.char()) in ("[", "{"):
         return (yield from objects()(cursor, schemas))

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 
 @gluon.jit
 def release_dependents(PDL: gl.constexpr):
-    """From here on the next kernel may start."""
+    """Allow the next kernel to start from this point on."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=gl.int32,
                                   is_pure=False, pack=1)

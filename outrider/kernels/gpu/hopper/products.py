@@ -157,7 +157,7 @@ def takes_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTile:
-    """With several chains a tile has two sums for each output in registers: the wide one has no room for them."""
+    """The fastest tile. With several chains a tile keeps two sums for each output in registers, so it is narrow."""
     if chain < k:
         return NARROW
     return min(HOPPER_TILES, key=lambda tile: tile.seconds * cdiv(cdiv(num_rows, 128) * cdiv(n, tile.block_n), sms))
