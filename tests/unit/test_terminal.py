@@ -135,7 +135,7 @@ class Screen:
 @pytest.fixture(scope="module")
 def terminal(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     terminal = Terminal(folder, tmp_path_factory.mktemp("cache"), "--max-tokens", "3")
-    terminal.expect(r"outrider: starting torch \.\.\.\r\x1b\[K")  # shown while it lasts, and forgotten
+    terminal.expect(r"outrider: loading \S+ \(\d+ kB\) \.\.\.\r\x1b\[K")  # shown while it lasts, and forgotten
     terminal.expect("> ")
     yield terminal
     terminal.close()
