@@ -8,7 +8,7 @@ from pathlib import Path
 
 import outrider
 
-KERNELS = Path(outrider.__file__).parent / "kernels" / "triton"
+KERNELS = Path(outrider.__file__).parent / "kernels" / "gpu"
 SIXTEEN_BITS_ONLY = {"_dot_of_halves"}  # functions that make their operands float16 themselves
 
 
