@@ -155,8 +155,8 @@ def test_layers_behind_the_last_cache_are_computed_for_the_wanted_rows(
     model, tokens, rows = load(folder_of(name)), tokens_of(seed=5, count=30), torch.tensor([27, 28, 29])
     last = model.num_layers - 1
     aux_layers, readers = (last,) if from_aux else (), range(model.last_writer + 1, model.num_layers)
-    whole, attend = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers),
-    DenseAttend(model)
+    whole = model.forward(tokens, StepContext(DenseAttend(model), torch.arange(30)), aux_layers)
+    attend = DenseAttend(model)
     seen: dict[int, int] = {}
 
     def watched(layer: int) -> Callable[..., Any]:
