@@ -3,6 +3,7 @@ depend on which. Finished outputs are kept within bounds, and only for requests 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from outrider.core import Limits
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter, Drafts, Step
-from outrider.drafters.choice import _Grades
+from outrider.drafters.choice import ProposalChoice, _Grades
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.kernels.step import Proposal
 from outrider.sched.draft_sources import DraftSources
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import Ask, Rig, add_request, prompt_of, tiny_model, tokens_of
@@ -159,6 +161,28 @@ def test_a_drafter_is_graded_by_the_tokens_that_the_step_yielded() -> None:
         padded = torch.tensor([run + [0] * (4 - len(run))])
         grades.grade(rows, padded, torch.tensor([len(run)]))
         assert (float(grades.right[1]), float(grades.tried[1])) == (right, tried), run
+
+
+@pytest.mark.parametrize("case", ["switched off", "does not go on", "unsound"])
+def test_drafts_that_were_not_offered_are_not_graded(case: str) -> None:
+    """The request's next token would show that the first drafter was wrong; of equal drafters the first is taken."""
+    choice = ProposalChoice(2, Limits(2, 8, 32, 3, 99), torch.device("cpu"))
+
+    def choose(run: list[int], first: list[int], second: list[int], counts: tuple[int, int], *, is_on: int = 1,
+               goes_on: bool = True) -> list[int]:
+        """The counts that are left of both drafters' proposals."""
+        step: Any = SimpleNamespace(
+            batch=SimpleNamespace(padded=SimpleNamespace(rows=torch.tensor([1]))), goes_on=torch.tensor([goes_on]),
+            accepted=SimpleNamespace(run=torch.tensor([run + [0] * (4 - len(run))]), run_len=torch.tensor([len(run)])))
+        proposals = [Proposal(torch.tensor([tokens]), torch.tensor([count]), None)
+                     for tokens, count in zip((first, second), counts, strict=True)]
+        return [int(own.counts) for own in choice.choose(step, proposals, torch.full((2,), is_on))]
+
+    wrong, right = [9, 9, 9], [5, 6, 7]
+    counts = (K + 1, 0) if case == "unsound" else (K, K)
+    choose([4], wrong, right, counts, is_on=int(case != "switched off"), goes_on=case != "does not go on")
+    assert choose([5], right, right, (K, K)) == [K, 0]
+    assert choose([5], wrong, right, (K, K)) == [K, 0] and choose([5], right, right, (K, K)) == [0, K]
 
 
 def test_a_suffix_drafter_follows_a_match_that_goes_on() -> None:
