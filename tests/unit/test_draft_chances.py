@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core import RequestResult
+from outrider.core import Finish, RequestResult
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import unequal_sizes
 from outrider.core.draft_confidence import LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, levels_of
@@ -98,6 +98,29 @@ def shown(chooser: IndividualDrafts | SizedDrafts, requests: list[Request], step
             level = source.choice([SURE, UNSURE])
             drafted = 3 if request.levels else 0
             settled(chooser, request, 3 if is_sure else 0, drafted, packed(*[level] * 3), 3)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("finish", [Finish.NO, Finish.LENGTH])
+def test_nothing_is_learned_from_the_last_step_of_a_request(finish: Finish, is_shared: bool) -> None:
+    """Its end may have cut off drafts that would have been accepted."""
+    chooser, request, levels = SizedDrafts(3, COSTS), running(0), packed(SURE, SURE, SURE)
+    request.checked_levels = levels
+    before = chooser.chances.gains(9, levels, 3)
+    part = RequestResult(request.id, 0, [1], 1, 3, 0, 3, finish)
+    chooser.observe([(request, part, 3)], is_shared=is_shared)
+    after = chooser.chances.gains(9, levels, 3)
+    assert after == before if finish else after[0] < before[0]
+    assert (chooser.chances.factor(request.id) == 1.0) == bool(finish)
+
+
+def test_individual_counts_learn_nothing_from_the_last_step_of_a_request() -> None:
+    chooser = IndividualDrafts(3, StepCosts((1, 64), (1.0, 10.0)), always_propose=False)
+    request, levels = running(0), packed(SURE, SURE, SURE)
+    request.checked_levels = levels
+    before = chooser.chances.gains(9, levels, 3)
+    chooser.observe([(request, RequestResult(request.id, 0, [1], 1, 3, 0, 3, Finish.LENGTH), 3)])
+    assert chooser.chances.gains(9, levels, 3) == before
 
 
 def test_a_step_that_is_not_captured_checks_the_drafts_that_are_sure() -> None:
