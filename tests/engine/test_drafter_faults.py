@@ -400,6 +400,6 @@ def test_stats_and_metrics_say_that_a_drafter_is_off() -> None:
     before, stats = rig.engine.stats.copy(), rig.engine.stats
     assert before == stats and f"Drafter faults: {MAX_DRAFTER_FAULTS}, faulty (" in stats.line()
     assert "is off: propose() raised ArithmeticError" in stats.line() and not stats.since(before).drafter_faults
-    text = ServerMetrics("model").text(rig.engine, 0, 0)
+    text = ServerMetrics("model").text(rig.engine, 0)
     assert f'drafter="faulty (tests.engine.faulty_drafter:FaultyDrafter)",kind="raised"}} {MAX_DRAFTER_FAULTS}' in text
     assert 'FaultyDrafter)",reason="propose() raised ArithmeticError: no propose today"} 1' in text
