@@ -67,7 +67,7 @@ def test_routers_find_the_adapters_in_use(tmp_path: Path) -> None:
         stepped, params = LLM.around(rig.engine).llm_engine, SamplingParams(max_tokens=4, ignore_eos=True)
 
         def adapters() -> tuple[str, str]:
-            page = ServerMetrics(MODEL).text(rig.engine, 0, 0)
+            page = ServerMetrics(MODEL).text(rig.engine, 0)
             ((running, waiting, seconds),) = re.findall(pattern, page, re.MULTILINE)
             assert abs(int(seconds) - time.time()) < 600
             return running, waiting
