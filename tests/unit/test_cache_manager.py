@@ -118,6 +118,21 @@ def test_requests_that_share_a_window_alone_do_not_share_their_beginning(monkeyp
         assert cache.shares_pages is is_shared, groups
 
 
+def test_a_beginning_that_one_group_shares_with_a_running_request_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's beginning has left its window, so that no request holds these pages of the sliding group."""
+    monkeypatch.setattr(manager_module, "LEAST_SHARED", 8)
+    cache = manager((4, 0), (4, 16))
+    compute(cache, 0, TOKENS[:12])
+    assert cache.reserve(0, Bound(28))
+    cache.settle(0, Settled(28), TOKENS)
+    for request in range(1, 5):
+        assert not cache.shares_pages
+        assert compute(cache, request, TOKENS[:12] + [90]) == 12
+    assert cache.shares_pages
+    cache.free(1)
+    assert not cache.shares_pages
+
+
 def test_pages_that_have_left_the_window_are_not_promised() -> None:
     """Nothing is promised while suspects are tried alone, and the rest of a prompt is when they have passed."""
     cache, tokens = manager((4, 6), (4, 0)), TOKENS[:32]
