@@ -204,7 +204,7 @@ class DrafterLearner:
         self._offer.clear()
         self._has_forgotten = True
         self.ring.clear()
-        self._num_trained_tokens = self.ring.num_tokens
+        self._num_trained_tokens = MOST_EPOCHS * self.ring.num_tokens  # the forgotten texts are trained on no more
         try:
             self._candidate.restart()
         except Exception as error:  # the new weights serve in any case; the trainer's next round tries again

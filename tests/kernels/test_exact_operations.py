@@ -199,6 +199,13 @@ def drawn(operation: Operation[..., Any], has_kernel: bool) -> Call:
     return call
 
 
+def report_tokens(rows: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of tokens and of the likeliest ones, and the two numbers that all others follow from."""
+    logits, tokens = random(ROWS, 203, dtype=torch.float32), torch.arange(ROWS, device=DEVICE) * 7 % 203
+    found = ops.operations()["report_tokens"](logits[rows], tokens[rows], 5)
+    return torch.cat([found.ids.to(found.values.dtype), found.values, found.most[:, None], found.norm[:, None]], dim=1)
+
+
 LATENT, ROPE = 20, 6  # dimensions of a cache entry of latent attention
 
 
@@ -389,6 +396,7 @@ SHOWN: dict[str, list[Call]] = {
     "write_streams": [hyper_streams, lambda rows: hyper_streams(rows, 0)],
     "choose_scaled": [drawn(ops.operations()["choose_scaled"], ON_CARD)],
     "draw_tokens": [drawn(ops.operations()["draw_tokens"], True)],
+    "report_tokens": [report_tokens],
 }
 # Shown by whole engines: the sampler's chunks need rows of requests (tests/engine/test_exact_mode.py).
 SHOWN_BY_ENGINES = {"sample_chunk"}
