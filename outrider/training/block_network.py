@@ -29,8 +29,8 @@ class BlockNetwork(NamedLayers):
         dtype = self._weights["fc.weight"].dtype  # a target's states may be narrower or wider
         context = self._norm("hidden_norm", self._linear("fc", aux_states.flatten(2).to(dtype)))
         places = anchors[..., None] + torch.arange(rows, device=anchors.device)  # [texts, blocks, rows]
-        places = torch.arange(aux_states.shape[1], device=anchors.device)
-        before = places < anchors[..., None]  # [texts, blocks, length]
+        context_places = torch.arange(aux_states.shape[1], device=anchors.device)
+        before = context_places < anchors[..., None]  # [texts, blocks, length]
         x = embeds.to(dtype)
         for index in range(self._sizes.num_layers):
             prefix = f"layers.{index}"

@@ -151,7 +151,7 @@ def test_much_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(pooled, "_texts", written)
     assert served.post("/v1/embeddings", input=["x" * 6000] * 4, truncate_prompt_tokens=5).status_code == 200
     assert threads["encode"] and threads["write"]
-    assert all(name.startswith("asyncio_") for name in threads["encode"] | threads["write"])
+    assert all(name.startswith("outrider-work") for name in threads["encode"] | threads["write"])
 
 
 def test_answers_are_valid_json_of_the_announced_length(served: Served) -> None:
