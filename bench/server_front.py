@@ -63,7 +63,7 @@ class FakeEngine:
         return None
 
     @staticmethod
-    def _check_all(prompts: list[Any], params: list[SamplingParams], priorities: list[int]) -> list[CheckedRequest]:
+    def _check_all(prompts: list[Any], params: list[SamplingParams], *_: Any) -> list[CheckedRequest]:
         return [CheckedRequest(tuple(prompt["prompt_token_ids"]), own)
                 for prompt, own in zip(prompts, params, strict=True)]
 
@@ -99,8 +99,8 @@ def read_streams(port: int, prompts: list[list[int]], num_tokens: int, done: Any
         body = json.dumps({"prompt": prompt, "max_tokens": num_tokens, "stream": True, "temperature": 0,
                            "ignore_eos": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-                     + str(len(body)).encode() + b"\r\n\r\n" + body)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+                     + str(len(body)).encode() + b"\r\nContent-Type: application/json\r\n\r\n" + body)
         count = 0
         while data := await reader.read(1 << 16):
             count += data.count(b'"text":')
@@ -123,6 +123,10 @@ def timed_streams(port: int, prompts: list[list[int]], num_tokens: int) -> tuple
     done = context.Queue()
     reader = context.Process(target=read_streams, args=(port, prompts, num_tokens, done))
     reader.start()
+    while done.empty() and reader.is_alive():
+        time.sleep(0.01)
+    if done.empty():
+        raise RuntimeError("the reader of the streams has ended without a count: see its error above")
     events, seconds = done.get()
     reader.join()
     return events, seconds
