@@ -166,7 +166,7 @@ def send_for_ever(address: Address, path: str, body: bytes, num_clients: int, st
 
 
 async def attack(server: Server, path: str, body: bytes, num_clients: int, num_requests: int) -> tuple[Seen, float]:
-    """What the victim sees meanwhile, and the most megabytes that the server had."""
+    """Measure the victim during an attack, and the most megabytes that the server had."""
     spawn = get_context("spawn")
     statuses: Queue[int] = spawn.Queue()
     process = spawn.Process(target=send_for_ever, args=(server.address, path, body, num_clients, statuses))

@@ -114,7 +114,7 @@ class OnRanks:
 
 
 def loading_text(model: str) -> str:
-    """What is loaded, and how large its weights are where its files are here: said before anything that takes time."""
+    """Name the model that is loaded, and the size of its files if they are here, before anything takes time."""
     num_bytes = 0
     with suppress(OSError, ValueError, RuntimeError):  # no name of files: finding the model tells
         path = smollm2_path() if model == DEFAULT_MODEL and not Path(model).exists() else Path(model).expanduser()

@@ -255,7 +255,7 @@ def test_weights_are_swapped_for_a_gain_beyond_noise_alone(monkeypatch: pytest.M
 
 
 def test_new_weights_in_the_middle_of_a_round_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the round has read is what another model said: neither its gradients nor its measurement count."""
+    """The round has read texts of another model: neither its gradients nor its measurement count."""
     without_thread(monkeypatch)
     with learning_rig(target(FLOAT32)) as rig:
         learner, add, added = learner_of(rig), Candidate.add_gradients, []

@@ -100,7 +100,7 @@ def test_drafts_that_pay_on_a_busy_machine_are_kept(costs: StepCosts, batch: int
 
 @kinds
 def test_a_quiet_machine_keeps_its_speed(costs: StepCosts, batch: int, has_levels: bool) -> None:
-    """What is learned of times changes nothing where costs are right."""
+    """Times that agree with the measured costs change no choice."""
     noisy, still = (run(costs, 0.6, stretch=1.0, slowness=1.0, noise=noise, batch=batch, has_levels=has_levels)
                     for noise in (0.05, 0.0))
     assert speed(noisy) > 0.97 * speed(still)

@@ -46,7 +46,7 @@ class CheckThreads:
             job = self._next(client)
 
     def _next(self, client: str) -> Callable[[], None] | None:
-        """What a thread of the client does next; None if it ends."""
+        """The next check for a thread of the client; None ends the thread."""
         with self._lock:
             if line := self._lines.get(client):
                 job = line.popleft()

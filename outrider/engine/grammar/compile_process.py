@@ -40,7 +40,7 @@ class JobLimits:
 
 @dataclass(frozen=True)
 class Found:
-    """What a job found out about a grammar."""
+    """The result of a job: what the compile process found out about a grammar."""
 
     error: str = ""  # what is wrong with the grammar
     num_bytes: int = 0  # of the compiled grammar

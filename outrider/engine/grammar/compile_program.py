@@ -115,7 +115,7 @@ class Jobs:
 
 
 def cause(child: Child, status: int) -> str:
-    """What ended a child that gave no answer: a limit of time or of memory."""
+    """The limit, of time or of memory, that ended a child which gave no answer."""
     over_time = child.is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     return TIME if over_time else MEMORY
 

@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def smollm2_path() -> Path:
-    """Where the GGUF file is kept, fetched or not."""
+    """The path at which the GGUF file is kept, whether it has been fetched or not."""
     return cache_folder() / "smollm2" / FILE
 
 
