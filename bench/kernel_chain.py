@@ -16,7 +16,7 @@ from kernel_harness import (
     replay_us,
 )
 
-from outrider.kernels import triton as kernels
+from outrider.kernels import gpu as kernels
 from outrider.kernels.gpu import decode_attention, matvec, thin_linear
 
 VARIANTS = (False, True)  # programmatic dependent launch

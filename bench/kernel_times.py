@@ -35,8 +35,8 @@ from kernel_harness import (
     sets,
 )
 
+from outrider.kernels import gpu as kernels
 from outrider.kernels import reference
-from outrider.kernels import triton as kernels
 from outrider.kernels.gpu.attention import decode_attention
 from outrider.kernels.gpu.attention_splits import DecodeConfig, decode_config
 from outrider.kernels.gpu.matvec import matvec, matvec_config

@@ -30,7 +30,7 @@ from outrider.drafters.base import Step
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.kernels import cpu as native
-from outrider.kernels import ops, triton
+from outrider.kernels import gpu, ops
 from outrider.kernels.drafting import (
     AdmittedRows,
     CommittedRequests,
@@ -398,7 +398,7 @@ def test_float32_drafts_are_the_same_with_kernels(kind: str, tmp_path: Path) -> 
     asks = [Ask(prompt_of(1, 9), greedy(5)), Ask(prompt_of(2, 7), sampled)]
     found = []
     for kernel_kind in KINDS:
-        module = triton if kernel_kind == "triton" else None
+        module = gpu if kernel_kind == "triton" else None
         with (using(kernel_kind), fused(module),
               mock.patch.object(kernels, "sample_logits", wraps=kernels.sample_logits) as called,
               DraftRig(tiny_model("llama", torch.float32), speculative_config=drafter.speculative(2)) as rig):
@@ -431,7 +431,7 @@ def test_joined_inputs_equal_the_steps_one_by_one(device: torch.device, dtype: t
     is_shown = [False, True, False, True, True] if hidden_first else [True] * 5
     assert (made[:, 48:].abs().sum(1) > 0).tolist() == is_shown
     torch.testing.assert_close(part, wanted_part, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
-    empty, _ = triton.join_embedding(tokens[:0], table, hidden[:0])
+    empty, _ = gpu.join_embedding(tokens[:0], table, hidden[:0])
     assert empty.shape == (0, 96)
 
 
@@ -454,12 +454,12 @@ def test_wrappers_of_heads_name_what_is_wrong(device: torch.device) -> None:
     ]
     for argument, tensors, options in cases:
         with pytest.raises(ValueError, match=f"join_embedding: {argument} "):
-            triton.join_embedding(*tensors, **options)
+            gpu.join_embedding(*tensors, **options)
     for argument, first, second, index in (
         ("first", wide.t(), wide, tokens), ("second", wide, wide[:1], tokens), ("index", wide, wide, tokens.int())
     ):
         with pytest.raises(ValueError, match=f"take_rows: {argument} "):
-            triton.take_rows(first, second, index)
+            gpu.take_rows(first, second, index)
 
 
 def test_wrappers_name_what_is_wrong(device: torch.device) -> None:

@@ -24,8 +24,8 @@ from outrider.cache.kinds import FullSpec, SlidingSpec
 from outrider.core import Finish, Limits, ScheduledBatch
 from outrider.core.draft_confidence import NUM_LEVELS
 from outrider.kernels import cpu as native
+from outrider.kernels import gpu as kernels
 from outrider.kernels import ops
-from outrider.kernels import triton as kernels
 from outrider.kernels.packet import StepPacket, unpack
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries

@@ -217,3 +217,33 @@ def test_a_class_name_is_one_thing_in_the_whole_package() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, set()).add(module.split(".")[1])
     assert not {name: sorted(rooms) for name, rooms in homes.items() if len(rooms) > 1}
+
+
+@cache
+def names_defined_in(module: str) -> frozenset[str]:
+    names = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("folder", ["outrider", "tests", "bench", "docs"])
+def test_every_name_that_is_imported_from_the_package_exists(folder: str) -> None:
+    """A leftover folder of a renamed package hides a wrong import on the machine of its writer, and benchmarks are
+    imported by no test."""
+    missing = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.ImportFrom) and node.module and part_of(node.module + ".")):
+                continue
+            for alias in node.names:
+                known = f"{node.module}.{alias.name}" in modules() or (
+                    node.module in modules() and alias.name in names_defined_in(node.module))
+                if not known and alias.name != "*":
+                    missing.append(f"{path.relative_to(PACKAGE.parent)}:{node.lineno}: {node.module}.{alias.name}")
+    assert not missing, "\n".join(missing)
