@@ -251,8 +251,7 @@ def outcome_of(name: str) -> Outcome:
     count = sum(math.prod(slot.shape) for slot in model.weights().values())
     how = "served through transformers" if isinstance(model, BridgedModel) else "served"
     billions = count / 1e9
-    return Outcome(f"{how}, {billions:.0f} billion parameters" if billions >= 100 else
-                   f"{how}, {billions:.3g} billion parameters", True, count)
+    return Outcome(f"{how}, {billions:.0f}B" if billions >= 100 else f"{how}, {billions:.3g}B", True, count)
 
 
 def row_of(checkpoint: Checkpoint) -> str:
@@ -262,12 +261,13 @@ def row_of(checkpoint: Checkpoint) -> str:
 
 HEAD = """# Configs of well-known checkpoints
 
-Made by `python -m tests.models.published`; tests hold every row against the check that a load begins with: the config
-is read, and the model built without memory for its weights. A config is refused by the key that stands in the way.
+Made by `python -m tests.models.published`. Tests compare every row with the check that a load begins with: the config
+is read, and the model is built without memory for its weights. A refusal names the key that stands in the way; `6.74B`
+are billions of parameters. Weights of these checkpoints were not loaded.
 
-Where a config comes from: *mlc-llm* carries published files among its model presets; *transformers' defaults* are those
-of the architecture's config class, where they make a model of the checkpoint's size; *reconstructed* ones are written
-down from memory of the published file. Weights of these checkpoints were not loaded.
+Configs of *mlc-llm* are published files, from its model presets. *transformers' defaults* are those of the
+architecture's config class, where they make a model of the checkpoint's size. *reconstructed* ones are written from
+memory.
 
 Qwen3.6 and Qwen3.8 dense models have the architecture of Qwen3.5 (`Qwen3_5ForConditionalGeneration`).
 
