@@ -5,8 +5,8 @@
 Runs requests without checking drafts, and notes the chain of 4 drafts that the head would make behind every token, with
 the level of each (`core/draft_confidence.py`). From these chains follow, token for token, the runs of any way to share
 token rows out. 32 requests decode side by side, and each step checks the same number of drafts of all of them:
-equally many of each, by each request's acceptance so far (`sched/spread_acceptance.py`), or by the levels of the drafts
-that wait (`sched/draft_chances.py`), which are learned on the way.
+equally many of each, by each request's acceptance so far (`speculation/spread_acceptance.py`), or by the levels of the
+drafts that wait (`speculation/draft_chances.py`), which are learned on the way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from watched_drafts import DEPTH, FIRST_SEED, WatchedChain, WatchedDrafts
 from outrider import LLM, SamplingParams
 from outrider.benchmarks.prompt_sets import read_sets
 from outrider.core.draft_confidence import levels_of
-from outrider.sched.draft_chances import DraftChances
-from outrider.sched.spread_acceptance import SpreadAcceptance
+from outrider.speculation.draft_chances import DraftChances
+from outrider.speculation.spread_acceptance import SpreadAcceptance
 
 REQUESTS, STEPS, WARM_UP, LEARN_EVERY = 32, 400, 50, 8
 

@@ -39,13 +39,13 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import FEW, size_for
 from outrider.core.draft_confidence import CHANCE_BITS, NUM_LEVELS, WEIGHT_BITS, levels_of
-from outrider.sched.acceptance import Acceptance
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
-from outrider.sched.individual_drafts import IndividualDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
-from outrider.sched.sized_drafts import SizedDrafts
+from outrider.speculation.acceptance import Acceptance
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts
+from outrider.speculation.individual_drafts import IndividualDrafts
+from outrider.speculation.sized_drafts import SizedDrafts
 
 PROMPT = 16  # tokens of a prompt in a replay
 # Of drafts that are right if their head has seen the whole text, those still right if it has seen so many tokens.

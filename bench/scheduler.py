@@ -29,10 +29,10 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.drafts import DraftCounts, FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
 
 REQUESTS = (16, 64, 256, 1024)
 CONTEXTS = (1024, 8192, 65536)

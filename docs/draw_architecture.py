@@ -27,7 +27,7 @@ box(30, 112, 920, 104, "engine/: the loop, without torch", [
     "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",
     "request_checks.py refuses what cannot be served; grammar/ compiles structured outputs; pooling.py makes embeddings",
 ], HOST)
-box(30, 240, 440, 190, "sched/ and cache/: numbers only, without torch", [
+box(30, 240, 440, 190, "sched/, speculation/, cache/: numbers only, no torch", [
     "Scheduler: rows, settled and bound lengths, epochs; WaitingRequests",
     "DraftCounts: measured costs + acceptance -&gt; drafts per request",
     "CacheManager: pages per request and group, allocated by",

@@ -17,11 +17,11 @@ from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
 from outrider.sched.adapter_slots import AdapterSlots
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.drafts import DraftCounts, FixedDrafts
-from outrider.sched.host_drafts import HostDrafter
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
+from outrider.speculation.host_drafts import HostDrafter
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,

@@ -12,9 +12,9 @@ from heapq import heapify, heappop, heapreplace
 
 from outrider.cache.kinds import pages_for
 from outrider.core import Bound, ScheduledBatch, Settled
-from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.draft_counts import FixedDrafts
 
 SETTLE, RESERVE = 0, 1  # in the order in which a turn of the engine does them
 

@@ -26,15 +26,15 @@ from outrider.core import (
 from outrider.core.draft_confidence import DraftSharing
 from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
-from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
 from outrider.sched.faults import Suspects
 from outrider.sched.giving_way import Tenure, held_tokens, least_important
-from outrider.sched.host_drafts import HostDrafter, HostDrafts
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
+from outrider.speculation.host_drafts import HostDrafter, HostDrafts
 
 MAX_WITHOUT_ADAPTER = 128  # requests that wait for room for their adapters and are passed over in a step
 ADAPTER_PATIENCE = 256  # steps for which others with adapters may overtake a request that waits for room for its own

@@ -9,8 +9,8 @@ from typing import Any
 from outrider.core import ScheduledBatch
 from outrider.drafters.base import Drafts, Step
 from outrider.models.base import Model
-from outrider.sched.drafts import DraftCounts, DraftPlan, clamp_drafts
 from outrider.sched.request import Request
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, clamp_drafts
 from tests.engine.harness import Rig
 
 

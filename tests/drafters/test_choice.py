@@ -16,7 +16,7 @@ from outrider.drafters.choice import ProposalChoice, _Grades
 from outrider.drafters.combined import CombinedDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.kernels.step import Proposal
-from outrider.sched.draft_sources import DraftSources
+from outrider.speculation.draft_sources import DraftSources
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import Ask, Rig, add_request, prompt_of, tiny_model, tokens_of
 

@@ -27,9 +27,9 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.start import start_engine
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.graphs.captures import StepGraphs
-from outrider.sched.drafts import FixedDrafts
 from outrider.sched.scheduler import Scheduler
 from outrider.server.metrics import ServerMetrics
+from outrider.speculation.draft_counts import FixedDrafts
 from tests.engine.faulty_drafter import Edit, FaultyDrafter, K
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, save_folder, tiny_model, tokens_of
 

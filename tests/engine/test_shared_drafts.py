@@ -14,9 +14,9 @@ from outrider.core.draft_confidence import CHANCE_BITS, LEVEL_BITS, NUM_LEVELS, 
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafts, Step
 from outrider.kernels import cpu as native
-from outrider.sched.drafts import DraftCounts, DraftPlan, SharingPlan
 from outrider.sched.request import Request
-from outrider.sched.sized_drafts import SizedDrafts
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, SharingPlan
+from outrider.speculation.sized_drafts import SizedDrafts
 from tests.drafters.hybrid_rig import script_with_errors
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured

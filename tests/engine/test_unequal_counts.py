@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.core.costs import StepCosts
-from outrider.sched.sized_drafts import SizedDrafts
+from outrider.speculation.sized_drafts import SizedDrafts
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of

@@ -18,8 +18,8 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.models.base import Model
 from outrider.runner.graphs import keys
-from outrider.sched.drafts import DraftCounts, DraftPlan, clamp_drafts
 from outrider.sched.request import Request
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, clamp_drafts
 from tests.drafters.hybrid_rig import mtp_of, script_with_errors
 from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.drafters.scripted_drafter import ScriptedDrafter

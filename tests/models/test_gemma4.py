@@ -28,9 +28,9 @@ from outrider.models.gemma4_assistant import build_assistant
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import eos_token_ids, read_config
 from outrider.models.sources.model_source import WeightError
-from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.draft_counts import FixedDrafts
 from tests.engine.harness import Ask, Rig
 from tests.engine.harness import greedy as greedy_params
 from tests.engine.harness import tokens_of as outputs_of

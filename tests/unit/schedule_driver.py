@@ -16,10 +16,10 @@ from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import DraftCounts, DraftPlan, SettledDrafts
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, SettledDrafts
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
 from tests.unit.made_requests import made_request
 

@@ -13,10 +13,10 @@ from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import unequal_sizes
 from outrider.core.draft_confidence import LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, levels_of
 from outrider.core.structured import StructuredOutputsParams
-from outrider.sched.draft_chances import DraftChances
-from outrider.sched.individual_drafts import IndividualDrafts
 from outrider.sched.request import Request
-from outrider.sched.sized_drafts import CHAINS_EACH, WEIGH_LEVELS_EVERY, SizedDrafts, extended
+from outrider.speculation.draft_chances import DraftChances
+from outrider.speculation.individual_drafts import IndividualDrafts
+from outrider.speculation.sized_drafts import CHAINS_EACH, WEIGH_LEVELS_EVERY, SizedDrafts, extended
 from tests.unit.test_draft_counts import running
 from tests.unit.test_shared_rows import COSTS, K
 

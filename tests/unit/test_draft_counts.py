@@ -14,11 +14,11 @@ from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.draft_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, READ_STEPS, TRY_STEPS, ProposedDepth
-from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts
-from outrider.sched.learned_drafts import MIN_GAIN
 from outrider.sched.request import Request, State
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts
+from outrider.speculation.drafter_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, READ_STEPS, TRY_STEPS, ProposedDepth
+from outrider.speculation.learned_drafts import MIN_GAIN
 from tests.unit.made_requests import made_request
 
 FLAT = StepCosts((1, 64), (1.0, 1.0))  # tokens are free

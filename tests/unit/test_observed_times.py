@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from outrider.core.costs import DraftCost, StepCosts
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.observed_times import ENOUGH, FORGET_AFTER, LAST, READING, ObservedTimes
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.observed_times import ENOUGH, FORGET_AFTER, LAST, READING, ObservedTimes
 from tests.unit.test_resting_drafter import Serving
 
 K = 4

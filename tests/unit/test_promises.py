@@ -17,9 +17,9 @@ from outrider.cache.pages import PagePool
 from outrider.cache.promises import Promises
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.draft_counts import FixedDrafts
 from tests.unit.hash_mixer import HashMixerRunner, make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Scenario

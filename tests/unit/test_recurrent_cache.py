@@ -16,9 +16,9 @@ from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Bound, CheckpointWrite, Finish, Limits, RequestResult, ScheduledBatch, Settled, StepResult
 from outrider.core.params import SamplingParams
-from outrider.sched.drafts import FixedDrafts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.draft_counts import FixedDrafts
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import MAX_LEN, PLAIN, Driver, Scenario

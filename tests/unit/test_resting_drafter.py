@@ -14,13 +14,13 @@ from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import FEW
 from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
-from outrider.sched.acceptance import PATIENT, Acceptance
-from outrider.sched.auto_drafts import auto_drafts
-from outrider.sched.draft_tries import READ_STEPS, TRY_SHARE, TRY_STEPS, DrafterSight, DrafterTries
-from outrider.sched.drafts import DraftCounts
-from outrider.sched.learned_drafts import LEAST_LEFT
-from outrider.sched.observed_times import ObservedTimes
 from outrider.sched.request import Request, State
+from outrider.speculation.acceptance import PATIENT, Acceptance
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts
+from outrider.speculation.drafter_tries import READ_STEPS, TRY_SHARE, TRY_STEPS, DrafterSight, DrafterTries
+from outrider.speculation.learned_drafts import LEAST_LEFT
+from outrider.speculation.observed_times import ObservedTimes
 from tests.unit.made_requests import made_request
 
 K = 2

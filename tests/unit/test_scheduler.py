@@ -14,12 +14,12 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
-from outrider.sched.auto_drafts import auto_drafts
 from outrider.sched.batch import BatchBuilder
-from outrider.sched.drafts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
-from outrider.sched.host_drafts import HostDrafts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
+from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
+from outrider.speculation.host_drafts import HostDrafts
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Driver, Scenario, Totals

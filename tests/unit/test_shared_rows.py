@@ -12,10 +12,10 @@ import pytest
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import size_for, unequal_sizes
-from outrider.sched.learned_drafts import MIN_GAIN
 from outrider.sched.request import Request
-from outrider.sched.sized_drafts import HELD_STEPS, SHARE_GAIN, Foresight, SizedDrafts
-from outrider.sched.spread_acceptance import PROBE_PLANS, SpreadAcceptance
+from outrider.speculation.learned_drafts import MIN_GAIN
+from outrider.speculation.sized_drafts import HELD_STEPS, SHARE_GAIN, Foresight, SizedDrafts
+from outrider.speculation.spread_acceptance import PROBE_PLANS, SpreadAcceptance
 from tests.unit.test_draft_counts import running
 
 # A dense model of 8B weights: the first 64 token rows cost hardly more than one, all others cost the same.

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from outrider.core import HostDraft, RequestResult
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
-from outrider.sched.draft_sources import DraftSources
-from outrider.sched.request import Request
+from outrider.speculation.draft_sources import DraftSources
+from outrider.speculation.drafted_request import DraftedRequest
 
 Made = TypeVar("Made")
 
@@ -38,7 +38,7 @@ class HostDrafts:
         self._by_row: dict[int, HostDraft] = {}
         self._sources = DraftSources(max_drafts)
 
-    def propose(self, request: Request, most: int) -> int:
+    def propose(self, request: DraftedRequest, most: int) -> int:
         """Make drafts for a request of the next batch. Returns how many drafts the batch shall check, `most` at
         most."""
         known = len(request.token_ids)
@@ -62,17 +62,17 @@ class HostDrafts:
         drafts, self._by_row = list(self._by_row.values()), {}
         return drafts
 
-    def observe(self, request: Request, result: RequestResult, is_from_host: bool) -> None:
+    def observe(self, request: DraftedRequest, result: RequestResult, is_from_host: bool) -> None:
         """A step of the request has ended. is_from_host: its drafts were sent from here."""
         if not is_from_host and result.num_drafted:
             self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: DraftedRequest) -> None:
         """The request has ended; others may continue like it."""
         self._sources.forget(request.id)
         self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
 
-    def _guess(self, request: Request, num_wanted: int) -> list[int]:
+    def _guess(self, request: DraftedRequest, num_wanted: int) -> list[int]:
         """At most num_wanted tokens of the vocabulary; none if the drafter is off or has failed."""
         own = self._drafter
         return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted,
@@ -93,7 +93,7 @@ class HostDrafts:
         return None
 
 
-def _tenant(request: Request) -> str:
+def _tenant(request: DraftedRequest) -> str:
     return request.input.cache_salt or ""
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.sched.acceptance import Acceptance
+from outrider.speculation.acceptance import Acceptance
 
 MATCHES = (4, 8, 16)  # lengths of matches from which on guesses are judged apart
 

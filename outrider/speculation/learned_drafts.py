@@ -11,12 +11,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from outrider.core.costs import StepCosts
-from outrider.sched.acceptance import Acceptance
-from outrider.sched.draft_chances import DraftChances
-from outrider.sched.draft_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
-from outrider.sched.drafts import DraftCounts, SettledDrafts, clamp_drafts
-from outrider.sched.observed_times import ObservedTimes
-from outrider.sched.request import Request
+from outrider.speculation.acceptance import Acceptance
+from outrider.speculation.draft_chances import DraftChances
+from outrider.speculation.draft_counts import DraftCounts, SettledDrafts, clamp_drafts
+from outrider.speculation.drafted_request import DraftedRequest
+from outrider.speculation.drafter_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
+from outrider.speculation.observed_times import ObservedTimes
 
 MIN_GAIN = 1.03  # less than this is within the noise of the costs
 LEAST_LEFT = 2 * (READ_STEPS + TRY_STEPS)  # tokens that a request has left if it tries drafts that were not read along
@@ -34,18 +34,18 @@ class LearnedDrafts(DraftCounts):
         self._sight = DrafterSight(misses_rests=misses_rests)
         self._times = ObservedTimes()
         self._tries = DrafterTries(costs, self._times)
-        self._requests: list[Request] = []  # those of the step that is planned
+        self._requests: Sequence[DraftedRequest] = []  # those of the step that is planned
 
-    def begin(self, requests: list[Request]) -> int:
+    def begin(self, requests: Sequence[DraftedRequest]) -> int:
         for request in requests:
             self._sight.begin(request.id)
         if not self._depth.proposed:
-            all_requests = self._requests + requests
+            all_requests = [*self._requests, *requests]
             self._depth.proposed = self._best_depth(all_requests) or int(self._try_new(requests, len(all_requests)))
         return self._depth.proposed
 
     @abstractmethod
-    def _best_depth(self, requests: list[Request]) -> int:
+    def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
         """The most drafts of a request that pay, also counting requests that compute their prompts."""
 
     def _note_tries(self, settled: Sequence[SettledDrafts]) -> None:
@@ -63,13 +63,13 @@ class LearnedDrafts(DraftCounts):
         self.acceptance.expect([(request.id, self._waiting_gains(request)) for request, result, _ in settled
                                 if request.levels and not result.finish and self._sees(request)])
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: DraftedRequest) -> None:
         self.acceptance.forget(request.id)
         self.chances.forget(request.id)
         self._sight.forget(request.id)
         self._tries.forget(request.id)
 
-    def _next_step(self, requests: list[Request]) -> list[Request]:
+    def _next_step(self, requests: Sequence[DraftedRequest]) -> Sequence[DraftedRequest]:
         """Begin to plan a step. Returns the requests that were not known before: they start in this step."""
         self._sight.next_step(self._depth.proposed)
         self._requests = requests
@@ -78,14 +78,14 @@ class LearnedDrafts(DraftCounts):
             self._sight.begin(request.id)
         return new
 
-    def _trying_ids(self, requests: list[Request]) -> set[int]:
+    def _trying_ids(self, requests: Sequence[DraftedRequest]) -> set[int]:
         """Requests that try a draft in this step, if the step before has proposed one. Ask before `_advance_tries`,
         which ends tries."""
         if not self._tries.any_left:
             return set()
         return {own.id for own in requests if self._tries.has(own.id) and self._sees(own)}
 
-    def _advance_tries(self, requests: list[Request], new: list[Request], best: int) -> bool:
+    def _advance_tries(self, requests: Sequence[DraftedRequest], new: Sequence[DraftedRequest], best: int) -> bool:
         """Count this step as one of the tries that go on, or begin a try if none goes on, no draft pays and there is
         time. Returns whether some of the requests try drafts. new: those that start; best: the most drafts that pay."""
         if self._tries.any_left:
@@ -100,22 +100,22 @@ class LearnedDrafts(DraftCounts):
         self._tries.rest(len(requests))
         return self._try_new(new, len(requests)) or not self._depth.proposed and self._try_all(requests)
 
-    def _try_new(self, requests: list[Request], num_requests: int) -> bool:
+    def _try_new(self, requests: Sequence[DraftedRequest], num_requests: int) -> bool:
         """Let requests that start now, of so many, try drafts."""
         ids = [request.id for request in requests if request.max_drafts != 0]
         return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
 
-    def _try_all(self, requests: list[Request]) -> bool:
+    def _try_all(self, requests: Sequence[DraftedRequest]) -> bool:
         """Let requests try drafts, after the drafter has read along with them for a while."""
         ids = [request.id for request in requests if request.max_drafts != 0 and request.yields_tokens
                and request.end_len - request.bound.at_most >= LEAST_LEFT]
         return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)
 
-    def _waiting_gains(self, request: Request) -> list[float]:
+    def _waiting_gains(self, request: DraftedRequest) -> list[float]:
         """The chance that each draft which waits on the device is reached and accepted, by how sure its drafter is."""
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
-    def _gains(self, request: Request, is_exact: bool) -> list[float]:
+    def _gains(self, request: DraftedRequest, is_exact: bool) -> list[float]:
         """The chance that draft j of the request is reached and accepted. None if the drafter has not seen enough of
         the request, unless it is awake and will have before the request ends."""
         if not self._sees(request) and (not self._depth.proposed
@@ -126,7 +126,7 @@ class LearnedDrafts(DraftCounts):
             return gains
         return gains[: clamp_drafts(request, self._k, is_exact)]
 
-    def _sees(self, request: Request) -> bool:
+    def _sees(self, request: DraftedRequest) -> bool:
         """Whether the drafter has seen enough of the request to guess what follows."""
         return self._sight.sees_all or self._sight.sees(request.id)
 

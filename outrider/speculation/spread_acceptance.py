@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from outrider.sched.acceptance import Acceptance, Memory, Rates
+from outrider.speculation.acceptance import Acceptance, Memory, Rates
 
 # Of a drafter that misses nothing while it rests. Counts are believed a little longer than elsewhere, because plans for
 # many requests hold for some steps.

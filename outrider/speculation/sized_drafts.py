@@ -27,12 +27,12 @@ from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
-from outrider.sched.acceptance import PATIENT
-from outrider.sched.drafts import DraftPlan, SettledDrafts, SharingPlan, clamp_drafts
-from outrider.sched.learned_drafts import LearnedDrafts
-from outrider.sched.observed_times import READING
-from outrider.sched.request import Request
-from outrider.sched.spread_acceptance import STEADY, SpreadAcceptance
+from outrider.speculation.acceptance import PATIENT
+from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, SharingPlan, clamp_drafts
+from outrider.speculation.drafted_request import DraftedRequest
+from outrider.speculation.learned_drafts import LearnedDrafts
+from outrider.speculation.observed_times import READING
+from outrider.speculation.spread_acceptance import STEADY, SpreadAcceptance
 
 LEVEL_GAIN = 1.02  # what the device's choice of drafts must gain over that of the scheduler
 SHARE_GAIN, KEEP_SHARING = 1.008, 0.998  # what unequal numbers must gain over one for all; the same while they are used
@@ -117,7 +117,7 @@ class SizedDrafts(LearnedDrafts):
         self._next_learning = self._next_weighing = 0  # numbers of steps
         self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
-    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         self._step += 1
         new = self._next_step(requests)
         request_ids = [request.id for request in requests]
@@ -178,7 +178,7 @@ class SizedDrafts(LearnedDrafts):
                     + self._costs.draft(wanted, count))
         self._times.observe(count, READING if wanted and not depth else depth, rows, foreseen, seconds)
 
-    def _plan(self, requests: list[Request], request_ids: list[int], most: int) -> HeldCounts:
+    def _plan(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int) -> HeldCounts:
         choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,
                                                        learns=self._step >= self._next_learning)
         if not choice.depth and self._misses_rests and self._depth.proposed:  # before the drafter rests
@@ -201,7 +201,7 @@ class SizedDrafts(LearnedDrafts):
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
         return HeldCounts(request_ids, counts, choice.depth, self._step + HELD_STEPS - 1)
 
-    def _plan_by_acceptance(self, requests: list[Request], request_ids: list[int], most: int, *,
+    def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
         """The best choice by each request's acceptance, its rate, and the gains of drafts. learns: how much requests
         differ is estimated anew."""
@@ -211,10 +211,10 @@ class SizedDrafts(LearnedDrafts):
         gains = [self._gains(request, is_exact=False) for request in requests]
         return *self._best(requests, gains, most), gains
 
-    def _best_depth(self, requests: list[Request]) -> int:
+    def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
         return self._best(requests, [self._gains(request, is_exact=False) for request in requests], self._k)[0].depth
 
-    def _rate_of(self, requests: list[Request]) -> RateOf:
+    def _rate_of(self, requests: Sequence[DraftedRequest]) -> RateOf:
         """Tokens per second of a step of these requests, by expected tokens, most drafts of a request, token rows."""
         count, costs = len(requests), self._costs
         reading = costs.read([request.bound.at_most for request in requests])
@@ -230,7 +230,8 @@ class SizedDrafts(LearnedDrafts):
 
         return rate
 
-    def _best(self, requests: list[Request], gains: list[list[float]], most: int) -> tuple[DraftChoice, float]:
+    def _best(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
+              most: int) -> tuple[DraftChoice, float]:
         """The choice with the most expected tokens per second, of at most `most` drafts for a request, and its rate.
         Requests that still compute their prompts count too: they will run soon, and the drafter must see them."""
         count = len(requests)
@@ -269,7 +270,7 @@ class SizedDrafts(LearnedDrafts):
         self._last = choice
         return choice, rates[choice]
 
-    def _best_by_levels(self, requests: list[Request], most: int, best_rate: float) -> DraftChoice | None:
+    def _best_by_levels(self, requests: Sequence[DraftedRequest], most: int, best_rate: float) -> DraftChoice | None:
         """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
         next step are not known yet: the last that were proposed stand for them."""
         count = len(requests)
@@ -299,7 +300,8 @@ class SizedDrafts(LearnedDrafts):
         table = [min(round(chance * (1 << CHANCE_BITS)), 1 << CHANCE_BITS) for own in chances.table() for chance in own]
         return SharingPlan(total, weights, table, fixed_drafts)
 
-    def _share_out(self, requests: list[Request], gains: list[list[float]], choice: DraftChoice) -> list[int]:
+    def _share_out(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
+                   choice: DraftChoice) -> list[int]:
         """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""
         drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
         drafts.sort(key=itemgetter(0), reverse=True)

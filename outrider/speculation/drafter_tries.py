@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from outrider.core.costs import StepCosts
-from outrider.sched.observed_times import READING, ObservedTimes
+from outrider.speculation.observed_times import READING, ObservedTimes
 
 PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, if the drafter misses nothing while it rests
 PROBE_DEPTH_AFTER = 128  # steps until all requests try one draft more than has paid

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
-from outrider.sched.acceptance import PATIENT, QUICK, Acceptance
-from outrider.sched.draft_slowness import DraftSlowness
-from outrider.sched.draft_tries import HOPELESS
-from outrider.sched.drafts import DraftPlan, SettledDrafts, clamp_drafts
-from outrider.sched.learned_drafts import LearnedDrafts
-from outrider.sched.request import Request
+from outrider.speculation.acceptance import PATIENT, QUICK, Acceptance
+from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, clamp_drafts
+from outrider.speculation.draft_slowness import DraftSlowness
+from outrider.speculation.drafted_request import DraftedRequest
+from outrider.speculation.drafter_tries import HOPELESS
+from outrider.speculation.learned_drafts import LearnedDrafts
 
 
 class IndividualDrafts(LearnedDrafts):
@@ -25,7 +25,7 @@ class IndividualDrafts(LearnedDrafts):
         self._always_propose = always_propose
         self._slowness = DraftSlowness()
 
-    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         plan = self._plan(requests, is_exact)
         if self._slowness.wants_rest and not self._always_propose:
             self._depth.proposed = 0
@@ -36,7 +36,7 @@ class IndividualDrafts(LearnedDrafts):
             self._depth.proposed = 1
         return DraftPlan([0] * len(requests), self._k if self._always_propose else 1)
 
-    def _plan(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+    def _plan(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         new = self._next_step(requests)
         running = [index for index, request in enumerate(requests) if request.yields_tokens]
         if self._always_propose:
@@ -82,13 +82,13 @@ class IndividualDrafts(LearnedDrafts):
             self._tries.allow(count)
         self._tries.slowness = self._slowness.factor
 
-    def begin(self, requests: list[Request]) -> int:
+    def begin(self, requests: Sequence[DraftedRequest]) -> int:
         return self._k if self._always_propose else super().begin(requests)
 
-    def _best_depth(self, requests: list[Request]) -> int:
+    def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
         return max(self._counts(requests, list(range(len(requests))), is_exact=False), default=0)
 
-    def _counts_of_guesses(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
+    def _counts_of_guesses(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
         """Counts of drafts that cost nothing to guess: a request that has had none for a while tries one."""
         wanted = self._counts(requests, running, is_exact)
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
@@ -99,7 +99,7 @@ class IndividualDrafts(LearnedDrafts):
                 wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
         return wanted
 
-    def _counts(self, requests: list[Request], running: list[int], is_exact: bool) -> list[int]:
+    def _counts(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
         """Drafts of each request, none of those that are not running: those that give the most expected tokens per
         second. For every depth that a proposal may have, drafts are taken by falling chance of being reached and
         accepted."""
@@ -123,7 +123,7 @@ class IndividualDrafts(LearnedDrafts):
             counts[index] += 1
         return counts
 
-    def _likely_counts(self, requests: list[Request], running: list[int]) -> list[int]:
+    def _likely_counts(self, requests: Sequence[DraftedRequest], running: list[int]) -> list[int]:
         """Counts of drafts that wait and whose drafter says how sure it is of each. A draft is checked if the tokens
         that it is expected to add take longer to get without it: at the rate of steps with drafts of the usual
         chances."""

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.draft_confidence import LEVEL_BITS, MOST_CHANCE, MOST_PLACES, NUM_LEVELS, TOP_LEVEL
-from outrider.sched.acceptance import FIRST_RATE, SHARED_DECAY, add_decayed, believed_weight
+from outrider.speculation.acceptance import FIRST_RATE, SHARED_DECAY, add_decayed, believed_weight
 
 Ints: TypeAlias = NDArray[np.int64]
 

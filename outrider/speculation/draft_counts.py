@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from outrider.core import RequestResult, ScheduledBatch
-from outrider.sched.request import Request
+from outrider.speculation.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):
@@ -32,21 +32,21 @@ class DraftPlan(NamedTuple):
 
 # A request's part of a step that has ended, and the number of drafts that was scheduled for it. A plain tuple, because
 # hundreds are made every step.
-SettledDrafts: TypeAlias = tuple[Request, RequestResult, int]
+SettledDrafts: TypeAlias = tuple[DraftedRequest, RequestResult, int]
 
 
 class DraftCounts(ABC):
     """Plans how many drafts each request should have in the next step."""
 
     @abstractmethod
-    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
         """The plan that was just made, for a step that also computes prompts: the device shares no rows out there."""
         return plan if plan.sharing is None else DraftPlan(plan.sharing.fixed_drafts, plan.num_wanted)
 
-    def begin(self, requests: list[Request]) -> int:
+    def begin(self, requests: Sequence[DraftedRequest]) -> int:
         """These requests start in the step that `choose` was just asked about: their first tokens are computed. Returns
         how many drafts the step must propose at least, so that the drafter sees their prompts."""
         return 0
@@ -57,7 +57,7 @@ class DraftCounts(ABC):
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """A step has ended, so many seconds after the one before it."""
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: DraftedRequest) -> None:
         """The request has ended."""
 
 
@@ -67,11 +67,11 @@ class FixedDrafts(DraftCounts):
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
 
-    def choose(self, requests: list[Request], is_exact: bool) -> DraftPlan:
+    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         return DraftPlan([clamp_drafts(request, self.num_drafts, is_exact) for request in requests], self.num_drafts)
 
 
-def clamp_drafts(request: Request, k: int, is_exact: bool) -> int:
+def clamp_drafts(request: DraftedRequest, k: int, is_exact: bool) -> int:
     """The number of drafts, at most k: no more than the request allows and, where the host knows how many wait on the
     device, no more than those."""
     most = request.max_drafts

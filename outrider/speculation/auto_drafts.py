@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from outrider.core.costs import StepCosts
-from outrider.sched.individual_drafts import IndividualDrafts
-from outrider.sched.sized_drafts import SizedDrafts
+from outrider.speculation.individual_drafts import IndividualDrafts
+from outrider.speculation.sized_drafts import SizedDrafts
 
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:

@@ -1,0 +1,61 @@
+"""DraftedRequest: what speculation reads of a request. It changes nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.core import Bound
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.costs import SamplerLoad
+
+
+class DraftedRequest(Protocol):
+    """The scheduler's `Request`, as speculation sees it."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def input(self) -> CheckedRequest: ...
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt and the settled outputs."""
+
+    @property
+    def end_len(self) -> int:
+        """Known tokens at which the request ends."""
+
+    @property
+    def bound(self) -> Bound: ...
+
+    @property
+    def in_flight_samples(self) -> int:
+        """Steps in flight that each yield at least one token."""
+
+    @property
+    def yields_tokens(self) -> bool:
+        """Whether all tokens known at its admission are computed, or will be by the steps in flight."""
+
+    @property
+    def sampler_load(self) -> SamplerLoad: ...
+
+    @property
+    def max_drafts(self) -> int | None:
+        """The caller's ceiling; None leaves it to the engine."""
+
+    @property
+    def num_proposed(self) -> int:
+        """Drafts that wait on the device, as the last result said."""
+
+    @property
+    def levels(self) -> int:
+        """How sure their drafter is of the drafts that wait (`core/draft_confidence.py`)."""
+
+    @property
+    def checked_levels(self) -> int:
+        """The same, of the drafts that the last settled step checked."""
