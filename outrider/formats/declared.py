@@ -23,14 +23,15 @@ MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a source stores a weight. Subclasses add what a format must know beside the kind: a group's size, say."""
+    """How a source stores a weight: its kind. Subclasses add what a format needs beside the kind, such as a group's
+    size."""
 
     kind: str  # name under which `register_format` finds the format that keeps it
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank among those that hold a weight together."""
+    """The number of one rank, and how many ranks share a weight."""
 
     rank: int
     count: int
@@ -40,7 +41,7 @@ class Ranks:
         return cls(group.rank, group.count)
 
     def share(self, size: ModelSize, pieces: int | None = None) -> range:
-        """This rank's part of `size` features in equal pieces, one for each rank. With fewer pieces than ranks,
+        """Return this rank's part of `size` features in equal pieces, one for each rank. With fewer pieces than ranks,
         neighbouring ranks hold the same piece."""
         pieces = self.count if pieces is None else pieces
         if not 1 <= pieces <= self.count:
@@ -58,7 +59,7 @@ ALONE = Ranks(0, 1)
 
 
 class PackedPart(NamedTuple):
-    """One of several matrices that the checkpoint holds in one tensor, one below the other."""
+    """One of several matrices that the checkpoint stores in one tensor, one after another along the outputs."""
 
     size: int  # its output features
     pieces: int | None = None  # into which it is sharded; None if each rank gets one
@@ -66,14 +67,15 @@ class PackedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputShard:
-    """Every rank holds some output features of each segment. A rank's product is its part of the outputs."""
+    """A weight sharded by outputs: every rank holds some output features of each segment and computes that part of the
+    product."""
 
     ranks: Ranks
     pieces: Mapping[str, int] = field(default_factory=dict)  # of segments that have fewer pieces than ranks
     packed: Mapping[str, Sequence[PackedPart]] = field(default_factory=dict)  # of segments with parts of their own
 
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
-        """The features of a segment that this rank holds."""
+        """The output features of a segment that this rank holds."""
         ranges: list[range] = []
         first = 0
         for part in self.packed.get(name, (PackedPart(size, self.pieces.get(name)),)):
@@ -86,8 +88,9 @@ class OutputShard:
 
 @dataclass(frozen=True)
 class VocabularyShard(OutputShard):
-    """Every rank holds the rows of some tokens in an embedding or a head. The last rank holds fewer if the vocabulary
-    does not divide. Embeddings are summed over ranks and logits are gathered: both are whole on every rank."""
+    """A vocabulary sharded by tokens: every rank holds the rows of some tokens in an embedding or a head.
+    The last rank holds fewer rows if the vocabulary does not divide. Embeddings are summed over ranks and logits are
+    gathered, so both are whole on every rank."""
 
     group: RankGroup = field(kw_only=True)
 
@@ -96,7 +99,7 @@ class VocabularyShard(OutputShard):
         return cls(Ranks.from_group(group), group=group)
 
     def width(self, size: ModelSize) -> int:
-        """Rows of every rank but the last."""
+        """The number of rows that every rank but the last holds."""
         return -(-size // self.ranks.count)
 
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
@@ -108,7 +111,8 @@ class VocabularyShard(OutputShard):
 
 @dataclass(frozen=True)
 class InputShard:
-    """Every rank holds some input features. The layer's product is the sum of the ranks' products."""
+    """A weight sharded by inputs: every rank holds some input features. The layer's product is the sum of the ranks'
+    products."""
 
     ranks: Ranks
     reduce: Callable[[torch.Tensor], torch.Tensor]  # a rank's product -> the sum over all ranks
@@ -122,8 +126,8 @@ class InputShard:
 
 @dataclass(frozen=True)
 class UnsummedShard(InputShard):
-    """As InputShard, but the layer's product is this rank's part of the sum, which the caller adds to others before all
-    are summed. Rank 0 alone adds the bias."""
+    """A weight sharded by inputs without a sum: the caller adds this rank's product to others first and sums all of it
+    over ranks once. Rank 0 adds the bias, the others do not."""
 
 
 class StoredTensor(NamedTuple):
@@ -168,7 +172,7 @@ class LinearDeclaration:
 
     @property
     def num_numbers(self) -> ModelSize:
-        """The numbers of the weight, on all ranks together."""
+        """The number of elements of the whole weight, on all ranks together."""
         return ModelSize(self.in_features * sum(self.stored.values()))
 
     @cached_property
@@ -206,8 +210,8 @@ class LinearDeclaration:
         return replace(self, has_bias=False)
 
     def slot(self, segment: Segment, held: StoredTensor, rows_axis: int = 0) -> WeightSlot:
-        """The slot of the checkpoint's tensor that holds one segment of a format's tensor. Axes before that of the rows
-        are not sharded."""
+        """The slot for the checkpoint's tensor of one segment. `held`: the format's tensor into which it goes. Axes
+        before the axis of the rows are not sharded."""
         per_row, per_column, axis = held.outputs_per_row, held.inputs_per_column, rows_axis
         rows = _in_units(segment.rows, per_row, self.num_outputs)
         target = held.tensor.narrow(axis, rows.start, len(rows))
@@ -265,8 +269,9 @@ class ExpertsDeclaration:
             yield from (f"{expert}.{name}" for expert in range(self.num_experts) for name in names)
 
     def slots(self, first: Sequence[StoredTensor], down: Sequence[StoredTensor]) -> dict[str, WeightSlot]:
-        """Slots of the tensors [experts, rows, ..] of both projections, by their names below the experts' own. The name
-        of a tensor ends that of a joint matrix ("gate_up_proj" + name), or follows it ("0.gate_proj." + name)."""
+        """Slots of the tensors [experts, rows, ..] of both projections, by their names below the experts' own name. A
+        tensor's name is added to that of a joint matrix ("gate_up_proj" + name) or of an expert's matrix
+        ("0.gate_proj." + name)."""
         separator = "" if self.is_joint else "."
         joint = {f"{segment.name}{separator}{held.name}": projection.slot(segment, held, rows_axis=1)
                  for projection, tensors in zip(self.projections, (first, down), strict=True)
@@ -278,7 +283,8 @@ class ExpertsDeclaration:
 
 
 def _in_units(features: range, unit: int, size: int) -> range:
-    """A range of features in rows or columns of `unit` features each; the last of all `size` may be incomplete."""
+    """Convert a range of features to rows or columns of `unit` features each. Only the last of all `size` features may
+    end within a unit."""
     if features.start % unit or (features.stop % unit and features.stop != size):
         raise ValueError(f"features {features.start} to {features.stop} do not consist of whole groups of {unit}")
     return range(features.start // unit, -(-features.stop // unit))

@@ -40,7 +40,7 @@ class DenseLinear(EmbeddingFormat):
     def __init__(
         self, declared: LinearDeclaration, stored: Sequence[StoredFormat] = (), weight: torch.Tensor | None = None
     ) -> None:
-        """weight: a tensor that another layer owns, instead of one of its own."""
+        """weight: a tensor that another layer owns and this one shares; by default the layer allocates a tensor."""
         super().__init__(declared)
         shape = declared.num_outputs, declared.num_inputs
         self._weight = empty_weight(*shape, dtype=declared.dtype, device=declared.device) if weight is None else weight

@@ -1,6 +1,7 @@
-"""Formats of the latent expansion: a matrix [heads x (key + value), latent] that is used from both sides.
+"""Formats of the latent expansion, the matrix [heads x (key + value), latent] of latent attention.
 
-Queries are multiplied with its keys' part, which brings them into the latent space, and latents with its values' part.
+The matrix is used from both sides: queries are multiplied with its key rows, which brings them into the latent space,
+and latents with its value rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from outrider.kernels.buffers import empty_weight
 
 @dataclass(frozen=True, kw_only=True)
 class ExpansionDeclaration(LinearDeclaration):
-    """Rows head by head: first those of the head's key, then those of its value."""
+    """The declaration of a latent expansion. Its rows are stored head by head: first the head's key rows, then its
+    value rows."""
 
     key_dim: int
     value_dim: int
@@ -35,18 +37,19 @@ class ExpansionFormat(MatrixFormat):
 
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """([heads, latent, key], [heads, value, latent]) in the model's dtype, for kernels that do more than these
-        products; None if the format has no such numbers, or must be exact."""
+        """The key and value parts as plain tensors, ([heads, latent, key], [heads, value, latent]) in the model's
+        dtype, for kernels that fuse more than these products. None if the format has no such tensors, or must be
+        exact."""
         return None
 
     @abstractmethod
     def to_latent(self, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """queries [tokens, heads, key] into out [tokens, heads, latent]: the products of the result with latents are
-        those of the queries with keys."""
+        """Bring queries [tokens, heads, key] into the latent space, into out [tokens, heads, latent]. The product of
+        the result with a latent equals the product of the query with the latent's key."""
 
     @abstractmethod
     def to_values(self, latents: torch.Tensor, out: torch.Tensor) -> None:
-        """latents [tokens, heads, latent] into out [tokens, heads, value]."""
+        """Expand latents [tokens, heads, latent] to values, into out [tokens, heads, value]."""
 
 
 class DenseExpansion(ExpansionFormat):

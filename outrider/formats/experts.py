@@ -1,6 +1,6 @@
 """Formats of experts: the weights of equal MLPs without biases, and the products of token rows with chosen experts.
 
-The dense format is here, that of GGUF's bits in `gguf_experts.py`; `register_format` adds others.
+This file has the dense format. GGUF's bits are in `gguf_experts.py`; `register_format` adds other formats.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from outrider.kernels.buffers import empty_weight
 
 
 class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
-    """Every expert has a first projection (gate and up, or up alone) and a second one, down."""
+    """The base class of experts' formats. Every expert has a first projection (gate and up, or up only) and a second
+    one, down."""
 
     @abstractmethod
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
-        """The tensors that stand for the first and for the second projections: see `ExpertsDeclaration.slots`."""
+        """The tensors of the first and of the second projections: see `ExpertsDeclaration.slots`."""
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         return {join_names(prefix, name): slot for name, slot in self.declared.slots(*self.tensors()).items()}
@@ -34,7 +35,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @property
     def rounding(self) -> int:
-        """As that of `LinearFormat`, of the first projection."""
+        """The rounding of the first projection's input: see `LinearFormat.rounding`."""
         return 0
 
     def prepare(self, allow_copy: bool) -> int:
@@ -42,7 +43,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         return 0
 
     def use_activation_bits(self, bits: int) -> float | None:
-        """See `LinearFormat.use_activation_bits`; the error is that of one expert's products."""
+        """See `LinearFormat.use_activation_bits`. The returned error is that of one expert's products."""
         return None
 
     @abstractmethod
@@ -54,18 +55,19 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """([experts, gate | up, hidden], [experts, hidden, inner]) in the model's dtype, for what changes the products
-        of single experts; None if the format keeps other bits."""
+        """The weights as plain tensors, ([experts, gate | up, hidden], [experts, hidden, inner]) in the model's dtype,
+        for adapters that change the products of single experts. None if the format keeps other bits."""
         return None
 
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
                         down: LinearFormat) -> torch.Tensor | None:
-        """`mix` plus the result of a gated MLP that every token row takes, if a kernel computes both together."""
+        """Return `mix` plus the result of the shared expert, a gated MLP that every token row takes. None if no kernel
+        computes both together."""
         return None
 
 
 class DenseExperts(ExpertsFormat):
-    """One tensor in the model's dtype for each projection of all experts."""
+    """Experts as numbers: one tensor in the model's dtype for each projection, with all experts."""
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat] = ()) -> None:
         super().__init__(declared)

@@ -1,7 +1,7 @@
 """GgufLinear: a weight in the bits of a GGUF file, for float32 models on the CPU. Its matrices may be of several kinds.
 
-The bits are packed in another order while they are loaded, in about as many bytes. Products are as close as float32 is,
-unless token rows are rounded to 8 bits on request, and a token row has the same bits alone and among others.
+The bits are packed in another order while they are loaded, and take about as many bytes. Products are as close as
+float32 products unless `activation_bits` asks for 8. A token row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outrider.kernels.quantized import (
 
 @dataclass(frozen=True)
 class TransposedHeads(StoredFormat):
-    """Blocks over input features that are heads [heads of a group, groups, size], where the model has them group by
-    group: products take their input in the file's order."""
+    """Blocks whose input features are heads, in the file's order [heads of a group, groups, size]. The model has the
+    heads group by group, so products reorder their input."""
 
     groups: int
     heads: int
@@ -40,21 +40,21 @@ class TransposedHeads(StoredFormat):
 
 @dataclass(frozen=True)
 class PackedSlot(WeightSlot):
-    """A slot for blocks of a file, which are packed into its target."""
+    """A slot for a file's GGUF blocks: the blocks are packed into its target."""
 
     rows: native.PackedRows | None = None
     stored_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """The target has another shape than the file's tensor."""
+        """Skip the base class's check of shapes: the target has another shape than the file's tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored_shape
 
     def fill(self, generator: torch.Generator) -> None:
-        """Ranks draw different numbers of codes, so they draw from a generator of their own: what all ranks hold must
-        be equal on all."""
+        """Fill the target with random codes. Ranks draw different numbers of codes, so this slot uses its own
+        generator: the shared one must stay equal on all ranks."""
         seed = int(torch.randint(2**31, (), generator=generator))
         self.draw(self.target, torch.Generator(self.target.device).manual_seed(seed))
 
@@ -74,7 +74,7 @@ def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: 
 
 
 def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-    """Whether packed products serve a weight; its input features that this rank holds are whole blocks."""
+    """Whether packed products serve a weight. The input features that this rank holds must be whole blocks."""
     inputs = declared.inputs
     are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))
     is_sharded = isinstance(declared.shard, InputShard)
@@ -114,15 +114,16 @@ class GgufLinear(EmbeddingFormat):
         self._matrix = native.PackedMatrix(self._rows, self._bias, self._activation_bits)
 
     def set_exact(self, exact: bool) -> None:
-        """The products are exact in any mode."""
+        """Do nothing: the products are exact in any mode."""
 
     def with_outputs(self, declared: LinearDeclaration) -> GgufLinear:
-        """An empty weight of the same kind for other outputs, which `take_rows` fills. This one is a single matrix."""
+        """Return an empty weight of the same kind for other outputs, which `take_rows` fills. This weight must be a
+        single matrix."""
         (kind,) = self._kinds
         return GgufLinear(declared, [StoredFormat(kind)])
 
     def take_rows(self, source: GgufLinear, outputs: torch.Tensor) -> None:
-        """Copy these outputs of a weight of the same kind, bit for bit."""
+        """Copy some outputs of a weight of the same kind, bit for bit."""
         (own,), (rows,) = self._rows, source._rows
         rows.take(outputs, own)
         self.finalize()

@@ -1,4 +1,5 @@
-"""GGUF weights on a GPU: blocks of the file become codes with scales when they are read, which `ScaledLinear` keeps."""
+"""GGUF weights on a GPU: the file's blocks become codes with scales while they are read, and `ScaledLinear` keeps them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from outrider.kernels.quantized import QuantizedRows
 
 @dataclass(frozen=True)
 class Recoding:
-    """Makes codes of a file's blocks. A slot has it; `kind` is that of the file."""
+    """Converts a file's blocks to codes. A slot holds it; `kind` is the kind of the file's blocks."""
 
     kind: str
 
@@ -26,8 +27,8 @@ class Recoding:
 
 
 def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:
-    """How a model on this device keeps a weight that a source stores so. Weights whose input features are in another
-    order than the model's stay as they are."""
+    """Return how a model on this device keeps a stored weight: GGUF kinds as codes on a GPU, others unchanged. Weights
+    whose input features are in another order than the model's are unchanged too."""
     if device.type != "cuda" or type(stored) is not StoredFormat or stored.kind not in FORMS:
         return stored
     form = FORMS[stored.kind]

@@ -1,4 +1,5 @@
-"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU. One product for each expert."""
+"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU. Each expert is a product of its own.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class GgufExperts(ExpertsFormat):
                           for expert in range(self.declared.num_experts)]
 
     def _rows(self, expert: int) -> list[list[native.PackedRows]]:
-        """The weight rows of the first projection, and of down."""
+        """The weight rows of one expert in the first projection and in down."""
         return [[rows for made, _, _, rows in self._held[expert] if made is projection]
                 for projection in self.declared.projections]
 
@@ -58,7 +59,7 @@ class GgufExperts(ExpertsFormat):
         return max(rounding_error(rows, None, bits) for rows in self._rows(0))
 
     def set_exact(self, exact: bool) -> None:
-        """The products are exact in any mode."""
+        """Do nothing: the products are exact in any mode."""
 
     def mix(
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,

@@ -18,7 +18,7 @@ from outrider.kernels import ops
 
 
 class NativeProduct(NamedTuple):
-    """A weight as the native code reads it, for layers that are one native call."""
+    """A weight in the form that native code reads, for layers that are one native call."""
 
     matrix: native.Matrix
     max_rows: int  # for more token rows another product is faster
@@ -28,14 +28,14 @@ class LinearFormat(MatrixFormat):
     """The weight [outputs, inputs] of a linear layer, perhaps with a bias [outputs]."""
 
     def prepare(self, allow_copy: bool) -> int:
-        """Choose the product for the device, perhaps with a second copy of the weight. Returns the bytes held beside
-        those that the slots count."""
+        """Choose the products for the device. With `allow_copy` the format may hold a second copy of the weight. Return
+        the bytes held beside the slots' bytes."""
         return 0
 
     @property
     def plain_weight(self) -> torch.Tensor | None:
-        """The weight, for formats that compute its products together with those of other weights: it is in the model's
-        dtype, has no bias, and need not be exact. None otherwise."""
+        """The weight as a plain tensor, for formats that multiply several weights in one product. None unless it is in
+        the model's dtype, has no bias and need not be exact."""
         return None
 
     def use_activation_bits(self, bits: int) -> float | None:
@@ -44,23 +44,23 @@ class LinearFormat(MatrixFormat):
         return None
 
     def round_activations(self) -> None:
-        """Round token rows to 8 bits, as `use_activation_bits` does, in products that are prepared from now on, and
-        measure nothing: for weights whose products need not be accurate. Nothing changes if the format has no such
-        product."""
+        """Round token rows to 8 bits in products that are prepared from now on, without measuring the error. It is for
+        weights whose products need not be accurate. Nothing changes if the format has no such product."""
 
     @property
     def rounding(self) -> int:
-        """Columns of the groups in which products round token rows to fp8, which the kernel that makes the rows may do
-        for them; 0 if they do not, or in a way of their own."""
+        """The number of columns in each group of a token row that products round to fp8; the kernel that makes the rows
+        may do this for them. 0 if products do not round, or round in another way."""
         return 0
 
     def round_activated_for(self, reader: LinearFormat) -> None:
-        """Only this format's product reads the result of `activated`, so the result may be rounded for it at once."""
+        """Round the result of `activated` for the reader at once: only the reader's product reads it."""
 
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:
-        """The weight as numbers, made anew if the format keeps other bits; None if it does not make them."""
+        """The weight as numbers, computed anew if the format keeps other bits. None if the format cannot compute
+        them."""
         return None
 
     # Products
@@ -74,13 +74,14 @@ class LinearFormat(MatrixFormat):
         return self.product(x)[:, first:stop]
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32 (float64 stays), for logits: rounded to 16 bits they would tie."""
+        """The product in float32 (float64 in a float64 model). Logits use it: rounded to 16 bits, many of them would be
+        equal."""
         out = self.product(x)
         return out if out.dtype == torch.float64 else out.float()
 
     def adapted(self, x: torch.Tensor, add: Callable[[torch.Tensor], None], is_wide: bool = False) -> torch.Tensor:
-        """The product, or the wide product, to which `add` adds in place. Where ranks hold parts of the weight, `add`
-        is called with this rank's part, before parts are summed or gathered."""
+        """The product, or the wide product, changed in place by `add`. Where ranks hold parts of the weight, `add` gets
+        this rank's part, before parts are summed or gathered."""
         out = self.wide(x) if is_wide else self.product(x)
         add(out)
         return out
@@ -96,34 +97,37 @@ class LinearFormat(MatrixFormat):
 
     @property
     def adds_single_row(self) -> bool:
-        """Whether `add_to` of one token row is one kernel."""
+        """Whether `add_to` is one kernel for a single token row."""
         return False
 
     def native_product(self) -> NativeProduct | None:
-        """The weight for the native code; None if it cannot multiply with this format."""
+        """The weight for native code. None if native code cannot multiply with this format."""
         return None
 
 
 def activate(out: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
-    """The activation of a product, see `LinearFormat.activated`. rounding: that of the format whose product follows."""
+    """Apply the activation of a product: see `LinearFormat.activated`. rounding: the rounding of the product that reads
+    the result."""
     return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation, rounding)
 
 
 class EmbeddingFormat(LinearFormat):
-    """A format that also serves embeddings, and so a head that is tied to one."""
+    """A format that also serves embeddings, and therefore a head that is tied to an embedding."""
 
     @abstractmethod
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The weight's rows of these tokens as numbers in the model's dtype: [tokens, inputs]."""
+        """The embeddings of tokens: [tokens, inputs] in the model's dtype."""
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The weight for kernels that look rows up themselves, if the format has it as numbers in the model's dtype."""
+        """The weight in the model's dtype, for kernels that look up rows themselves. None if the format keeps other
+        bits."""
         return None
 
     @property
     def packed_rows(self) -> native.PackedRows | None:
-        """The weight for native code that looks rows up itself, if the format has it in one packed form."""
+        """The packed weight, for native code that looks up rows itself. None if the weight is not in one packed
+        form."""
         return None
 
     def dense(self) -> torch.Tensor:

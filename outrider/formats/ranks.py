@@ -1,7 +1,7 @@
 """RankGroup: the ranks that hold one model together, as layers and formats see them.
 
-A rank holds its part of every sharded weight. What ranks tell each other in a forward is a sum or a gather; both give
-the same bits on every rank. `runner/ranks.py` implements the group over processes.
+A rank holds its part of every sharded weight. In a forward, ranks exchange sums and gathers only; both give the same
+bits on every rank. `runner/ranks.py` implements the group over processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class RankGroup(Protocol):
-    """Every rank calls `sum` and `gather` in the same order with tensors of equal shapes."""
+    """The sum and the gather over ranks. Every rank must call them in the same order with tensors of equal shapes."""
 
     @property
     def rank(self) -> int: ...
@@ -29,16 +29,16 @@ class RankGroup(Protocol):
 
 
 def integers_of_rank_0(group: RankGroup, own: torch.Tensor) -> torch.Tensor:
-    """Rank 0's int64 tensor on every rank, in place of the rank's own. Groups on GPUs gather floating-point numbers, so
-    the bits travel as such."""
+    """Replace each rank's int64 tensor by rank 0's. Groups on GPUs gather floating-point numbers, so the integers' bits
+    are sent as floats."""
     bits = own.contiguous().view(-1).view(torch.float32)
     return group.gather(bits)[: bits.numel()].contiguous().view(torch.int64).view(own.shape)
 
 
 @dataclass(frozen=True)
 class UnsummedRanks:
-    """Ranks of layers whose results the caller adds to others before all are summed over ranks at once. Rank 0 alone
-    adds biases."""
+    """Ranks of a layer that does not sum: its caller adds several results first and sums them over ranks once. Rank 0
+    adds biases, the others do not."""
 
     rank: int
     count: int

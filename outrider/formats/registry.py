@@ -37,8 +37,8 @@ _FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
 
 
 def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
-    """Keep stored weights of this kind in this format from now on: in linear layers and embeddings, in experts or in
-    latent expansions, as its base class says."""
+    """Keep stored weights of this kind in this format from now on. The base class decides where: in linear layers and
+    embeddings, in experts, or in latent expansions."""
     bases = [base for base in _FORMATS if issubclass(format_class, base)]
     if not bases:
         names = ", ".join(base.__name__ for base in _FORMATS)
@@ -48,15 +48,15 @@ def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """Chooses the formats of a model's layers by how its source stores their matrices."""
+    """Chooses the format of each layer of a model from how the source stores its matrices."""
 
     stored_format: Callable[[str], StoredFormat | None]  # by a matrix's name, without ".weight"; None for numbers
     device: torch.device  # the device on which the model runs; that of a declaration may be meta
     quantization: str | None = None  # codes into which layers of numbers are brought at load
 
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
-        """A function that makes the format, derived from `base`, that keeps the bits of all these matrices; None if the
-        layer must be dense."""
+        """Return a function that makes the format that keeps the bits of all these matrices. `base`: the base class
+        that the format must have. None if the layer must be dense."""
         (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
         stored: list[StoredFormat] = []
         made, name = self._made(base, declared), ""
@@ -76,7 +76,8 @@ class FormatChoice:
         return partial(chosen, stored=stored)
 
     def _made(self, base: type[Any], declared: Any) -> StoredFormat | None:
-        """The format into which matrices of numbers are coded when they are read, if they are to be."""
+        """The format into which `quantization` codes a layer's numbers while they are read. None if they are not
+        coded."""
         if self.quantization is None or base not in (LinearFormat, ExpertsFormat):
             return None
         return choose_made(self.quantization, *(declared.projections if base is ExpertsFormat else (declared,)))
@@ -84,8 +85,8 @@ class FormatChoice:
 
 def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
                  device: torch.device) -> None:
-    """Raise ValueError if a weight keeps the bits of its files on one rank and cannot be sharded for so many ranks: it
-    would take several times the memory as numbers."""
+    """Raise ValueError if a format keeps a weight's bits on one rank but cannot be sharded for this number of ranks. As
+    numbers, the weight would take several times the memory."""
     shard = declared.shard
     if shard is None or not kept_by.serves(replace(declared, shard=None), stored, device):
         return

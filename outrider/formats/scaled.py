@@ -1,7 +1,7 @@
 """ScaledLinear and ScaledExperts: weights kept as codes of 8 or 4 bits with scales (fp8, int8, int4, fp4).
 
 Sources bring the many forms of files into one, `kernels.scaled.Scaled`, which says what the bits mean. Only codes and
-scales are allocated. Token rows may be rounded to fp8 on a GPU, where the file asks for that: each by itself.
+scales are allocated. Where a file asks for it, products on a GPU round each token row to fp8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_OUTPUTS = 16  # of layers that are coded at load: gates of one output are 
 
 @dataclass(frozen=True)
 class ScaledFormat(StoredFormat):
-    """A matrix of codes, by the name of their kind."""
+    """The stored format of a matrix of codes: the kind of the codes and how many inputs share a scale."""
 
     group: int = 0  # inputs that share a scale; 0 if all of an output do
     scale_dtype: torch.dtype = torch.float32
@@ -50,18 +50,18 @@ class ScaledFormat(StoredFormat):
     recode: Recode | None = None  # the files have other bits, of which codes are made when they are read
 
     def width(self, inputs: int) -> int:
-        """The number of inputs that share a scale, in a matrix with `inputs` of them."""
+        """The number of inputs that share a scale in a matrix with this many inputs."""
         return self.group or inputs
 
     def rounding(self, declared: LinearDeclaration) -> int:
-        """The number of inputs that share a scale in token rows, which are rounded to fp8; 0 if rows stay as they are:
-        on a CPU too, where products are made in float32 and rounding would only add an error."""
+        """The number of inputs that share a scale in token rows that are rounded to fp8. 0 if rows are not rounded; on
+        a CPU they never are, because products there are in float32."""
         is_large = declared.num_numbers >= FEWEST_NUMBERS_TO_ROUND
         rounds = self.rounds and is_large and declared.device.type == "cuda"
         return min(self.width(declared.num_inputs), declared.num_inputs) if rounds else 0
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
-        """The stored form of a weight [.., outputs, inputs] of numbers."""
+        """Code a weight [.., outputs, inputs] of numbers."""
         makers: dict[str, Callable[[torch.Tensor], Scaled]] = {
             FP8: scaled.to_fp8_rows, INT8: partial(scaled.to_int8_groups, group=self.group),
             INT4: partial(scaled.to_int4_groups, group=self.group, has_offsets=self.has_offsets)}
@@ -104,8 +104,7 @@ class ScaledFormat(StoredFormat):
         return held
 
     def fits(self, declared: LinearDeclaration) -> bool:
-        """Whether groups are whole in the part of the matrix that this rank holds. Offsets are those of short groups.
-        """
+        """Whether this rank's part of the matrix consists of whole groups. Only short groups have offsets."""
         inputs, width = declared.inputs, self.width(declared.in_features)
         if self.has_offsets and width >= declared.num_inputs:
             return False
@@ -118,7 +117,7 @@ class ScaledFormat(StoredFormat):
 
 @dataclass(frozen=True)
 class ScaledWeight:
-    """The stored weight of a source."""
+    """A weight with codes and scales, as a source yields it."""
 
     weight: Scaled
 
@@ -137,7 +136,7 @@ class ScaledWeight:
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def __getitem__(self, index: int | slice) -> ScaledWeight:
-        """An expert of a joint weight, or some outputs."""
+        """One expert of a joint weight, or some outputs."""
         return ScaledWeight(self.weight[index])
 
     def is_finite(self) -> bool:
@@ -156,7 +155,7 @@ def _fill(value: float) -> Draw:
 
 
 def is_on_host(declared: LinearDeclaration | ExpertsDeclaration) -> bool:
-    """Whether native products serve the token rows of a layer."""
+    """Whether native CPU products serve the layer."""
     return declared.device.type == "cpu" and declared.dtype == torch.float32
 
 
@@ -193,8 +192,8 @@ class ScaledLinear(EmbeddingFormat):
         self._weight = self._weight.tiled(False)
 
     def prepare(self, allow_copy: bool) -> int:
-        """Put codes into the order of the device's products. On a CPU, choose the native product, whose results are
-        exact in any mode; codes that it does not read become numbers anew in each product."""
+        """Put codes into the order of the device's products. On a CPU choose the native product, which is exact in any
+        mode; codes that it cannot read are expanded in each product."""
         self._weight = self._arrange(self._weight, self.declared.dtype)
         may_copy = allow_copy or self._activation_bits == 8  # token rows of so few bits have no other product
         held = None
@@ -246,7 +245,8 @@ class ScaledLinear(EmbeddingFormat):
 
 
 class ScaledExperts(ExpertsFormat):
-    """Experts, by themselves or joint in the checkpoint. Both projections are codes, perhaps of different kinds."""
+    """Experts whose projections are codes, perhaps of different kinds. The checkpoint has them expert by expert or
+    joint."""
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[ScaledFormat]) -> None:
         super().__init__(declared, stored)
@@ -313,14 +313,13 @@ class ScaledExperts(ExpertsFormat):
 
 
 def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors named as suffixes of a joint matrix's name: without the leading `weight`."""
+    """The tensors named as suffixes of a joint matrix's name, that is without the leading `weight`."""
     return [held._replace(name=held.name.removeprefix("weight")) for held in tensors]
 
 
 def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat | None:
-    """The format into which a linear layer of numbers, or all projections of experts, are coded at load, as
-    `quantization` of the engine asks. None for weights that stay as they are: very small ones, and for int4 those whose
-    inputs no group divides."""
+    """Choose the format into which `quantization` codes a linear layer, or all projections of experts, at load. None if
+    the weight is not coded: it is very small, or no int4 group divides its inputs."""
     if min(size for each in declared for size in each.stored.values()) < LEAST_OUTPUTS:
         return None
     if quantization == FP8:

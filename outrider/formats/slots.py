@@ -1,7 +1,8 @@
-"""WeightSlot: where a tensor of a checkpoint goes. The loader fills slots; formats and layers hand them out.
+"""WeightSlot: the place in a layer for one tensor of a checkpoint. The loader fills slots; formats and layers provide
+them.
 
-A slot is a view of the tensor that uses it, so several tensors of a checkpoint can lie in one weight (q, k and v; gate
-and up). A slot of one rank among several takes a part of the checkpoint's tensor, and knows the whole one's shape.
+A slot is a view of the layer's tensor, so several tensors of a checkpoint can fill one weight (q, k and v; gate and
+up). With several ranks a slot takes this rank's part of the checkpoint's tensor and knows the whole tensor's shape.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Draw: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
 
 def join_names(*names: str) -> str:
-    """A tensor's name in a checkpoint, from those of the modules around it; empty ones are left out."""
+    """Join the names of nested modules to a tensor's name in a checkpoint. Empty names are left out."""
     return ".".join(filter(None, names))
 
 
 class StoredWeight(Protocol):
-    """A weight [outputs, inputs] in the bits of its file, with its scales. Sources yield it in place of a tensor, under
-    the name that the tensor of its numbers would have."""
+    """A weight [outputs, inputs] in the bits of its file, with its scales. Sources yield it instead of a tensor, under
+    the name that the tensor of numbers would have."""
 
     @property
     def kind(self) -> str:
@@ -44,7 +45,7 @@ class StoredWeight(Protocol):
 
 
 class Recode(Protocol):
-    """Makes a weight in the bits of a format out of one in the bits of its file, of this kind, on a device."""
+    """Converts a weight from a file's bits, of this kind, to a format's bits on a device."""
 
     @property
     def kind(self) -> str: ...
@@ -54,8 +55,8 @@ class Recode(Protocol):
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The order of output features in a checkpoint's tensor that holds several parts head by head. A layer has all of
-    one part, then all of the next."""
+    """The order of output features in a checkpoint's tensor that stores several parts (such as q and gate) head by
+    head. A layer has the whole first part, then the whole second part."""
 
     num_heads: int
     sizes: tuple[int, ...]  # output features of each part in one head, in the checkpoint's order
@@ -76,8 +77,8 @@ class HeadLayout:
 @dataclass(frozen=True)
 class PairedHeads(HeadLayout):
     """The order of output features in heads whose rope turns neighbouring features together. A layer's rope turns
-    halves: it has the first feature of every pair, then the second. sizes: the features of a head that turn, and the
-    others, which stay in their places."""
+    halves: the first feature of every pair, then the second. sizes: the number of features of a head that turn, and
+    of those that do not."""
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
         turned, kept = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
@@ -87,8 +88,8 @@ class PairedHeads(HeadLayout):
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which lie one behind the other in
-    the rank's tensor. A packed tensor (gate and up) has a range for each of its segments."""
+    """The part of a checkpoint's tensor that one rank holds: ranges along one axis, one behind the other in the rank's
+    tensor. A packed tensor (gate and up) has a range for each segment."""
 
     shape: tuple[int, ...]  # shape of the checkpoint's tensor
     axis: int
@@ -100,7 +101,8 @@ class TensorShard:
 
 
 def draw_dummy(target: torch.Tensor, generator: torch.Generator) -> None:
-    """Random content for a model without a checkpoint: small numbers, or any bits in a tensor of integers."""
+    """Fill a tensor with random content for a model without a checkpoint: small numbers, or any bits in a tensor of
+    integers."""
     if target.dtype.is_floating_point and target.dtype.itemsize > 1:
         target.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)
     elif target.dtype.is_floating_point:  # torch draws no numbers of 8 bits
@@ -112,7 +114,7 @@ def draw_dummy(target: torch.Tensor, generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """The view that a checkpoint's tensor, or a part of it, fills."""
+    """The part of a layer's tensor that one tensor of the checkpoint fills."""
 
     target: torch.Tensor
     layout: HeadLayout | None = None  # None if the tensor has the target's order
@@ -134,7 +136,7 @@ class WeightSlot:
 
     @property
     def has_file_order(self) -> bool:
-        """Whether the target holds the whole tensor, with its elements in the checkpoint's order in memory."""
+        """Whether the target holds the whole tensor with its elements in the checkpoint's order in memory."""
         strides = self.target.stride()
         return self.shard is None and self.layout is None and list(strides) == sorted(strides, reverse=True)
 
@@ -143,7 +145,7 @@ class WeightSlot:
         return self.target.numel() * self.target.element_size()
 
     def unbind(self) -> list[WeightSlot]:
-        """Slots along the first axis, for a checkpoint that has a tensor for each of them."""
+        """Split the slot along the first axis, for a checkpoint with one tensor for each index."""
         assert self.layout is None
         own = self.shard
         shard = None if own is None else TensorShard(own.shape[1:], own.axis - 1, own.ranges)
@@ -151,12 +153,12 @@ class WeightSlot:
                 for target in self.target.unbind()]
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's tensor, or the rank's part of it, in the layer's order."""
+        """The part of the checkpoint's tensor that this rank holds, in the layer's order."""
         part = tensor if self.shard is None else self.shard.part(tensor)
         return part if self.layout is None else self.layout.sort(part)
 
     def fill(self, generator: torch.Generator) -> None:
-        """Fill the target with random content: this rank's part of what one rank alone would draw."""
+        """Fill the target with random content: this rank's part of what a single rank would draw."""
         if self.has_file_order:
             self.draw(self.target, generator)
         else:  # drawn in the checkpoint's order, whatever the order in memory: numbers are drawn in the latter
@@ -165,5 +167,5 @@ class WeightSlot:
             self.store(whole)
 
     def store(self, tensor: torch.Tensor) -> None:
-        """Copy the checkpoint's tensor, or the rank's part of it."""
+        """Copy this rank's part of the checkpoint's tensor into the target."""
         copy_weight(self.target, self.own_part(tensor))

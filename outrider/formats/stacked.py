@@ -1,6 +1,7 @@
-"""StackedLinear: a linear layer whose matrices are stored as codes of several kinds, one below the other.
+"""StackedLinear: a linear layer whose matrices are stored as codes of several kinds, one after another along the
+outputs.
 
-Files of mixed precision keep the queries of a layer in 4 bits and its values in 6, say, which one product computes.
+Files of mixed precision store, for example, the queries of a layer in 4 bits and its values in 6.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outrider.formats.slots import WeightSlot
 def _split(
     declared: LinearDeclaration, stored: Sequence[StoredFormat]
 ) -> list[tuple[LinearDeclaration, list[StoredFormat]]]:
-    """Neighbouring segments of one format, each with a declaration of its own."""
+    """Group neighbouring segments of equal format, each group with its own declaration."""
     runs = groupby(zip(declared.stored, stored, strict=True), key=lambda segment: segment[1])
     parts = [[name for name, _ in run] for _, run in runs]
     of_name = dict(zip(declared.stored, stored, strict=True))
@@ -29,7 +30,7 @@ def _split(
 
 
 class StackedLinear(LinearFormat):
-    """Products of the parts lie side by side, in the order of the segments."""
+    """A linear layer of several formats. The products of its parts lie side by side, in the order of the segments."""
 
     def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
         super().__init__(declared.without_bias())

@@ -1,7 +1,7 @@
-"""Formats around those of one rank: what ranks tell each other before or after the product of this rank's part.
+"""Formats that wrap a rank's format and add the exchange with other ranks before or after its product.
 
-Products of sharded input features are summed; the bias comes after the sum, once, and every rank holds all of it. Rows
-of a sharded vocabulary are summed when they are looked up, and logits are gathered.
+Products of sharded input features are summed; the bias is added once, after the sum, and every rank holds all of it.
+Embeddings of a sharded vocabulary are summed, and logits are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.kernels import moe
 
 
 class AroundLinear(LinearFormat):
-    """A format that leaves weight and product to the format of this rank's part."""
+    """A format that delegates weight and product to the format of this rank's part."""
 
     def __init__(self, declared: LinearDeclaration, inner: LinearFormat) -> None:
         super().__init__(declared)
@@ -63,7 +63,7 @@ class AroundLinear(LinearFormat):
 
 
 class SummedLinear(AroundLinear):
-    """A format without bias, whose products are summed over ranks."""
+    """A linear layer sharded by inputs: its products are summed over ranks. The inner format has no bias."""
 
     def __init__(self, declared: LinearDeclaration, shard: InputShard, inner: LinearFormat) -> None:
         super().__init__(declared, inner)
@@ -84,8 +84,8 @@ class SummedLinear(AroundLinear):
 
 
 class SharedVocabulary(AroundLinear, EmbeddingFormat):
-    """The rows of some tokens, in an embedding or a head. Tokens of other ranks are looked up as zeros, to which the
-    sum over ranks adds their rows; logits of all ranks are gathered."""
+    """An embedding or head of which this rank holds the rows of some tokens. Tokens of other ranks are looked up as
+    zeros, and the sum over ranks adds their rows. Logits are gathered."""
 
     def __init__(self, declared: LinearDeclaration, shard: VocabularyShard, inner: LinearFormat) -> None:
         assert not declared.has_bias
@@ -110,13 +110,13 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
         return self._gathered(self._inner.adapted(x, add, is_wide))
 
     def dense(self) -> torch.Tensor:
-        """The table of all ranks."""
+        """The whole table, gathered from all ranks."""
         table = self._inner.dense()
         assert table is not None
         return self._gathered(table, 0)
 
     def _gathered(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """A matrix whose axis `dim` has the tokens of this rank -> with the whole vocabulary."""
+        """Gather a tensor whose axis `dim` has this rank's tokens to one with the whole vocabulary."""
         if self._width * self._group.count == self._size:
             return self._group.gather(part, dim)
         missing = self._width - part.shape[dim]
@@ -155,8 +155,8 @@ class SummedExperts(ExpertsFormat):
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
-    """The format of a declaration, allocated; within a sum over ranks if the declaration's input features are sharded,
-    and within a sum or a gather if it is a vocabulary that is sharded."""
+    """Build the format of a declaration and allocate it. Sharded inputs are wrapped in a sum over ranks, a sharded
+    vocabulary in a sum or a gather."""
     shard = declared.shard
     if isinstance(shard, VocabularyShard):
         return SharedVocabulary(declared, shard, make(declared))

@@ -24,7 +24,7 @@ class WeightFormat(ABC, Generic[Declaration]):
 
     @classmethod
     def serves(cls, declared: Declaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-        """Whether the format can keep matrices that are stored so, in a model that runs on this device. If not, the
+        """Whether the format can keep matrices that are stored in this way, in a model on this device. Otherwise the
         layer is dense and gets the dequantised numbers."""
         return True
 
@@ -35,18 +35,18 @@ class WeightFormat(ABC, Generic[Declaration]):
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Bytes of the weight, which one product with all of it reads."""
+        """The bytes of the weight that one product reads."""
 
     def finalize(self) -> None:
-        """Called when all weights are in place, and again if a blank model is loaded."""
+        """Finish after all weights are in place. It is called again if a model without weights is loaded anew."""
 
     def restore_order(self) -> None:
-        """Bring the tensors of the slots back into the order of the files, before some of them are written anew.
-        `finalize` and `prepare` follow."""
+        """Bring the slots' tensors back into the order of the files, before some of them are overwritten. `finalize`
+        and `prepare` follow."""
 
     def set_exact(self, exact: bool) -> None:
-        """Called before a model is prepared. In exact mode a token row's result has the same bits, alone and among
-        others."""
+        """Choose exact products, or ordinary ones; called before a model is prepared. In exact mode a token row's
+        result has the same bits in every batch."""
         if exact:
             raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
 
@@ -62,7 +62,7 @@ class MatrixFormat(WeightFormat[LinearDeclaration]):
 
     @abstractmethod
     def tensors(self) -> Sequence[StoredTensor]:
-        """The tensors that stand for the matrix."""
+        """The tensors that store the matrix."""
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         bias = [] if self._bias is None else [StoredTensor("bias", self._bias, inputs_per_column=None)]

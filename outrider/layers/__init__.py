@@ -1,17 +1,19 @@
 """Layers: plain objects that hold tensors and apply a few torch operations to them.
 
-Layers know nothing of checkpoints beyond the names of their tensors, and nothing of pages, batches or requests.
+Layers know the names of their tensors in checkpoints, and nothing of pages, batches or requests.
 
-Some families have several residual streams in a token row (`layers/streams.py`, `kernels/streams.py`). A gate in front
-of each half of a layer norms and mixes them into one hidden state; what the half returns is added to every stream by
-the next gate, in one kernel with its norm. MTP modules of these families consume the streams; auxiliary
-states are their mean.
-Hyper-connections (`layers/hyper_connections.py`) are the form of GLM5-Next and HY-V4: a half reads a weighted sum, and
-streams may mix among themselves where it writes. One kernel makes all weights of a token row. The streams end in their
-mean (GLM5-Next) or in one more weighted sum (HY-V4), and the MTP modules have one stream and read the final state.
+Some families have several residual streams in a token row. They come in two forms:
 
-The n-gram embeddings of Qwen4-Exp (`layers/ngram_embedding.py`) are a function of the last ids of a token. These are in
-the row's history, and those of drafts in the step (`TokenHistory`), so only the convolution behind them keeps a state.
+- *Gates* (`layers/streams.py`, `kernels/streams.py`). A gate in front of each half of a layer norms the streams and
+  mixes them into one hidden state. The next gate adds the half's result to every stream, in one kernel with its norm.
+  MTP modules of these families consume the streams; auxiliary states are the mean of the streams.
+- *Hyper-connections* (`layers/hyper_connections.py`, GLM5-Next and HY-V4). A half reads a weighted sum of the streams,
+  and the streams may mix among themselves where the half writes. One kernel makes all weights of a token row. The last
+  streams are averaged (GLM5-Next) or summed with weights (HY-V4). MTP modules have one stream and read the final state.
+
+The n-gram embeddings of Qwen4-Exp (`layers/ngram_embedding.py`) are a function of the last ids of a token. These ids
+are in the row's history, and those of drafts in the step (`TokenHistory`), so the table needs no cache; only the
+convolution behind it keeps a state.
 """
 
 from outrider.core.ranks import ShardSize

@@ -34,8 +34,9 @@ class SelfAttention(TokenMixer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_v: False where values are the keys before their norm. paired_dim: leading dimensions of a head that the
-        checkpoint's rope turns in pairs of neighbours. is_packed: the checkpoint has q, k and v in one tensor."""
+        """has_v: False where the values are the keys before their norm. paired_dim: the number of leading dimensions of
+        a head that the checkpoint's rope turns in pairs of neighbours. is_packed: the checkpoint has q, k and v in
+        one tensor."""
         self.layer = layer
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         written = {"k_proj": kv_size, **({"v_proj": kv_size} if has_v else {})}
@@ -60,7 +61,7 @@ class SelfAttention(TokenMixer):
                           may_copy=True))
 
     def shard(self, group: RankGroup) -> None:
-        """Keep this rank's heads: those of q, with gates if there are any, and those of k and v that they read."""
+        """Keep this rank's q heads with their gates, and the k and v heads that they read."""
         kv_pieces = min(self.layer.num_kv_heads, group.count)
         pieces, packed = dict.fromkeys(("k_proj", "v_proj"), kv_pieces), {}
         if self._packed:
@@ -77,7 +78,7 @@ class SelfAttention(TokenMixer):
         return [("", self.qkv), ("o_proj", self.out), *norms]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden]. q and k heads lie side by side, so norm and rope are one operation for both."""
+        """x: [tokens, hidden]. q and k heads lie side by side, so one operation norms and turns both."""
         return self.out(self.mix(self.qkv(x, context), angles, context), context)
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
@@ -87,9 +88,9 @@ class SelfAttention(TokenMixer):
         return self.out(mixed, context.of_rows(rows))
 
     def mix_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor | None:
-        """Attention of some token rows [rows, heads * dim], where keys and values of all of x go into the cache but
-        queries are made for these rows alone. None if the backend attends for all tokens that it writes, or if the
-        class has a `mix` of its own, beside which it may have this too."""
+        """Attention for the queries of some token rows only: [rows, heads * dim]. Keys and values of all of x are
+        written to the cache. None if the backend attends for all tokens that it writes, or if a subclass overrides
+        `mix` but not this method."""
         layer = self.layer
         if type(self).mix is not SelfAttention.mix or layer.index not in rows.layers:
             return None
@@ -120,7 +121,7 @@ class SelfAttention(TokenMixer):
         return self.mix_unfused(qkv, angles, paged) if out is None else out
 
     def mix_unfused(self, qkv: torch.Tensor, angles: Angles, paged: PagedLayer) -> torch.Tensor:
-        """As `mix`, for a backend that takes q, k and v with norms and rope applied."""
+        """See `mix`. For a backend that takes q, k and v with norms and rope applied."""
         layer = self.layer
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)

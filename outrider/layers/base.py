@@ -1,6 +1,6 @@
-"""Module: an object with weights, made of parts that have weights. Also the base classes of layers and models.
+"""Module: an object with weights and parts that have weights. Also the base classes of layers and models.
 
-A module declares its parts once; the names of its tensors, their finalization and searches follow from that.
+A module declares its parts once. The names of its tensors, finalization and searches all follow from that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Module:
                 raise TypeError(f"{cls.__name__}.{old}: the method is called {name} now. Rename it.")
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        """The modules inside this one, each with the name of its tensors below this one's prefix ("" for none)."""
+        """The modules inside this one, each with the name that its tensors have below this module's prefix ("" for
+        none)."""
         return ()
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
@@ -56,35 +57,34 @@ class Module:
         return slots
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
-        """Choose the format of every weight by how the source stores it, before any weight is allocated. prefix: the
+        """Choose the format of every weight from how the source stores it, before any weight is allocated. prefix: the
         module's name in the checkpoint."""
         for name, part in self.parts():
             part.declare_formats(choice, join_names(prefix, name))
 
     def shard(self, group: RankGroup) -> None:
-        """Leave this rank its part of every weight that ranks share, before formats are declared and any weight is
-        allocated. A module that is not sharded is held whole by each rank. Blocks with heads or inner features override
-        this and say how they are sharded."""
+        """Keep this rank's part of every sharded weight; called before formats are declared and weights allocated. By
+        default every rank holds the whole module. Blocks with heads or inner features override this."""
         for _, part in self.parts():
             part.shard(group)
 
     def shard_sizes(self) -> Sequence[ShardSize]:
-        """The sizes of this module itself, without its parts, that `shard` divides by the number of ranks."""
+        """The sizes that `shard` divides by the number of ranks, of this module without its parts."""
         return ()
 
     def finalize(self) -> None:
-        """Called after loading and before the first forward, to derive what depends on the weights; once more if a
-        blank model is loaded."""
+        """Derive what depends on the weights; called after loading and before the first forward, and again if a model
+        without weights is loaded anew."""
         for _, part in self.parts():
             part.finalize()
 
     def set_exact(self, exact: bool) -> None:
-        """Whether a token row must have the same bits alone and among others. Called before models are prepared, for
-        every module; those that call operations with an exact variant choose the operation here."""
+        """Choose exact operations or ordinary ones; called for every module before models are prepared. In exact mode a
+        token row has the same bits in every batch."""
 
 
 class HeldRows(NamedTuple):
-    """The rows of a checkpoint's tensor that this rank holds, of `size` rows."""
+    """The rows that this rank holds of a checkpoint's tensor, which has `size` rows."""
 
     size: int
     held: tuple[range, ...]
@@ -92,8 +92,8 @@ class HeldRows(NamedTuple):
 
 
 class Parameter(Module):
-    """One tensor of the checkpoint that a layer uses by itself; the part of it that this rank holds, if `rows` says
-    which."""
+    """A tensor of the checkpoint that a layer uses without a format. `rows`: the rows of it that this rank holds, if
+    not all."""
 
     def __init__(self, tensor: torch.Tensor, rows: HeldRows | None = None) -> None:
         self.tensor, self.rows = tensor, rows
@@ -107,8 +107,8 @@ class Parameter(Module):
 
 
 class FormatModule(Module, Generic[Format]):
-    """A module whose weight is owned by a format. The format is made, and so the weight allocated, when it is first
-    asked for; until then a source may declare in which format it stores the weight."""
+    """A module with a weight that a format owns. The format is built, and the weight allocated, at the first access;
+    before that a source may declare in which format it stores the weight."""
 
     format_base: type[Format]  # what the module needs of a format
 
@@ -122,7 +122,7 @@ class FormatModule(Module, Generic[Format]):
         return made
 
     def declare_shard(self, shard: OutputShard | InputShard) -> None:
-        """Leave this rank its part of the weight."""
+        """Keep this rank's part of the weight."""
         assert "format" not in self.__dict__, "the weight is allocated already"
         self.declared = replace(self.declared, shard=shard)
 
@@ -149,7 +149,7 @@ Kind = TypeVar("Kind")
 
 
 def find_modules(roots: Iterable[Module], kind: type[Kind]) -> list[Kind]:
-    """Every module of a kind among the roots and their parts, each once, in the order of the parts."""
+    """Find every module of a kind among the roots and their parts, each once, in the order of the parts."""
     found: dict[int, Kind] = {}
 
     def search(module: Module) -> None:
@@ -164,10 +164,10 @@ def find_modules(roots: Iterable[Module], kind: type[Kind]) -> list[Kind]:
 
 
 class FeedForward(Module, ABC):
-    """The part of a layer that treats every token row alone: an MLP, or a mixture of experts."""
+    """The part of a layer that treats every token row separately: an MLP, or a mixture of experts."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats whose products all read the token rows that are given, if nothing else does."""
+        """The formats of all products that read the part's input; empty if anything else reads it too."""
         return ()
 
     @abstractmethod
@@ -176,12 +176,12 @@ class FeedForward(Module, ABC):
 
 
 class TokenMixer(Module, ABC):
-    """The part of a layer in which token rows of a request meet: attention, or a recurrence."""
+    """The part of a layer that mixes token rows of a request: attention, or a recurrence."""
 
     layer: Any = None  # the mixers' description of this rank's part, if it is attention
 
     def readers(self) -> Sequence[LinearFormat]:
-        """As those of `FeedForward`."""
+        """See `FeedForward.readers`."""
         return ()
 
     @abstractmethod
@@ -189,13 +189,13 @@ class TokenMixer(Module, ABC):
         """x: [tokens, hidden], the token rows of the context."""
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
-        """The results of some token rows; all of x takes part, and goes into the caches."""
+        """The results of some token rows. All of x is written to the caches."""
         return self(x, angles, context)[rows.token_rows]
 
 
 class DecoderLayer(Module):
-    """A layer adds to the residual stream. Its last addition (delta) is carried out by the next layer's first norm, so
-    that sum and norm are one operation."""
+    """A layer that adds to the residual stream. It returns its last addition (delta), and the next layer's first norm
+    adds it, so that sum and norm are one operation."""
 
     rotary: int = 0  # index of the model's rope that the layer uses
 
@@ -205,17 +205,18 @@ class DecoderLayer(Module):
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
     def prepare(self) -> None:
-        """Called when the formats of the layer are prepared."""
+        """Prepare the layer; called when the formats of its weights are prepared."""
 
     def with_next(self, following: Sequence[DecoderLayer], *args: Any) -> tuple[int, Any, torch.Tensor]:
-        """Call this layer and, in the same call, as many of the `following` layers as it can. Returns the number of
-        layers that ran, and delta and residual stream after the last of them. args: the arguments of a call; the
-        layers take no others."""
+        """Call this layer, and as many of the `following` layers as fit into the same call. Return the number of layers
+        that ran, and delta and residual stream after the last of them. args: the arguments of `__call__`; the layers
+        take no others."""
         return 1, *self(*args)
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
-        """The last layer that writes a cache, where only some token rows are wanted of it: delta and residual stream of
-        those rows. args: those of a call. Layers that can save work override this."""
+        """Call the layer where only some token rows of its result are needed: the last layer that writes a cache.
+        Return delta and residual stream of these rows. args: those of `__call__`. Layers that can save work override
+        this."""
         delta, residual = self(*args)
         if delta is not None:
             delta = delta[rows.token_rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows.token_rows)
@@ -223,7 +224,7 @@ class DecoderLayer(Module):
 
 
 class PassingLayer(DecoderLayer):
-    """A layer that adds nothing. It replaces a layer that is like another one while kernels are compiled."""
+    """A layer that adds nothing. While kernels are compiled it replaces layers that are equal to another one."""
 
     def __init__(self, rotary: int) -> None:
         self.rotary = rotary
@@ -256,7 +257,7 @@ class LayeredModule(Module):
         self.attention_layers = [held.get(layer.index, layer) for layer in self.attention_layers]
 
     def config_name(self, size: ShardSize) -> str:
-        """The name of a size in the module's config."""
+        """The name that a size has in the module's config."""
         return size.keys[0]
 
     def cache_layers(self) -> list[LayerCache]:
@@ -267,18 +268,18 @@ class LayeredModule(Module):
         return name.endswith("rotary_emb.inv_freq")
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError if a tensor that is ignored shows that the module would compute something else than the
+        """Raise ValueError if an ignored tensor shows that the module would compute something else than the
         checkpoint's makers meant."""
 
     def slot_name(self, name: str) -> str:
-        """The name by which the module has a tensor of the checkpoint. Modules override this where files of one family
-        have several names for the same tensor."""
+        """The module's name for a tensor of the checkpoint. Modules override this where files of one family have
+        several names for the same tensor."""
         return name
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """Within this context only the first of equal layers runs, and the last one that writes, which can be computed
-        for some token rows alone: enough to compile the kernels of all."""
+        """A context in which only the first of equal layers runs, which is enough to compile the kernels of all. The
+        last layer that writes a cache runs too, because it may compute only some token rows."""
         layers = self.layers
         known, short = self._shortened
         if len(known) != len(layers) or any(one is not other for one, other in zip(known, layers, strict=True)):
@@ -303,8 +304,8 @@ class LayeredModule(Module):
 
 
 def check_ranks(module: LayeredModule, num_ranks: int) -> None:
-    """Refuse a number of ranks that cannot hold a model or a draft head together, by its first size that they cannot
-    share. Nothing needs to be allocated yet."""
+    """Refuse a number of ranks that cannot share the sizes of a model or a draft head, and name the first such size.
+    Nothing needs to be allocated yet."""
     sizes = [size for part in find_modules([module], Module) for size in part.shard_sizes()]
     refused = next((size for size in sizes if not size.fits(num_ranks)), None)
     if refused is not None:

@@ -1,18 +1,16 @@
-"""StepContext: what a layer knows of the token rows that it is called with, beside their hidden states.
+"""StepContext: what a layer knows of its token rows beside their hidden states.
 
-A model hands one context to every layer, feed-forward and product. A layer that computes some of its token rows alone
-calls its parts with the context of those rows (`of_rows`).
+A model passes one context to every layer, feed-forward and product. The context holds
 
-Every layer, feed-forward part and product is called with a `StepContext` (`layers/context.py`) beside its input. It
-says
-which token rows the input has: the caches of the layers, bound to the step (`attend`), each token's place in its
-request
-(`positions`) and the place that ropes turn by (`rope_positions`), embeddings that stand in for token ids at some rows
-(`stand_ins`), and what adapters add to the products of some rows (`adapters`). A part that computes only some of the
-rows gets the context of those (`of_rows`), so a product never has to guess whose rows it sees. Draft heads and
-prediction modules are called in the same way. Layers that are one native call read the tables of a step's adapters
-by themselves (`RowAdapters.factors`); adapters that have no such tables are asked product by product, by the plain
-layers.
+- the caches of the layers, bound to the step (`attend`);
+- each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
+- embeddings that replace token ids at some rows (`stand_ins`);
+- what adapters add to the products of some rows (`adapters`).
+
+A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
+its rows. Draft heads and prediction modules are called in the same way. Layers that are one native call read the tables
+of a step's adapters themselves (`RowAdapters.factors`). Adapters without such tables are asked product by product, by
+plain layers.
 """
 
 from __future__ import annotations
@@ -34,29 +32,29 @@ from outrider.mixers import Attend, WantedRows
 
 @dataclass(frozen=True)
 class StandIns:
-    """Embeddings that stand in for token ids at some token rows. `values` are what the embedding would return: with the
-    model's scale, in its dtype."""
+    """Embeddings that replace token ids at some token rows. `values` have the model's scale and dtype, as if the
+    embedding had returned them."""
 
     token_rows: torch.Tensor  # [n] int64
     values: torch.Tensor  # [n, hidden]
 
     def put_into(self, embedded: torch.Tensor) -> torch.Tensor:
-        """The embeddings of a step's ids [tokens, hidden], with these in the place of some."""
+        """Replace some of a step's embeddings [tokens, hidden] by these."""
         return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
 
 
 @dataclass(frozen=True)
 class TokenHistory:
-    """The known tokens of all rows, and where the token rows of a step lie in them. Drafts are known to the step alone,
-    so ids within the step are taken from the step."""
+    """The known tokens of all rows, and the place of the step's token rows among them. Drafts are not yet in the rows,
+    so ids inside the step are read from the step."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     row_of: torch.Tensor  # [tokens] row of the token's request
     offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
 
     def with_before(self, ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-        """ids [tokens] of the step and the `count` ids before each, nearest first: [tokens, 1 + count], -1 where a text
-        has none."""
+        """The ids of the step with the `count` ids before each: [tokens, 1 + count], the token's own id first, then
+        backwards; -1 before the start of a text."""
         index, found = torch.arange(len(ids), device=ids.device), [ids]
         for distance in range(1, count + 1):
             known = self.tokens[self.row_of, (positions - distance).clamp_min(0)]
@@ -66,7 +64,7 @@ class TokenHistory:
 
 
 class LinearLayer(Protocol):
-    """A linear layer as adapters see it: they tell layers apart by identity (`is`), and read its sizes."""
+    """A linear layer as adapters see it: they compare layers by identity (`is`) and read sizes."""
 
     @property
     def in_features(self) -> int: ...
@@ -77,7 +75,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True)
 class StepFactors:
-    """The factors of a step's adapters as tables, which a kernel of a whole layer reads by itself."""
+    """The factors of a step's adapters as tables, which the kernel of a whole layer reads itself."""
 
     rows: RowSlots
     tables: AdapterTables
@@ -85,60 +83,59 @@ class StepFactors:
 
 
 class RowAdapters(ABC):
-    """Adapters of the requests in a step: what each adds to the products of its own token rows. A module that no
-    adapter changes is left alone, and so are the bits of token rows without an adapter."""
+    """The adapters of the requests in a step, and what each adds to the products of its own token rows. Modules that no
+    adapter changes, and token rows without an adapter, keep their bits."""
 
     @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
         """The adapters of some of the token rows."""
 
     def within(self, reach: AdapterReach) -> RowAdapters:
-        """These adapters in a step that computes no more than the changes of this reach."""
+        """These adapters, for a step that computes no changes beyond this reach."""
         return self
 
     @abstractmethod
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
-        """Add to out [tokens, features], the output features of `linear` from `first` on for x [tokens, inputs], what
-        the adapter of each token row adds."""
+        """Add what the adapter of each token row adds. out [tokens, features]: the output features of `linear` from
+        `first` on; x: [tokens, inputs]."""
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
-        """Computes what adapters add to output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
-        this before they compute the product, and add the change directly behind it: a part of the work may then be done
-        beside the product."""
+        """Compute what adapters add to output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
+        this before the product and add the result right after it, so a part of the work may run beside the product."""
         return ProductChange(self, linear, x, first)
 
     def factors(self) -> StepFactors | None:
-        """The factors of what `begin` adds, for layers that are one kernel; None if it is not made of factors, so
-        that layers must call `begin` for every product."""
+        """The factors behind `begin`, for layers that are one kernel. None if there are no factors; layers must then
+        call `begin` for every product."""
         return None
 
     def change(self, module: object) -> bool:
-        """Whether an adapter of this step may change an embedding, experts or a latent expansion. Where it is False,
-        the methods below are not called for the module."""
+        """Whether an adapter of this step may change an embedding, experts or a latent expansion. If not, the methods
+        below are not called for the module."""
         return False
 
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
-        """Add to out [tokens, hidden], the embeddings of these ids, `scale` times what adapters add."""
+        """Add to the embeddings of these ids, out [tokens, hidden], `scale` times what adapters add."""
         raise NotImplementedError
 
     def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: Routed,
             added: torch.Tensor | None) -> None:
-        """Replace in out [tokens, hidden], the weighted sums of experts for x plus `added`, those of token rows whose
-        adapter changes the experts."""
+        """Replace rows of out [tokens, hidden], the experts' weighted sums for x plus `added`, where the row's adapter
+        changes the experts."""
         raise NotImplementedError
 
     def add_to_latents(self, out: torch.Tensor, expansion: object, queries: torch.Tensor) -> None:
-        """Add to out [tokens, heads, latent] what adapters add to queries [tokens, heads, key] in the latent space."""
+        """Add what adapters add to queries [tokens, heads, key] in the latent space, to out [tokens, heads, latent]."""
         raise NotImplementedError
 
     def add_to_values(self, out: torch.Tensor, expansion: object, latents: torch.Tensor) -> None:
-        """Add to out [tokens, heads, value] what adapters add to the values of latents [tokens, heads, latent]."""
+        """Add what adapters add to the values of latents [tokens, heads, latent], to out [tokens, heads, value]."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ProductChange:
-    """The adapters' part of one product, added when the product is there."""
+    """The change that adapters make to one product. It is added after the product is computed."""
 
     adapters: RowAdapters
     linear: LinearLayer
@@ -146,26 +143,26 @@ class ProductChange:
     first: int
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Add it to the product, in place."""
+        """Add the change to the product in place."""
         self.adapters.add_to(out, self.linear, self.x, self.first)
 
     def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
-        """Add it to all output features, and return the activation of these. See `LinearFormat.activated`."""
+        """Add the change to all output features and return their activation: see `LinearFormat.activated`."""
         self.add_to(out)
         return activate(out, activation)
 
 
 class LoadedAdapters(ABC):
-    """The adapters that an engine has loaded. It keeps on the device which row has which."""
+    """The adapters that an engine has loaded, and, on the device, the adapter of every row."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a captured step may have adapters."""
+        """Whether steps with adapters can be captured."""
         return False
 
     @property
     def reach(self) -> AdapterReach:
-        """The parts of the model that the adapters on the device change now."""
+        """The parts of the model that adapters on the device change now."""
         return AdapterReach.LINEARS
 
     @property
@@ -175,33 +172,34 @@ class LoadedAdapters(ABC):
 
     @abstractmethod
     def admit(self, numbers: Mapping[int, int | None]) -> None:
-        """Rows that were just admitted, with the number of the request's adapter; None for the model itself."""
+        """Set the adapter of rows that were just admitted: the number of the request's adapter, or None for the plain
+        model."""
 
     @abstractmethod
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowAdapters:
-        """The adapters of a step's token rows. rows: [requests], the row of each request; request_of: [tokens]. Needs
-        nothing that only the host knows."""
+        """The adapters of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the
+        request of each token. It reads device data only."""
 
     def place(self, placements: Sequence[AdapterPlacement]) -> None:
-        """Copy adapters to the places that the scheduler has chosen, before rows are admitted with them."""
+        """Copy adapters to the places that the scheduler chose, before rows are admitted with them."""
 
     def reset(self) -> None:
-        """Forget all rows and places: what the device holds is not known after a failed step."""
+        """Forget all rows and places. After a failed step the device's content is unknown."""
 
     def close(self) -> None:
-        """The worker ends."""
+        """Free what the adapters hold: the worker ends."""
 
 
 class NothingAttends:
-    """The `attend` of token rows behind the last layer, which make logits."""
+    """The `attend` of token rows behind the last layer, where only logits are computed."""
 
     def mixer(self, layer: int) -> Never:
         raise AssertionError(f"layer {layer} is behind the last layer")
 
 
 class AuxRecord:
-    """The residual stream before some layers, for drafters that read it. A model records it between calls of layers;
-    layers that are one call record what lies between them."""
+    """The residual stream before some layers, for drafters that read it. A model records it between layers; layers that
+    are one call record it inside the call."""
 
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted  # numbers of layers
@@ -210,8 +208,9 @@ class AuxRecord:
 
 
 class StepContext:
-    """positions: [tokens] int64, each token's place in its request, which says what it may attend to. rope_positions:
-    the places that ropes turn by, the same unless given. history: for models that read ids before a token's own."""
+    """The token rows of a call. positions: [tokens] int64, each token's place in its request, which decides what it may
+    attend to. rope_positions: the places that ropes turn by, by default the positions. history: given to models that
+    read the ids before a token."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
                  stand_ins: StandIns | None = None, adapters: RowAdapters | None = None,
@@ -225,12 +224,14 @@ class StepContext:
         self.history = history
 
     def of_rows(self, rows: WantedRows) -> StepContext:
-        """The context of some token rows, in the order of `rows`, which bind the layers that attend for them alone."""
+        """The context of some token rows, in the order of `rows`. `attend`, if given, binds the layers that attend for
+        these rows only."""
         return _RowsContext(self, rows)
 
 
 class _RowsContext(StepContext):
-    """Gathers positions when they are first read: most layers behind a choice of rows read none."""
+    """The context of some rows, which gathers positions at their first use: most layers behind a choice of rows use
+    none."""
 
     def __init__(self, whole: StepContext, rows: WantedRows) -> None:
         self._whole, self._rows = whole, rows.token_rows

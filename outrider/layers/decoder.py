@@ -20,7 +20,7 @@ from outrider.mixers import WantedRows
 
 
 class LayerNames(NamedTuple):
-    """Names of the four parts below the layer's prefix."""
+    """The names of the four parts of a layer below its prefix."""
 
     input_norm: str = "input_layernorm"
     mixer: str = "self_attn"
@@ -54,7 +54,7 @@ class PreNormLayer(DecoderLayer):
         return self.mlp(x, context), residual
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """The layer with its MLP computed for `rows` alone: a prompt's last layer is needed for logit rows only."""
+        """Call the layer and compute the MLP only for `rows`: of a prompt's last layer only logit rows are needed."""
         delta, residual, angles, context = args
         x, residual = self.input_norm.add_norm(delta, residual)
         mixed = self.mixer.for_rows(x, angles, context, rows)
@@ -96,7 +96,7 @@ class ScaledLayer(PreNormLayer):
 
 
 class PostNormLayer(DecoderLayer):
-    """Token mixer, norm, feed-forward, norm; what leaves each norm adds to the residual stream."""
+    """Token mixer, norm, feed-forward, norm; the result of each norm is added to the residual stream."""
 
     def __init__(self, mixer: TokenMixer, mixer_norm: RMSNorm, mlp: FeedForward, mlp_norm: RMSNorm) -> None:
         self.mixer, self.mixer_norm, self.mlp, self.mlp_norm = mixer, mixer_norm, mlp, mlp_norm
@@ -121,7 +121,7 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """One norm, whose result token mixer and feed-forward both read; the sum of both adds to the residual stream."""
+    """One norm, read by both token mixer and feed-forward; the sum of both is added to the residual stream."""
 
     def __init__(self, norm: RMSNorm, mixer: TokenMixer, mlp: FeedForward) -> None:
         self.norm, self.mixer, self.mlp = norm, mixer, mlp

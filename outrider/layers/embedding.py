@@ -1,6 +1,6 @@
-"""Token embedding. A head tied to it is a `TiedLinear`, which shares its format.
+"""The token embedding. A head that is tied to it is a `TiedLinear`, which shares its format.
 
-The scale that Gemma applies is rounded to the weight's dtype, as its reference does.
+The scale that Gemma applies is rounded to the weight's dtype, as in its reference code.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Embedding:
-        """An embedding on a table [vocabulary, hidden] that exists already."""
+        """An embedding that uses an existing table [vocabulary, hidden]."""
         made = cls(*weight.shape, dtype=weight.dtype, device=weight.device)
         made.format = DenseLinear(made.declared, weight=weight)
         return made
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table as numbers, made anew if the format keeps other bits."""
+        """The table as numbers, computed anew if the format keeps other bits."""
         return self.format.dense()
 
     def set_exact(self, exact: bool) -> None:
-        """Looking rows up is exact in any mode; a tied head tells the format which products it needs."""
+        """Do nothing: a lookup is exact in any mode. A tied head tells the format which products it needs."""
 
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
@@ -44,13 +44,13 @@ class Embedding(FormatModule[EmbeddingFormat]):
         return x if context.stand_ins is None else context.stand_ins.put_into(x)
 
     def adapted(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The embedding of the ids themselves, as the adapters of the token rows change it."""
+        """The embedding of token ids, with the changes of the token rows' adapters."""
         x = self.look_up(tokens)
         if context.adapters is not None and context.adapters.change(self):
             context.adapters.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)
         return x
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The embedding of the ids themselves."""
+        """The embedding of token ids, without adapters."""
         x = self.format.look_up(tokens)
         return x if self.scale is None else x * self.scale

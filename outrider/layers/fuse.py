@@ -1,7 +1,7 @@
-"""Makes loaded models ready to run: formats choose their products, and fused layers replace plain ones.
+"""Prepare loaded models to run: formats choose their products, and fused layers replace plain ones.
 
-Every fused layer is built from a loaded plain layer that qualifies by device, dtype, formats and shape; a table lists
-the fused layers to try. Code outside the package adds its own with `register_fused_layer`.
+A fused layer is built from a loaded plain layer with the right device, dtype, formats and shape; a table lists the
+fused layers to try. Code outside the package adds its own with `register_fused_layer`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.mixers.paged.native_backend import NativeBackend
 
 class FusedLayer(DecoderLayer):
     """A layer that replaces a loaded plain layer. It uses the plain layer's weights, and calls the plain layer for
-    batches that it does not serve itself."""
+    batches that it does not serve."""
 
     def __init__(self, plain: DecoderLayer) -> None:
         self.plain = plain
@@ -43,7 +43,7 @@ class FusedLayer(DecoderLayer):
 
 
 class NativeRun(NamedTuple):
-    """A layer and those behind it, bound to their caches."""
+    """A layer and those behind it that one native call computes, bound to their caches."""
 
     cache: Callable[[], KeyValueCache | None]  # the first layer's, while it lives: which pool the run is bound to
     following: Sequence[DecoderLayer]  # asked for behind the first layer
@@ -51,7 +51,8 @@ class NativeRun(NamedTuple):
 
 
 class NativeDecoderLayer(FusedLayer):
-    """A decoder layer as one native call on the CPU. Its results have the bits of the parts computed one by one."""
+    """A decoder layer as one native call on the CPU. Its results have the same bits as the parts computed one by
+    one."""
 
     def __init__(self, plain: AttentionMLPLayer, weights: LayerWeights) -> None:
         super().__init__(plain)
@@ -65,7 +66,8 @@ class NativeDecoderLayer(FusedLayer):
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
-        """None if the layer is of another shape, or if a format has no native product for this device and dtype."""
+        """Build the layer; None if the plain layer has another shape, or if a format has no native product for this
+        device and dtype."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
         mlp = plain.mlp
@@ -108,7 +110,7 @@ class NativeDecoderLayer(FusedLayer):
         return 1, *self.plain(delta, residual, angles, context)
 
     def _adapters(self, run: NativeRun, adapters: RowAdapters) -> LayerAdapters | None:
-        """A step's adapters for the layers of a run; None if these must be done in parts."""
+        """The tables of a step's adapters for the layers of a run. None if the adapters need plain layers."""
         factors = adapters.factors()
         if factors is None or run.joined is None:
             return None
@@ -120,8 +122,8 @@ class NativeDecoderLayer(FusedLayer):
         return LayerAdapters.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
-        """This layer and those behind it that one native call can do with it; None if this one must be done in parts.
-        Which these are depends on the layers and their caches, and not on the step."""
+        """Join this layer with those behind it that one native call can compute with it. None if this layer must be
+        computed in parts. The answer depends on layers and caches, not on the step."""
         paged: PagedLayer = context.attend.mixer(self.index)
         bound = self._bind(paged)
         if bound is None:
@@ -139,7 +141,7 @@ class NativeDecoderLayer(FusedLayer):
         return BoundLayer.joined(run)
 
     def _bind(self, paged: PagedLayer) -> BoundLayer | None:
-        """This layer with its cache; None if it must be done in parts."""
+        """Bind this layer to its cache. None if it must be computed in parts."""
         if self._cache() is not paged.cache:
             self._cache, self._bound = weakref.ref(paged.cache), None
             if isinstance(paged.backend, NativeBackend):
@@ -153,22 +155,22 @@ def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
 
 
 def between(record: AuxRecord | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Room for the auxiliary states between `count` layers of one call, by the number of the layer behind each."""
+    """The buffers for auxiliary states between `count` layers of one call, by the number of the layer behind each."""
     if record is None:
         return {}
     return {layer: torch.empty_like(residual) for layer in record.wanted if record.first < layer < record.first + count}
 
 
 class InPlaceLayer(FusedLayer):
-    """A layer that adds to the residual stream inside the last products of both halves, for a single token row and for
-    many. On a GPU a single row takes little more than reading the weights, so every small kernel that is saved counts;
-    with many rows the norms read and write half as much."""
+    """A layer with both halves' last products adding to the residual stream themselves. On a GPU a single token row
+    takes little more time than reading the weights, so every saved small kernel counts; with many rows the norms
+    read and write half as much."""
 
     plain: AttentionMLPLayer
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> InPlaceLayer | None:
-        """None if a half cannot add its last product to the residual stream in one kernel."""
+        """Build the layer; None if the last product of a half cannot add to the residual stream in one kernel."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
         can_add = plain.attention.out.format.adds_single_row and plain.mlp.down.format.adds_single_row
@@ -196,9 +198,9 @@ def register_fused_layer(try_build: TryBuild) -> None:
 
 
 def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = False) -> int:
-    """Prepare models whose weights are loaded. `allow_copies`: formats may hold a second copy of weights that is faster
-    to read. `exact`: token rows have the same bits alone and among others. Returns the bytes held beside those that the
-    weights' slots count. A model may be prepared again."""
+    """Prepare loaded models. `allow_copies`: formats may hold a second, faster copy of weights. `exact`: a token row
+    has the same bits in every batch. Return the bytes held beside the bytes of the weights' slots. A model may be
+    prepared again."""
     for module in find_modules(models, Module):
         module.set_exact(exact)
     num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
@@ -213,14 +215,14 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
 
 
 def restore_order(models: Sequence[LayeredModule]) -> None:
-    """Undo what `prepare` did to the order of weights, some of which are about to be written anew."""
+    """Undo the reordering of weights by `prepare`, before some of them are overwritten."""
     for linear in find_modules(models, Linear):
         linear.format.restore_order()
 
 
 def use_activation_bits(model: LayeredModule, bits: int) -> str:
-    """Round token rows to 8 or 16 bits in the products that can, or with 32 to as many as float32 has. Returns a line
-    that tells how many products and their error."""
+    """Round token rows in products to 8 or 16 bits; 32 rounds as finely as float32. Return a line for the log with the
+    number of such products and their error."""
     held: list[Linear | Experts] = [*find_modules([model], Linear), *find_modules([model], Experts)]
     digits = min(bits, 24)
     errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]

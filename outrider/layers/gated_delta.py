@@ -52,24 +52,25 @@ class GatedDeltaShape:
         )
 
     def segments(self) -> list[PackedPart]:
-        """The segments of the convolution, q | k | v, each of which ranks share."""
+        """The segments of the convolution, q | k | v. Ranks share each of them."""
         return [PackedPart(self.key_size), PackedPart(self.key_size), PackedPart(self.value_size)]
 
     def of_rank(self, num_ranks: int) -> GatedDeltaShape:
-        """The shape of one of several ranks, which share the heads."""
+        """The shape of one rank's part: ranks share the heads."""
         return replace(self, num_key_heads=self.num_key_heads // num_ranks,
                        num_value_heads=self.num_value_heads // num_ranks)
 
 
 class GatedDeltaMixer(ConvMixer):
-    """Inputs of the convolution are q | k | v; the gates are a (of the decay) and b (of the correction)."""
+    """The gated delta rule behind a convolution of q | k | v. The gates are a (of the decay) and b (of the
+    correction)."""
 
     def __init__(self, shape: GatedDeltaShape, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape.spec(dtype.itemsize), conv_bias=False, dtype=dtype, device=device)
         self.shape = shape
 
     def keep_rank(self, ranks: Ranks) -> None:
-        """Leave this rank its key heads with their value heads."""
+        """Keep this rank's key heads with their value heads."""
         segments = self.shape.segments()
         self.shape = self.shape.of_rank(ranks.count)
         self.keep_part(self.shape.spec(self.spec.itemsize), segments, ranks)
@@ -96,9 +97,9 @@ class GatedDeltaMixer(ConvMixer):
 class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device, gate: str = "silu") -> None:
-        """is_interleaved: the checkpoint has two projections, each key head by key head, instead of four. A GGUF file
-        of Qwen3-Next has four, and adapters of that model change the two. gate: the activation of the output's gate,
-        silu or sigmoid."""
+        """is_interleaved: the checkpoint has two projections, ordered key head by key head, instead of four. A GGUF
+        file of Qwen3-Next has four, but its adapters change the two. gate: the activation of the output gate, silu
+        or sigmoid."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
@@ -129,8 +130,8 @@ class GatedDelta(TokenMixer):
         return (ShardSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some key heads with their value heads, every segment of the first projection and of the convolution by
-        itself. The norm has one weight for all heads, which every rank holds."""
+        """Keep some key heads with their value heads, separately in every segment of the first projection and of the
+        convolution. All heads share one norm weight, which every rank holds."""
         ranks = Ranks.from_group(group)
         self.enter.declare_shard(OutputShard(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))
         self.out.declare_shard(InputShard.from_group(group))

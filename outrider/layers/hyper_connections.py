@@ -1,8 +1,8 @@
-"""Hyper-connections: several residual streams of which a half of a layer reads a weighted sum, and which mix among
-themselves where its result is added.
+"""Hyper-connections: several residual streams, of which a half of a layer reads a weighted sum. The streams may mix
+among themselves where the half's result is added.
 
-All weights are made for each token by one product of its streams with a small matrix. Where streams mix, the mixing
-weights are brought to sums of one in rows and columns (`kernels/streams.py`).
+One product of a token's streams with a small matrix makes all weights. Where streams mix, the mixing weights are scaled
+until rows and columns sum to one (`kernels/streams.py`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class HyperWeights(NamedTuple):
 
 
 class HyperConnection(Module):
-    """Matrix, base and scales of one half of a layer, or of the place where the streams end."""
+    """The matrix, base and scales of one half of a layer, or of the place where the streams end."""
 
     def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
                  device: torch.device, keeps_float32: bool = False) -> None:
-        """names: those of matrix, base and scales in the checkpoint. keeps_float32: the matrix is one of float32 also
-        in a model of 16 bits."""
+        """names: the checkpoint's names of matrix, base and scales. keeps_float32: the matrix stays float32 in a model
+        of 16 bits."""
         self.rule, self.names, self._dtype = rule, names, dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.matrix = torch.empty(rule.num_logits, rule.num_streams * hidden_size, device=device,
@@ -55,8 +55,8 @@ class HyperConnection(Module):
         return [(name, Parameter(tensor)) for name, tensor in zip(self.names, tensors, strict=True)]
 
     def finalize(self) -> None:
-        """Round a matrix of float32 to a matrix of the model's 16 bits and one of what that rounded off: a product with
-        both, whose results are added, has 16 bits more and needs no other kernel."""
+        """Split a float32 matrix into a matrix of the model's 16 bits and one of the rounding errors. The sum of the
+        products with both has 16 more bits and needs no other kernel."""
         super().finalize()
         self._multiplied = self.matrix
         if self.matrix.dtype != self._dtype:
@@ -70,8 +70,8 @@ class HyperConnection(Module):
 
 
 class HyperLayer(DecoderLayer):
-    """A token mixer and a feed-forward, each with a norm of what it reads of the streams. Streams are changed in place,
-    and no addition is left to the next layer."""
+    """A token mixer and a feed-forward, each with a norm of the sum that it reads from the streams. Streams are changed
+    in place, and no addition is left to the next layer."""
 
     def __init__(self, mixer_streams: HyperConnection, input_norm: RMSNorm, mixer: TokenMixer,
                  mlp_streams: HyperConnection, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
@@ -94,7 +94,7 @@ class HyperLayer(DecoderLayer):
         return None, streams
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[None, torch.Tensor]:
-        """The layer with its feed-forward computed for `rows` alone."""
+        """Call the layer and compute the feed-forward only for `rows`."""
         _, streams, angles, context = args
         x, weights = self.mixer_streams.read(streams)
         mixed = self.mixer.for_rows(self.input_norm(x), angles, context, rows)

@@ -1,7 +1,7 @@
-"""Gated attention to the blocks of a context that an indexer chooses (Qwen4-Exp).
+"""Gated attention to blocks of a context that an indexer chooses (Qwen4-Exp).
 
-The indexer has query heads and one key of its own, made by the same product as q, k and v. Where keys lie and which
-blocks are chosen, `context.attend` knows.
+The indexer has its own query heads and one key, computed by the same product as q, k and v. `context.attend` holds the
+keys and chooses the blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ INDEX = "indexer.index_qk_proj"
 
 
 class IndexedAttention(SelfAttention):
-    """Attention with norms of q and k heads and a sigmoid gate, whose indexer reads the same hidden state. The files
-    hold q and gate head by head in `q_proj`; here all gates lie before q."""
+    """Attention with norms of q and k heads and a sigmoid gate. The indexer reads the same hidden state. The files
+    store q and gate head by head in `q_proj`; here all gates lie before q."""
 
     layer: IndexedLayer
 
@@ -46,7 +46,7 @@ class IndexedAttention(SelfAttention):
                 ("indexer.k_layernorm", self.index_k_norm)]
 
     def shard(self, group: RankGroup) -> None:
-        """Keep this rank's heads. The indexer is whole on every rank: all must choose the same blocks."""
+        """Keep this rank's heads. Every rank holds the whole indexer, because all must choose the same blocks."""
         pieces = dict.fromkeys(("k_proj", "v_proj"), min(self.layer.num_kv_heads, group.count))
         super().shard(group)
         self.qkv.declare_shard(OutputShard(Ranks.from_group(group), pieces | {INDEX: 1}))

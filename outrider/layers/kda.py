@@ -1,8 +1,9 @@
-"""The KDA layer (Kimi delta attention): a gated delta rule in which every key channel decays by itself.
+"""The KDA layer (Kimi delta attention): a gated delta rule with a decay for every key channel.
 
-Projections to q, k and v, to the decay of each channel, to the correction's gate and to the output's gate; the mixer; a
-norm of each head with a sigmoid gate; output. The projections of decay and output gate go through a narrow product in
-Kimi-Linear and are direct in other families. The files have a convolution each for q, k and v, which are one here.
+The layer has projections to q, k and v, to the decay of each channel, to the correction's gate and to the output's
+gate, then the mixer, a norm of each head with a sigmoid gate, and the output projection. The projections of decay and
+output gate go through a narrow product in Kimi-Linear and are direct in other families. The files' three convolutions
+of q, k and v are one convolution here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class KDAShape:
 
     @property
     def size(self) -> int:
-        """Size of q, of k and of v over all heads; of the decays too, and of the output."""
+        """The size over all heads of q, of k and of v, and so of the decays and the output."""
         return self.num_heads * self.head_dim
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -49,13 +50,13 @@ class KDAShape:
         )
 
     def of_rank(self, num_ranks: int) -> KDAShape:
-        """The shape of one of several ranks, which share the heads."""
+        """The shape of one rank's part: ranks share the heads."""
         return replace(self, num_heads=self.num_heads // num_ranks)
 
 
 @dataclass(frozen=True)
 class KDANames:
-    """Names of tensors that differ between families, and the shape in which files hold one value for each head."""
+    """The names of tensors that differ between families, and the shape in which files store one value for each head."""
 
     decay: tuple[str, ...] = ("f_a_proj", "f_b_proj")  # two names: through a narrow product
     gate: tuple[str, ...] = ("g_a_proj", "g_b_proj")
@@ -64,7 +65,8 @@ class KDANames:
 
 
 class KDAMixer(ConvMixer):
-    """Inputs of the convolution are q | k | v; the gates are a (of each channel's decay) and b (of the correction)."""
+    """The KDA rule behind a convolution of q | k | v. The gates are a (of each channel's decay) and b (of the
+    correction)."""
 
     def __init__(self, shape: KDAShape, names: KDANames, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.names = shape, names
@@ -76,7 +78,7 @@ class KDAMixer(ConvMixer):
         self.dt_bias = torch.empty(self.shape.size, dtype=self.wide, device=self.device)  # of each channel
 
     def keep_rank(self, ranks: Ranks) -> None:
-        """Leave this rank its heads."""
+        """Keep this rank's heads."""
         whole = self.shape
         self.shape = whole.of_rank(ranks.count)
         self.channel_rows = HeldRows(whole.size, (ranks.share(ModelSize(whole.size)),))
@@ -130,7 +132,7 @@ class KDA(TokenMixer):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Output features of the first projection: inputs of the convolution, b, and what decay and gate come from."""
+        """Output features of the first projection: the convolution's inputs, b, and the inputs of decay and gate."""
         shape = self.mixer.shape
         decay, gate = (shape.head_dim if second else shape.size for second in (self.decay, self.gate))
         return self.mixer.spec.conv_dim, shape.num_heads, decay, gate
@@ -139,8 +141,8 @@ class KDA(TokenMixer):
         return (ShardSize(("linear_num_heads", "num_heads", "num_attention_heads"), self.mixer.shape.num_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads, every segment of the projections and of the convolution by itself. The narrow products, and
-        the norm's one weight for all heads, are held by every rank."""
+        """Keep some heads, separately in every segment of the projections and of the convolution. Every rank holds the
+        narrow products and the norm's weight, which all heads share."""
         ranks = Ranks.from_group(group)
         narrow = {names[0]: 1 for names in (self.names.decay, self.names.gate) if len(names) > 1}
         self.enter.declare_shard(OutputShard(ranks, narrow))

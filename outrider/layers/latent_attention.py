@@ -1,7 +1,8 @@
-"""Latent attention (MLA): keys and values of all heads come from one compressed vector; an indexer may choose which.
+"""Latent attention (MLA): one compressed vector gives the keys and values of all heads. An indexer may choose
+positions.
 
-The projection from the latent space to keys is absorbed into the queries, and that to values is applied to the
-attention's output, so that the cache holds compressed vectors only. Where they lie, `context.attend` knows.
+The projection from the latent space to keys is absorbed into the queries, and the projection to values is applied to
+the attention's output. So the cache holds compressed vectors only; `context.attend` knows where.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NORM_EPS = 1e-6  # eps of the norms of compressed vectors and of index keys, wha
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Sizes of a latent attention layer that its cache does not show."""
+    """The sizes of a latent attention layer that its cache spec does not contain."""
 
     hidden_size: int
     q_rank: int | None  # None: queries come from the hidden state in one product
@@ -77,8 +78,8 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
     def enter(self, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, index_q: torch.Tensor | None,
               index_in_pairs: bool, context: StepContext) -> None:
-        """queries [tokens, heads x (nope | rope) | index heads x dim] -> q [tokens, heads, latent | rope] and index_q
-        [tokens, index heads, dim]."""
+        """Bring queries into the latent space. queries [tokens, heads x (nope | rope) | index heads x dim] -> q
+        [tokens, heads, latent | rope] and index_q [tokens, index heads, dim]."""
         declared, plain = self.declared, self.format.plain_parts
         adapters = self._adapters(context)
         if plain is not None and adapters is None:
@@ -94,7 +95,7 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
             adapters.add_to_latents(q[..., : declared.num_inputs], self, heads[..., :nope_dim])
 
     def attend(self, bound: BoundLatentLayer, q: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The values [tokens, heads * value] that queries in the latent space attend to."""
+        """Attend with queries in the latent space and return values [tokens, heads * value]."""
         plain, adapters = self.format.plain_parts, self._adapters(context)
         values = None if plain is None or adapters is not None else bound.values(q, plain[1])
         return self.expand(bound(q), adapters) if values is None else values.flatten(1)
@@ -108,14 +109,14 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         return values.flatten(1)
 
     def _adapters(self, context: StepContext) -> RowAdapters | None:
-        """The adapters of the step, if one of them changes the expansion."""
+        """The step's adapters, if one of them changes the expansion; else None."""
         adapters = context.adapters
         return adapters if adapters is not None and adapters.change(self) else None
 
 
 class Compression(Module):
     """The products of a layer's input: compressed queries, latents and, with an indexer, index keys, head weights and,
-    where it chooses blocks, gates. They are one product, unless some have a bias and others do not."""
+    where it chooses blocks, gates. They are one product unless only some of them have a bias."""
 
     def __init__(self, shape: LatentShape, layer: LatentLayer, index: IndexedPositions | None, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -173,7 +174,7 @@ class LatentAttention(TokenMixer):
         return (ShardSize(("num_attention_heads",), self.layer.num_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads. Compressed vectors, their norms and the indexer are whole on every rank: all ranks keep the
+        """Keep some heads. Every rank holds compressed vectors, their norms and the indexer, because all ranks keep the
         same latents and must choose the same positions."""
         ranks = Ranks.from_group(group)
         self.queries.declare_shard(OutputShard(ranks, {"indexer.wq_b": 1}))
@@ -196,7 +197,8 @@ class LatentAttention(TokenMixer):
                           x, context)
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """values [tokens, heads * value] of the layer's input x [tokens, hidden] -> [tokens, hidden]."""
+        """Apply output gate and output projection: values [tokens, heads * value], with the layer's input x [tokens,
+        hidden], -> [tokens, hidden]."""
         return self.out(values, context)
 
     def _norms(self) -> LatentNorms:
@@ -206,8 +208,8 @@ class LatentAttention(TokenMixer):
 
     def _enter(self, queries: torch.Tensor, weights: torch.Tensor, rope: RopeRows,
                bound: BoundLatentLayer, context: StepContext) -> torch.Tensor:
-        """Bring the queries into the latent space: [tokens, heads, latent | rope]. An indexer, if the layer has one,
-        chooses positions here by queries of its own."""
+        """Bring the queries into the latent space: [tokens, heads, latent | rope]. If the layer has an indexer, it
+        chooses positions here with its own queries."""
         layer, tokens = self.layer, queries.shape[0]
         q = queries.new_empty(tokens, layer.num_heads, layer.latent_dim + layer.rope_dim)
         index_q = None

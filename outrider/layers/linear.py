@@ -1,7 +1,7 @@
 """Linear layers: a layer declares its sizes and the names of its matrices; its format owns weight and products.
 
-A layer knows nothing of models or files. With several ranks, each may hold a part of a layer, some output features or
-some input features, which its declaration says (`shard`).
+A layer knows nothing of models or files. With several ranks a layer's declaration (`shard`) says which output or input
+features each rank holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.layers.embedding import Embedding
 
 
 class Linear(FormatModule[LinearFormat]):
-    """y = x W' + b."""
+    """A linear layer: y = x W' + b."""
 
     declared: LinearDeclaration
     format_base = LinearFormat
@@ -39,14 +39,14 @@ class Linear(FormatModule[LinearFormat]):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,
         shard: OutputShard | InputShard | None = None,
     ) -> None:
-        """in_features, out_features: those of the model, of which `shard` may leave this rank a part."""
+        """in_features, out_features: the model's sizes. `shard` may leave this rank a part of them."""
         sizes = {"": ModelSize(out_features)}
         declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, shard=shard)
         super().__init__(declared, DenseLinear)
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Linear:
-        """A layer on a weight [out, in] that exists already."""
+        """A layer that uses an existing weight [out, in]."""
         out_features, in_features = weight.shape
         linear = cls(in_features, out_features, bias=False, dtype=weight.dtype, device=weight.device)
         linear.format = DenseLinear(linear.declared, weight=weight)
@@ -82,7 +82,7 @@ class Linear(FormatModule[LinearFormat]):
         return self.format.adapted(x, context.adapters.begin(self, x).add_to, is_wide=True)
 
     def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
-        """The activation of the product, see `LinearFormat.activated`."""
+        """The activation of the product: see `LinearFormat.activated`."""
         if context.adapters is None:
             return self.format.activated(x, activation)
         if isinstance(self.declared.shard, InputShard):
@@ -99,17 +99,17 @@ class Linear(FormatModule[LinearFormat]):
 
 
 class JointMatrix(NamedTuple):
-    """A matrix that holds several of a layer's matrices head by head, in files of another form. A checkpoint that has
-    them apart may still get adapters that were trained on the joint one."""
+    """A matrix of other files of the same model that stores several of a layer's matrices head by head. Adapters
+    trained on the joint matrix also serve checkpoints that have the matrices apart."""
 
     parts: tuple[str, ...]  # names of the layer's own matrices
     layout: HeadLayout
 
 
 class FusedLinear(Linear):
-    """Several linear layers of one input as one product. `stored`: name and output features of each, in order;
-    `layouts`: the layouts of those that the checkpoint holds head by head; `joint`: matrices of files of another form,
-    by their names."""
+    """Several linear layers of one input as one product. `stored`: name and output features of each, in order.
+    `layouts`: the order of features where the checkpoint stores them head by head. `joint`: the joint matrices of
+    other files, by name."""
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,
@@ -127,7 +127,7 @@ class FusedLinear(Linear):
 
 
 class TiedLinear(Linear):
-    """A head with the weight of an embedding, which loads it: one format serves both."""
+    """A head that shares the weight and the format of an embedding, which loads it."""
 
     def __init__(self, embedding: Embedding) -> None:
         self.embedding = embedding
@@ -138,8 +138,8 @@ class TiedLinear(Linear):
         return self.embedding.format
 
     def declare_shard(self, shard: OutputShard | InputShard) -> None:
-        """The embedding is sharded before."""
+        """Do nothing: the embedding was sharded before."""
         self.declared = self.embedding.declared
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
-        """The embedding declares the format."""
+        """Do nothing: the embedding declares the format."""

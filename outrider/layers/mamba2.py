@@ -1,6 +1,6 @@
 """The Mamba-2 layer: one projection to gate, convolved inputs and time steps, the mixer, a gated group norm, output.
 
-Knows the tensors' names below its prefix; which layers of a model are of this kind is the model's business.
+It knows the names of tensors below its prefix. The model decides which of its layers are of this kind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Mamba2Shape:
 
     @property
     def group_width(self) -> int:
-        """Width of B, and of C, over all groups."""
+        """The width of B, and of C, over all groups."""
         return self.num_groups * self.state_size
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -56,19 +56,19 @@ class Mamba2Shape:
         )
 
     def segments(self, num_ranks: int) -> list[PackedPart]:
-        """The segments of the convolution, x | B | C, as ranks share them. With fewer groups than ranks, neighbouring
-        ranks hold the same group."""
+        """The segments of the convolution, x | B | C, with the pieces that ranks share. With fewer groups than ranks,
+        neighbouring ranks hold the same group."""
         groups = PackedPart(self.group_width, min(self.num_groups, num_ranks))
         return [PackedPart(self.inner_size), groups, groups]
 
     def of_rank(self, num_ranks: int) -> Mamba2Shape:
-        """The shape of one of several ranks, which share the heads."""
+        """The shape of one rank's part: ranks share the heads."""
         return replace(self, num_heads=self.num_heads // num_ranks, num_groups=max(1, self.num_groups // num_ranks),
                        norm_groups=max(1, self.norm_groups // num_ranks))
 
 
 class Mamba2Mixer(ConvMixer):
-    """Inputs of the convolution are x | B | C; the gate is dt."""
+    """The Mamba-2 recurrence behind a convolution of x | B | C. The gate is dt."""
 
     def __init__(self, shape: Mamba2Shape, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape.spec(dtype.itemsize), conv_bias=shape.conv_bias, dtype=dtype, device=device)
@@ -79,7 +79,7 @@ class Mamba2Mixer(ConvMixer):
         self.skip = torch.empty(self.dt_bias.shape, dtype=self.dt_bias.dtype, device=self.device)
 
     def keep_rank(self, ranks: Ranks) -> None:
-        """Leave this rank its heads, and the groups that they read."""
+        """Keep this rank's heads and the groups that they read."""
         segments = self.shape.segments(ranks.count)
         self.shape = self.shape.of_rank(ranks.count)
         self.keep_part(self.shape.spec(self.spec.itemsize), segments, ranks)
@@ -129,7 +129,7 @@ class Mamba2(TokenMixer):
                 ShardSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads, every segment of the first projection and of the convolution by itself."""
+        """Keep some heads, separately in every segment of the first projection and of the convolution."""
         ranks, shape = Ranks.from_group(group), self.mixer.shape
         segments = [PackedPart(shape.inner_size), *shape.segments(group.count), PackedPart(shape.num_heads)]
         self.enter.declare_shard(OutputShard(ranks, packed={"": segments}))

@@ -53,7 +53,7 @@ class GatedMLP(FeedForward):
         self.down.declare_shard(InputShard.from_group(group))
 
     def prepare(self) -> None:
-        """Called when the formats are prepared."""
+        """Prepare the products; called when the formats are prepared."""
         self.gate_up.format.round_activated_for(self.down.format)
 
     def readers(self) -> Sequence[LinearFormat]:

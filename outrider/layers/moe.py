@@ -1,6 +1,6 @@
 """The mixture-of-experts layer that the families share: router, experts, shared expert, projections around them.
 
-Declares its tensors, joint or expert by expert; a format owns the experts' weights and products.
+The layer declares its tensors, joint or expert by expert. A format owns the experts' weights and products.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from outrider.layers.router import Router
 
 @dataclass(frozen=True)
 class TransposedSlot(WeightSlot):
-    """A slot for a tensor of all experts whose matrices have inputs before outputs, where the target has outputs
-    before inputs."""
+    """A slot for a joint tensor of all experts that stores inputs before outputs. The target has outputs before
+    inputs."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,12 +50,12 @@ class TransposedSlot(WeightSlot):
 
     @classmethod
     def turned(cls, tensor: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's tensor with outputs before inputs."""
+        """Transpose the checkpoint's tensor to outputs before inputs."""
         return tensor.transpose(1, -1)
 
     @classmethod
     def coded(cls, slot: WeightSlot) -> WeightSlot:
-        """A slot that makes codes of a checkpoint's numbers, for numbers that must be turned before."""
+        """A slot that transposes a checkpoint's numbers and then codes them."""
         assert slot.quantize is not None
         first, *others = slot.numbers_shape
         return replace(slot, quantize=TurnedNumbers(cls, slot.quantize), numbers_shape=(first, *reversed(others)))
@@ -63,7 +63,7 @@ class TransposedSlot(WeightSlot):
 
 @dataclass(frozen=True)
 class TurnedNumbers:
-    """Makes codes of numbers that have inputs before outputs."""
+    """Codes numbers that have inputs before outputs."""
 
     slot_class: type[TransposedSlot]
     quantize: Callable[[torch.Tensor], StoredWeight]
@@ -73,7 +73,7 @@ class TurnedNumbers:
 
 
 class Experts(FormatModule[ExpertsFormat]):
-    """Equal MLPs, gated or not as their activation says. A family whose experts have biases derives from this."""
+    """Equal MLPs; the activation says if they are gated. Families with biases in experts use a subclass."""
 
     declared: ExpertsDeclaration
     format_base = ExpertsFormat
@@ -92,10 +92,9 @@ class Experts(FormatModule[ExpertsFormat]):
         device: torch.device,
         shard: InputShard | None = None,
     ) -> None:
-        """is_fused: the checkpoint holds one tensor of all experts for each projection, not tensors by expert.
-        is_transposed: the matrices in these tensors are input by output, where they hold numbers. names:
-        those of gate, up and down in a checkpoint with tensors by expert. shard: the rank holds a part of every
-        expert's inner features."""
+        """is_fused: the checkpoint has one tensor of all experts for each projection, instead of tensors by expert.
+        is_transposed: numbers in these tensors are stored input by output. names: gate, up and down in a checkpoint
+        with tensors by expert. shard: this rank holds a part of every expert's inner features."""
         assert moe.is_known(activation)
         assert is_fused or not is_transposed
         self.num_experts = num_experts
@@ -122,7 +121,7 @@ class Experts(FormatModule[ExpertsFormat]):
         return {name: self.transposed(name)(slot.target, shard=slot.shard) for name, slot in slots.items()}
 
     def transposed(self, name: str) -> type[TransposedSlot]:
-        """The class of the slot for a checkpoint's tensor that has inputs before outputs."""
+        """The class of slot for a checkpoint's tensor that has inputs before outputs."""
         return TransposedSlot
 
     @property
@@ -131,13 +130,13 @@ class Experts(FormatModule[ExpertsFormat]):
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether adapters may change the experts. Sums with biases have no adapted form, and neither have tensors with
-        inputs before outputs, whose adapters have their factors in the other order."""
+        """Whether adapters may change the experts. Experts with biases have no adapted form, and neither have tensors
+        with inputs before outputs, because their adapters have the factors in the other order."""
         return self.biases is None and not self._is_transposed
 
     @property
     def biases(self) -> moe.ExpertBiases | None:
-        """This rank's biases, of experts that have them."""
+        """This rank's biases. None if the experts have no biases."""
         return None
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
@@ -151,9 +150,8 @@ class Experts(FormatModule[ExpertsFormat]):
 
 
 class MoE(FeedForward):
-    """experts(x) + shared(x). With `latent` the experts work between two projections, and the router and the shared
-    expert still see x itself; with `shared_gate` a sigmoid of one product scales what the shared expert adds.
-    """
+    """experts(x) + shared(x). With `latent` the experts work between two projections, while the router and the shared
+    expert read x itself. With `shared_gate` the sigmoid of a product scales the shared expert's result."""
 
     def __init__(
         self,
@@ -188,8 +186,8 @@ class MoE(FeedForward):
         return parts
 
     def shard(self, group: RankGroup) -> None:
-        """Experts and the shared expert by inner features. What they add is summed over ranks at once: the projection
-        behind experts is applied to each rank's part of its input, and held whole by every rank."""
+        """Shard the experts and the shared expert by inner features. Their results are summed over ranks at once: every
+        rank holds the whole projection behind the experts and applies it to its own part."""
         unsummed = UnsummedRanks(group.rank, group.count)
         self._group = group
         self.experts.shard(unsummed)
@@ -199,7 +197,7 @@ class MoE(FeedForward):
             self.latent[1].declare_shard(replace(InputShard.from_group(unsummed), pieces=1))
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """Beside the router, whose product reads numbers."""
+        """The formats that read the layer's input, without the router, which reads unrounded numbers."""
         shared = () if self.shared is None else self.shared.readers()
         return [*shared, self.experts.format if self.latent is None else self.latent[0].format]
 
@@ -234,11 +232,12 @@ class MoE(FeedForward):
 
 
 class ScaledInputMoE(MoE):
-    """shared(x) plus the sum of experts that each get x multiplied by its score, and whose results are added as they
-    are. The activation between an expert's products makes this another sum than that of weighted results."""
+    """shared(x) plus the unweighted sum of experts that each get x multiplied by its score. This differs from a
+    weighted sum of results because the activation lies between an expert's products."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats that read x itself: the shared expert's. The other experts read x multiplied by its score."""
+        """The formats that read x itself, which are the shared expert's. The other experts read x multiplied by a
+        score."""
         return () if self.shared is None else self.shared.readers()
 
     def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:

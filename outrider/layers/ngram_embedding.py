@@ -1,9 +1,8 @@
 """Embeddings of hashed n-grams that are added to residual streams (the per-layer embeddings of Qwen4-Exp).
 
-The last ids of a token are hashed by several heads into the rows of one large table. What the table holds is a function
-of token ids alone, so nothing is kept of it: the ids are in the request's history. The found vectors are projected,
-gated by the streams, and smoothed by a causal convolution, whose last inputs a row keeps like those of other recurrent
-layers.
+Several heads hash the last ids of a token to rows of one large table. These rows are a function of token ids, which are
+in the request's history, so nothing is cached for them. The found vectors are projected, gated by the streams, and
+smoothed by a causal convolution. A row keeps the convolution's last inputs like those of other recurrent layers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LAYER_SEEDS = 10007  # distance between the seeds of two layers
 
 @dataclass(frozen=True)
 class NgramShape:
-    """The hashes of one layer, by which its table is read."""
+    """The hash functions of one layer, which select rows of its table."""
 
     multipliers: tuple[int, ...]  # of the token's own id, of the id before it, ...
     primes: tuple[int, ...]  # rows of the table for each head; the heads of pairs come first, then those of triples
@@ -43,7 +42,7 @@ class NgramShape:
 
     @property
     def order(self) -> int:
-        """Ids of the longest n-gram."""
+        """The number of ids in the longest n-gram."""
         return len(self.multipliers)
 
     @property
@@ -58,8 +57,9 @@ class NgramShape:
     @classmethod
     def make(cls, number: int, *, order: int, heads_per_order: int, least_rows: int, multiple: int, vocab_size: int,
              seed: int, end_id: int, vector_size: int) -> NgramShape:
-        """number: of this layer among those with such embeddings. Every head of every layer has a prime of its own, all
-        of them from `least_rows` on in ascending order; the hashes' multipliers come from the seed."""
+        """Choose the hashes of one layer. number: the layer's number among those with such embeddings. Every head of
+        every layer has its own prime, in ascending order from `least_rows` on; the hashes' multipliers come from the
+        seed."""
         heads = (order - 1) * heads_per_order
         found = _primes_from(least_rows)
         primes = [next(found) for _ in range((number + 1) * heads)][number * heads :]
@@ -70,7 +70,7 @@ class NgramShape:
 
 
 def _scrambled(value: int) -> int:
-    """splitmix64, a public generator of 64-bit numbers."""
+    """Scramble a number by splitmix64, a public generator of 64-bit numbers."""
     value = (value + _GAMMA) & _WORD
     value = ((value ^ (value >> 30)) * _FIRST) & _WORD
     value = ((value ^ (value >> 27)) * _SECOND) & _WORD
@@ -86,7 +86,7 @@ def _primes_from(least: int) -> Iterator[int]:
 
 
 class NgramTable(Module):
-    """The table, in the files one tensor for each of several runs of rows. Ranks hold some numbers of every row."""
+    """The table of vectors. Files split it by rows into several tensors. Ranks hold some numbers of every row."""
 
     def __init__(self, shape: NgramShape, num_shards: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.num_shards = shape, num_shards
@@ -112,8 +112,8 @@ class NgramTable(Module):
         self._primes, self._offsets = (torch.tensor(values, device=device) for values in (shape.primes, shape.offsets))
 
     def __call__(self, ids: Tensor, before: Tensor) -> Tensor:
-        """ids [tokens], before [tokens, order - 1] the ids before them, nearest first, -1 where there is none. Returns
-        [tokens, heads x vector]."""
+        """Look up the vectors of each token: [tokens, heads x vector]. ids: [tokens]; before: [tokens, order - 1], the
+        ids before each token, nearest first, -1 where there is none."""
         shape = self.shape
         per_order = len(shape.primes) // (shape.order - 1)
         hashed, mixed = [], ids * shape.multipliers[0]
@@ -129,12 +129,13 @@ class NgramTable(Module):
 
 
 class NgramEmbedding(StreamAdder):
-    """Table, projections to one value and to a key for each stream, gates, and the convolution behind them."""
+    """The table, its projections to one value and to a key for each stream, the gates, and the convolution behind
+    them."""
 
     def __init__(self, index: int, shape: NgramShape, num_shards: int, hidden_size: int, num_streams: int,
                  conv_taps: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        """index: the layer index of the convolution's state. conv_taps: inputs that the convolution reads, each as many
-        tokens behind the next as the longest n-gram has ids."""
+        """index: the layer index of the convolution's state. conv_taps: the number of inputs that the convolution
+        reads. The distance between them is the length of the longest n-gram."""
         width = num_streams * hidden_size
         self.index, self.num_streams = index, num_streams
         self.table = NgramTable(shape, num_shards, dtype=dtype, device=device)

@@ -1,7 +1,8 @@
 """Norms: over the hidden size, and over the heads of q and k together.
 
-Statistics are taken in float32 (float64 stays float64) and the result is rounded to the model's dtype. `offset`
-norms (Gemma) scale by 1 + weight, a sum that 16 bits would round, so it is kept in float32. Usable after `finalize()`.
+Statistics are taken in float32 (float64 stays float64) and the result is rounded to the model's dtype. `offset` norms
+(Gemma) scale by 1 + weight; this sum is kept in float32, because 16 bits would round it. A norm is usable after
+`finalize()`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from outrider.mixers import HeadNorms
 
 
 class Unnormed(NamedTuple):
-    """A layer's addition to the residual stream before its norm; the stream itself is to be multiplied by `factor`. The
-    next layer's norm does all of this, so that it is one operation."""
+    """A layer's addition to the residual stream before its norm. The stream is multiplied by `factor`. The next layer's
+    norm does all of this in one operation."""
 
     x: torch.Tensor
     scale: torch.Tensor  # scale of the norm, multiplied by `factor`
@@ -41,14 +42,14 @@ Delta: TypeAlias = torch.Tensor | Unnormed | None  # a layer's addition that the
 
 
 def copy_stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
-    """A copy of the residual stream with delta added. The stream itself is later changed in place."""
+    """A copy of the residual stream with delta added, because later layers change the stream in place."""
     if delta is None:
         return residual.clone()
     return delta.added_to(residual) if isinstance(delta, Unnormed) else residual + delta
 
 
 class RMSNorm(Module):
-    """x / rms(x) * weight, over the last axis."""
+    """The RMS norm over the last axis: x / rms(x) * weight."""
 
     def __init__(
         self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: bool = False
@@ -61,7 +62,7 @@ class RMSNorm(Module):
         self._hint: tuple[int, ...] = ()
 
     def round_for(self, *readers: LinearFormat | ExpertsFormat) -> None:
-        """Round the result for the products of these formats at the same time, if all of them ask for the same."""
+        """Also round the result for the products of these formats, if all of them ask for the same rounding."""
         groups = {reader.rounding for reader in readers} - {0}
         self._hint = tuple(groups) if len(groups) == 1 else ()
 
@@ -73,13 +74,13 @@ class RMSNorm(Module):
             self.scale = 1 + widened(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., size]. Kernels serve matrices."""
+        """x: [.., size]. Matrices are computed by kernels."""
         if x.dim() == 2:
             return ops.rms_norm(x, self.scale, self.eps, *self._hint)
         return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)
 
     def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (norm(residual + x), residual + x), where x is the addition of the layer before. The sum is made in
+        """Return (norm(residual + x), residual + x), where x is the previous layer's addition. The sum is made in
         place."""
         if x is None:
             return self(residual), residual
@@ -90,7 +91,7 @@ class RMSNorm(Module):
 
 
 class CenteredNorm(RMSNorm):
-    """(x - mean) / std * weight, over the last axis: a layer norm without a bias."""
+    """A layer norm without a bias over the last axis: (x - mean) / std * weight."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = widened(x)
@@ -128,7 +129,7 @@ class HeadNorm(Module):
         self.norms = HeadNorms(self.scale, self.scale, eps)  # for kernels that take the two scales separately
 
     def set_heads(self, num_heads: int, num_kv_heads: int) -> None:
-        """Serve the heads of one rank, before `finalize`."""
+        """Set the number of heads that this rank holds; called before `finalize`."""
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
     def parts(self) -> Sequence[tuple[str, Module]]:

@@ -1,7 +1,7 @@
-"""Self-attention whose norms of q and k differ from those that attention kernels apply: over all heads at once, after
-the rope, or with the mean taken off.
+"""Self-attention with norms of q and k that attention kernels do not apply: over all heads at once, after the rope, or
+with the mean subtracted.
 
-These norms are operations of their own; rope, cache write and attention are those of `SelfAttention`.
+These norms are separate operations; rope, cache write and attention are those of `SelfAttention`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.mixers import AttentionLayer, PagedLayer
 
 
 class WidthNorm(Module):
-    """The RMS norm of all q heads together, or of all k heads. Ranks that share the heads add up their squares."""
+    """The RMS norm over all q heads together, or over all k heads. Ranks that share the heads add up their squares."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -44,11 +44,11 @@ class WidthNorm(Module):
         return (("weight", Parameter(self.norm.weight, self._held)),)
 
     def squares(self, wide: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1] this rank's share of the sum of squares."""
+        """This rank's share of the sum of squares: [tokens, 1]."""
         return wide.square().sum(dim=-1, keepdim=True) / self.copies
 
     def scaled(self, wide: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """The norm of this rank's features, given the sum of squares of all."""
+        """The norm of this rank's features, given the sum of squares over all ranks."""
         return wide * torch.rsqrt(squares / self.norm.size + self.norm.eps) * widened(self.norm.weight)
 
 
@@ -86,7 +86,7 @@ class WidthNormAttention(SelfAttention):
 
 
 class LateNormAttention(SelfAttention):
-    """Attention whose norms of q and k heads come after the rope."""
+    """Attention that applies the norms of q and k heads after the rope."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         assert self.head_norm is not None
@@ -98,8 +98,8 @@ class LateNormAttention(SelfAttention):
 
 
 class CenteredHeadNorm(HeadNorm):
-    """Layer norms without a bias of each q and k head, with a scale for every head of its own, [heads, dim] in the
-    checkpoint. paired_dim: as in `SelfAttention`; the scales are in the order of the features that they scale."""
+    """Layer norms without a bias of each q and k head, with a separate scale for every head: [heads, dim] in the
+    checkpoint. paired_dim: see `SelfAttention`; the scales are reordered with the features."""
 
     def __init__(self, layer: AttentionLayer, eps: float, paired_dim: int, *, dtype: torch.dtype,
                  device: torch.device) -> None:

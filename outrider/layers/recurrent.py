@@ -23,8 +23,8 @@ PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
 
 
 class ConvMixer(Module, ABC):
-    """A RecurrentMixer: convolution, then a recurrence on float32 (float64) tensors with a leading axis of tokens. Each
-    head's state decays with time steps, whose gates have a bias."""
+    """A RecurrentMixer with a convolution before the recurrence. The recurrence runs on float32 (float64) tensors with
+    a leading axis of tokens. Each head's state decays by a time step from a gate with a bias."""
 
     def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -42,7 +42,8 @@ class ConvMixer(Module, ABC):
             torch.empty(spec.state_shape[0], dtype=self.wide, device=device) for _ in range(3))
 
     def keep_part(self, spec: RecurrentSpec, segments: Sequence[PackedPart], ranks: Ranks) -> None:
-        """Leave this rank its part of each of the convolution's segments, and its heads. spec: the rank's own."""
+        """Keep this rank's part of each of the convolution's segments, and its heads. spec: the cache spec of this
+        rank's part."""
         whole, shard = self.spec, OutputShard(ranks, packed={"": segments})
         num_heads = whole.state_shape[0]
         self.conv_rows = HeldRows(whole.conv_dim, shard.held("", ModelSize(whole.conv_dim)))
@@ -60,7 +61,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
-        """The recurrence's inputs beside its state, from convolved [tokens, conv_dim] and wide gates."""
+        """The recurrence's inputs beside its state. convolved: [tokens, conv_dim]; gates: in float32 or float64."""
 
     @abstractmethod
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def kernel_params(self) -> MixerParams | None:
-        """Parameters for kernels, which work in float32; None if no kernel serves the mixer."""
+        """Parameters for kernels, which compute in float32; None if no kernel serves the mixer."""
 
     def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)
@@ -96,7 +97,8 @@ class ConvMixer(Module, ABC):
         return ScanOutput(torch.cat(parts), state, seen[num_tokens:], states_at)
 
     def _by_chunks(self, state: Tensor, seen: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-        """seen: [conv_width - 1 + tokens, conv_dim]."""
+        """Compute a request's tokens with the chunked recurrence. seen: [conv_width - 1 + tokens, conv_dim], the
+        convolution's inputs."""
         convolved = causal_conv(seen, self.conv_weight, self.conv_bias)
         y, state = self.scan_state(state, *self.inputs(convolved, self._widened(gates)))
         return y.flatten(1), state
@@ -117,10 +119,11 @@ class ConvMixer(Module, ABC):
 
 
 class GatedNorm(Module):
-    """RMS norm over groups of the last axis with a gate on its input (`gate_first`) or on its output: silu(z), or
-    sigmoid(z) by `activation`.
+    """RMS norm over groups of the last axis with a gate on its input (`gate_first`) or on its output. `activation`
+    chooses the gate: silu(z) or sigmoid(z).
 
-    weight_size: size of the whole axis, or of one group if all groups share a weight."""
+    weight_size: the size of the whole axis, or of one group if all groups share a weight.
+    """
 
     def __init__(self, weight_size: int, group_size: int, eps: float, *, gate_first: bool, dtype: torch.dtype,
                  device: torch.device, activation: str = "silu") -> None:
@@ -131,7 +134,7 @@ class GatedNorm(Module):
         self._norm = ops.gated_norm
 
     def shard_axis(self, group: RankGroup) -> None:
-        """Leave this rank its part of the axis: whole groups, or a part of one that neighbouring ranks share."""
+        """Keep this rank's part of the axis: whole groups, or a part of one group that neighbouring ranks share."""
         assert self.gate_first and self.activation == "silu"
         size = self.weight.shape[0]
         share, num_groups = Ranks.from_group(group).share(ModelSize(size)), size // self.group_size
@@ -169,8 +172,8 @@ class SharedSquares:
         self._linear = ops.linear.variant(exact)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x [tokens, columns of this rank] -> [tokens, 1], added in the order of ranks. The squares of a row are added
-        by a product, which has an exact variant."""
+        """x [tokens, columns of this rank] -> [tokens, 1], added in the order of ranks. A product sums the squares of a
+        row, because products have an exact variant."""
         own = self._linear(x.square(), x.new_ones(1, x.shape[1]), None)
         every = self._group.gather(own)
         first, *others = (every[:, rank, None] for rank in self._sharing)

@@ -1,6 +1,6 @@
 """Rotary position embedding: tables for the lengths an engine serves, and the rotation itself (half-split).
 
-This file has the scalings that depend on the position alone; `models.config` reads their parameters from a config.
+This file has the scalings that depend only on the position; `models.config` reads their parameters from a config.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RopeParams:
 
     @property
     def reach(self) -> int:
-        """Positions that the scaling was made for."""
+        """The number of positions that the scaling was made for."""
         return int(self.original_len * self.factor) if self.kind == "yarn" else 0
 
 
@@ -43,7 +43,7 @@ TABLE_BLOCK = 256  # positions of a rope's table that are computed together
 
 
 class Angles:
-    """The rotation of one step's token rows. Kernels take positions and table; `rotate` the gathered values."""
+    """The rotation of one step's token rows. Kernels read positions and table; `rotate` reads the gathered values."""
 
     def __init__(self, positions: torch.Tensor, rotary: Rotary) -> None:
         self.positions, self.table, self._rotary = positions, rotary.table, rotary
@@ -59,13 +59,14 @@ class Angles:
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens, 1, rotary_dim] each; sin is negated in the first half. Gathered once, the layers share it."""
+        """cos and sin of the token rows, [tokens, 1, rotary_dim] each; sin is negated in the first half. They are
+        gathered once and shared by the layers."""
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class Rotary:
-    """cos and sin of positions 0 to max_len - 1, in float32 (float64 in a float64 model)."""
+    """Tables of cos and sin for positions 0 to max_len - 1, in float32 (float64 in a float64 model)."""
 
     def __init__(self, params: RopeParams, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         if params.kind == "dynamic" and max_len > params.original_len:
@@ -85,7 +86,7 @@ class Rotary:
         self.table = rope_table(frequencies, max_len).mul_(magnitude).to(device)
 
     def at(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64. Once a step; the layers share the result."""
+        """The rotation at these positions [tokens] int64. A step calls this once, and the layers share the result."""
         return Angles(positions, self)
 
     @cached_property
@@ -96,8 +97,8 @@ class Rotary:
 
 
 class StillRotary(Rotary):
-    """Turns nothing, for layers without a rope in models whose other layers have one: kernels that turn and write keys
-    at once serve these layers too."""
+    """A rope that turns nothing, for layers without a rope in models with ropes in other layers. Kernels that turn and
+    write keys in one go then serve these layers too."""
 
     def __init__(self, head_dim: int, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -106,8 +107,8 @@ class StillRotary(Rotary):
 
 
 class Unrotated(Rotary):
-    """A rope that turns nothing: every position has the one row of its table, with cos 1 and sin 0. For layers that
-    take a rope and have been trained without positions."""
+    """A rope that turns nothing, for layers that take a rope but were trained without positions. Every position reads
+    the one row of its table, with cos 1 and sin 0."""
 
     def __init__(self, rotary_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -119,8 +120,9 @@ class Unrotated(Rotary):
 
 
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
-    """[max_len, cos | sin], one table, so that a step gathers once. Made of whole blocks: the bits of a position do not
-    depend on max_len then, although a library may compute the last elements of a tensor by other code."""
+    """The table [max_len, cos | sin]; in one tensor, so that a step gathers once. It is computed in whole blocks,
+    because a library may compute the last elements of a tensor by other code: so a position's bits do not depend on
+    max_len."""
     if not frequencies.numel():  # nothing rotates: no positions to compute
         return torch.empty(max_len, 0, dtype=frequencies.dtype)
     blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)
@@ -129,7 +131,7 @@ def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """x: [tokens, heads, head_dim]. Rotates the leading rotary_dim dimensions and passes the rest through."""
+    """Rotate the leading rotary_dim dimensions of each head and keep the others. x: [tokens, heads, head_dim]."""
     cos, sin = angles.cos_sin
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
@@ -162,8 +164,8 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Frequencies of long waves are divided by `factor`, those of short waves kept, and those between blended, if there
-    is anything between."""
+    """Llama 3's scaling: frequencies of long waves are divided by `factor`, those of short waves are kept, and those in
+    between are blended."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
     between = params.high_freq_factor - params.low_freq_factor
@@ -172,7 +174,8 @@ def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Like llama3, but blended over the dimension index, and with a magnitude that keeps attention as sharp."""
+    """YaRN's scaling: like Llama 3's, but blended over the dimension index, and with a magnitude that keeps attention
+    as sharp."""
     low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
     if params.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -185,7 +188,7 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
 
 
 def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Each frequency has a divisor of its own, and a magnitude keeps attention as sharp."""
+    """LongRoPE's scaling: a divisor for each frequency, and a magnitude that keeps attention as sharp."""
     magnitude = params.attention_factor
     if magnitude is None:
         longer = math.log(params.factor) / math.log(params.original_len) if params.factor > 1 else 0.0
@@ -194,7 +197,7 @@ def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, flo
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:
-    """The dimension, as a fraction, whose wave makes `turns` full turns within the original length."""
+    """The dimension, as a fraction, with a wave that makes `turns` full turns within the original length."""
     return (
         params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
     )
@@ -209,7 +212,7 @@ def _yarn_magnitude(params: RopeParams) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """The magnitude by which attention stays as sharp in a context that is `factor` times longer."""
+    """The magnitude that keeps attention as sharp in a context that is `factor` times longer."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -44,8 +44,8 @@ class Router(Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_bias: the checkpoint has a correction of the scores, used for the choice of experts and not for their
-        weights. projection, bias_name: names of the product and of the correction below the router's prefix.
+        """has_bias: the checkpoint has a correction of the scores, which counts for the choice of experts but not for
+        their weights. projection, bias_name: names of the product and of the correction below the router's prefix.
         has_linear_bias: the product has a bias, which counts for the weights too."""
         self.index = index
         self.rule = rule
@@ -63,7 +63,7 @@ class Router(Module):
         return [(self.projection, self.gate), *own]
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
-        """A choice of experts is sensitive to rounding: the product keeps its numbers, unless the files have others."""
+        """Keep the product unquantised unless the files quantise it: the choice of experts is sensitive to rounding."""
         super().declare_formats(replace(choice, quantization=None), prefix)
 
     def set_exact(self, exact: bool) -> None:
@@ -80,7 +80,7 @@ class Router(Module):
 
 
 class ExpertTally:
-    """An observer that adds up each layer's number of distinct experts over decode steps, which are steps of at most
+    """An observer that sums up each layer's number of distinct experts over decode steps, that is steps of at most
     `most_tokens` token rows. Steps are counted on the host; the sums are read at the end."""
 
     def __init__(self, routers: Sequence[Router], most_tokens: int, *, device: torch.device) -> None:
@@ -95,18 +95,18 @@ class ExpertTally:
             self._steps[index] += 1
 
     def mean(self) -> float | None:
-        """Distinct experts of a layer in a step; None if no step was counted."""
+        """The mean number of distinct experts of a layer in a step; None if no step was counted."""
         means = [total.item() / self._steps[index] for index, total in self._totals.items() if self._steps[index]]
         return sum(means) / len(means) if means else None
 
 
 class SpreadRouting:
-    """A routing override that draws experts from a hash of layer and place in a table, about as evenly as a trained
-    router spreads a batch. The place follows from token row and step, whose number is on the device, so that captured
-    steps draw anew.
+    """A routing override that draws experts by a hash, about as evenly as a trained router spreads a batch. The hash
+    reads the layer, the token row and the step's number, which is on the device so that replayed graphs draw anew.
 
-    The first router's call begins a step and draws for all layers at once, by few kernels, because small ones for every
-    layer would slow the step."""
+    The first router's call begins a step and draws for all layers at once, because small kernels for every layer would
+    slow the step.
+    """
 
     _ODD = (-7046029254386353131, -4658895280553007687)  # multipliers of a 64-bit mixer
     _PLACES = 1 << 14  # places of the table

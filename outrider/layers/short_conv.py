@@ -1,7 +1,7 @@
-"""The short convolution of LFM2: a token mixer that sees the last few tokens alone.
+"""The short convolution of LFM2: a token mixer that sees only the last few tokens.
 
-One projection to B, C and x; a causal convolution of B * x, each channel by itself; the result times C; output. What a
-row keeps is the tail of the convolution's inputs, and no state beside it.
+It projects to B, C and x, applies a causal convolution to B * x, each channel separately, multiplies by C and projects
+to the output. A row keeps the last inputs of the convolution and no other state.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from outrider.mixers import Gates, MixerParams, RecurrentLayer, RecurrentState, 
 
 
 class ShortConvMixer(Module):
-    """A RecurrentMixer whose state is empty: a convolution needs its tail alone. Its results have the same bits however
-    tokens are split into calls."""
+    """A RecurrentMixer with an empty state: a convolution needs only its last inputs. Its results have the same bits
+    however tokens are split into calls."""
 
     def __init__(self, size: int, taps: int, *, dilation: int = 1, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """taps: inputs that the convolution weighs; dilation: how many tokens lie from each to the next. The weights of
-        the tokens between are 0."""
+        """taps: the number of inputs that the convolution weighs. dilation: the distance between them in tokens; the
+        tokens in between have weight 0."""
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.dilation, self.width = dilation, (taps - 1) * dilation + 1
         self.has_bias, self.itemsize, self.device = bias, dtype.itemsize, device
@@ -43,7 +43,7 @@ class ShortConvMixer(Module):
         self.bias = torch.empty(size, dtype=self.wide, device=self.device) if self.has_bias else None
 
     def keep_rank(self, ranks: Ranks) -> None:
-        """Leave this rank its channels."""
+        """Keep this rank's channels."""
         size = self.spec.conv_dim
         share = ranks.share(ModelSize(size))
         self.rows = HeldRows(size, (share,))

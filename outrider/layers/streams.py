@@ -1,8 +1,8 @@
-"""Several residual streams (hyper-connections): what a half of a layer reads of them, and how it adds to them.
+"""Several residual streams with gates: how a half of a layer reads from the streams, and how it adds to them.
 
-The streams of a token lie side by side, [tokens, num_streams x hidden]. `StreamGate` norms every stream by itself and
-mixes them by gates of low rank into one hidden state; beside it, it makes the weight with which each stream gets what
-the half of the layer returns. The addition itself is carried out by the next gate, with its norm.
+The streams of a token lie side by side, [tokens, num_streams x hidden]. `StreamGate` norms every stream separately and
+mixes them by gates of low rank into one hidden state. It also makes the weight with which each stream gets the half's
+result. The next gate does this addition together with its norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.mixers import WantedRows
 
 
 class Injection(NamedTuple):
-    """An addition to the streams that the next gate carries out: x, scaled by a weight for each stream."""
+    """An addition to the streams that the next gate makes: x, scaled by a weight for each stream."""
 
     x: torch.Tensor  # [tokens, hidden]
     weights: torch.Tensor  # [tokens, num_streams]
@@ -38,7 +38,7 @@ class Injection(NamedTuple):
 
 
 class StreamNorm(Module):
-    """The RMS norm of every stream by itself, scaled by 1 + weight."""
+    """The RMS norm of every stream separately, scaled by 1 + weight."""
 
     def __init__(self, hidden_size: int, num_streams: int, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -59,11 +59,12 @@ class StreamNorm(Module):
 
 
 class StreamGate(Module):
-    """Reads streams: their norm, gates of low rank, and the mean of the gated streams."""
+    """The gate that reads the streams: their norm, gates of low rank, and the mean of the gated streams."""
 
     def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, writes: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """writes: what reads the mixed state adds to the streams, so that weights for the addition are made."""
+        """writes: the part that reads the mixed state also adds to the streams, so the gate makes weights for the
+        addition."""
         width = num_streams * hidden_size
         self.num_streams, self.writes = num_streams, writes
         self.norm = StreamNorm(hidden_size, num_streams, eps, dtype=dtype, device=device)
@@ -84,15 +85,16 @@ class StreamGate(Module):
 
     def __call__(self, added: Injection | None, streams: torch.Tensor,
                  context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds to the streams in place. Returns (the mixed state [tokens, hidden], the weights of the addition that
-        follows [tokens, num_streams])."""
+        """Make the pending addition in place, and return (the mixed state [tokens, hidden], the weights of the next
+        addition [tokens, num_streams])."""
         normed = self.norm(streams, added)
         low, weights = self._gates(self.down(normed, context), self.num_streams, self.writes)
         return self._mix(self.up(low, context), normed, self.num_streams), weights
 
 
 class StreamLayer(DecoderLayer):
-    """A token mixer and a feed-forward, each behind a gate of its own. Before both, `early` may add to the streams."""
+    """A token mixer and a feed-forward, each behind its own gate. `early`, if given, adds to the streams before
+    both."""
 
     def __init__(self, mixer_gate: StreamGate, mixer: TokenMixer, mlp_gate: StreamGate, mlp: FeedForward, *,
                  mixer_name: str, early: StreamAdder | None = None) -> None:
@@ -112,7 +114,7 @@ class StreamLayer(DecoderLayer):
         return Injection(self.mlp(x, context), weights), streams
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Injection | None, torch.Tensor]:
-        """The layer with its feed-forward computed for `rows` alone."""
+        """Call the layer and compute the feed-forward only for `rows`."""
         delta, streams, angles, context, *inputs = args
         x, weights = self._begin(delta, streams, context, inputs)
         mixed = Injection(self.mixer.for_rows(x, angles, context, rows), weights[rows.token_rows])
@@ -132,7 +134,7 @@ class StreamLayer(DecoderLayer):
 
 
 class StreamAdder(Module):
-    """A part of a layer that adds to every stream by itself."""
+    """A part of a layer that adds to every stream directly."""
 
     def __call__(self, streams: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> torch.Tensor:
         """streams [tokens, num_streams x hidden], inputs of the token rows."""
@@ -140,7 +142,7 @@ class StreamAdder(Module):
 
 
 class StreamEnd(StreamGate):
-    """The gate behind the last layer, in place of a final norm."""
+    """The gate behind the last layer, which replaces a final norm."""
 
     def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -148,5 +150,5 @@ class StreamEnd(StreamGate):
 
     def end(self, delta: Injection | None, streams: torch.Tensor,
             context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the final state, the streams)."""
+        """Return (the final state, the streams)."""
         return self(delta, streams, context)[0], streams

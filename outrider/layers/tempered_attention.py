@@ -1,6 +1,7 @@
-"""Attention whose queries grow with their place in a text, so that it stays as sharp over long ones.
+"""Attention with queries that grow with their position, so that attention stays as sharp over long texts.
 
-A query is multiplied by 1 + strength * log(1 + run), where `run` counts the runs of `interval` positions before it.
+A query is multiplied by 1 + strength * log(1 + run), where `run` counts the complete intervals of `interval` positions
+before it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from outrider.layers.rotary import Angles, Rotary
 
 
 class TemperedRotary(Rotary):
-    """A rope, with the factors of queries at positions 0 to max_len - 1."""
+    """A rope that also has the factors of queries at positions 0 to max_len - 1."""
 
     def __init__(self, rope: Rotary, *, interval: int, strength: float, counts_itself: bool, max_len: int) -> None:
-        """counts_itself: a query at position p has run (p + 1) // interval, and otherwise p // interval."""
+        """counts_itself: the run of position p is (p + 1) // interval, otherwise p // interval."""
         self.rope, self.table = rope, rope.table
         self.interval, self.shift = interval, int(counts_itself)
         # One factor for each run, computed one by one: its bits do not depend on the table's length.
@@ -47,13 +48,13 @@ class TemperedAngles(Angles):
 
     @cached_property
     def query_factors(self) -> torch.Tensor:
-        """[tokens, 1]. Gathered once, the layers share it."""
+        """The factors of the token rows' queries: [tokens, 1]. They are gathered once and shared by the layers."""
         runs = (self._text_positions + self._tempered.shift) // self._tempered.interval
         return self._tempered.factors[runs].unsqueeze(1)
 
 
 class TemperedAttention(SelfAttention):
-    """Attention whose layer has a `TemperedRotary`."""
+    """Attention for layers with a `TemperedRotary`: it multiplies queries by their factors."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         assert isinstance(angles, TemperedAngles)

@@ -5,8 +5,8 @@ runs it. Nothing is imported here, so that the command line can read the setting
             -> bodies, protocol (JSON, fields) -> service, admission (prompts, places in the queue)
             -> generation (engine) -> work (one JSON object, or server-sent events)
 
-The worker runs in a process of its own, which never outlives the server's, so tokenizing and HTTP delay no step. What
-takes long runs in threads that tenants share (`fair_threads`). `engine_host` loads, watches and restarts the engine.
-Forced calls of tools (`forms`) are written in the model's own format with the parser `hermes`, and otherwise as a JSON
-list, which every model can write.
+The worker is a process of its own, so tokenizing and HTTP delay no step; it never outlives the server's process. Long
+work runs in threads that tenants share (`fair_threads`). `engine_host` loads, watches and restarts the engine. Forced
+calls of tools (`forms`) use the model's own format with the parser `hermes`; otherwise they are a JSON list, which
+every model can write.
 """

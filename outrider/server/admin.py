@@ -1,7 +1,8 @@
 """Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
 
-They change the server for all clients. A web page may call them only from an allowed origin: they need no body, so a
-browser would send a page's request without asking the server first. The guard has checked the host by then.
+These routes change the server for all clients, and a browser would send a page's request without asking the server
+first, because it has no body. So web pages may call them only from an allowed origin. The guard has already checked the
+host.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/sleep")
     async def sleep(request: Request, level: Annotated[str, Query()] = "1",
                     mode: Annotated[str, Query()] = "keep") -> dict[str, Any]:
-        """Give the memory of weights and cache back. Requests wait until /wake_up."""
+        """Free the memory of weights and cache. Requests wait until /wake_up."""
         check_query(request.query_params, ("level", "mode"))
         if mode != "keep":
             raise ApiError(400, f"mode must be keep, got {shown(mode)}: requests wait for /wake_up", param="mode")
@@ -63,7 +64,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post("/wake_up")
     async def wake_up(request: Request, tags: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
-        """Bring everything back, or the parts that `tags` names."""
+        """Restore everything, or the parts that `tags` names."""
         check_query(request.query_params, ("tags",))
         return asdict(await _carried_out(service.host.llm.wake_up(tags or None)))
 
@@ -74,8 +75,8 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request,
                                  reset_running_requests: Annotated[str, Query()] = "false") -> dict[str, bool]:
-        """Forget cached pages. `success`: whether all are forgotten; those of running requests stay, unless
-        `reset_running_requests` preempts these."""
+        """Forget cached pages. Pages of running requests stay, unless `reset_running_requests` preempts the requests.
+        `success` says whether all pages are forgotten."""
         check_query(request.query_params, ("reset_running_requests",))
         preempts = TRUTHS.get(reset_running_requests.lower())
         if preempts is None:
@@ -91,7 +92,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post(UNLOAD_ADAPTER)
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
-        """Serve an adapter no longer. Requests that run end with it."""
+        """Stop serving an adapter. Requests that run keep it until they end."""
         await service.adapters.unload(service.host.llm, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -1,8 +1,8 @@
-"""QueueBound: how many samples may be in the engine at once, and what a request that came too late is told.
+"""QueueBound: the number of samples that may be in the engine at once, and the error for requests beyond it.
 
-The queue is bounded by samples, because a request for n samples takes n rows. Counted here, in the event loop, so that
-a request is refused before anything is tokenized for it. A full queue refuses only tenants that have their equal part
-of it: one tenant's requests never keep another's out.
+The queue is bounded by samples, because a request for n samples takes n rows. They are counted in the event loop, so
+that a request is refused before it is tokenized. A full queue refuses only tenants that have their equal part of it:
+the requests of one tenant never keep out another's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class QueueBound:
 
     @contextmanager
     def admit(self, num_samples: int, max_running: int, tenant: str | None = None) -> Iterator[None]:
-        """Raises the 429 if the samples would make the queue longer than allowed. tenant: the API key that sent them;
-        None where there are no keys, or none is known."""
+        """Raise the error 429 if the samples would make the queue longer than allowed. tenant: the API key that sent
+        them; None where there are no keys, or none is known."""
         if self._is_full(num_samples, max_running + self._max_queued, tenant):
             raise self._refusal(max_running)
         self.num_live += num_samples
@@ -43,8 +43,8 @@ class QueueBound:
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
 
     def check_room(self, max_running: int, num_keys: int) -> None:
-        """Raises the 429 if a sample of every key would be refused. One key that fills the queue makes no server
-        unready: a balancer would then send it nobody's requests."""
+        """Raise the error 429 if a sample of any key would be refused. If one key fills the queue, the server stays
+        ready: otherwise a load balancer would send it no requests of other keys."""
         if len(self._live) < num_keys:
             return
         if all(self._is_full(1, max_running + self._max_queued, tenant) for tenant in self._live or (None,)):
@@ -61,5 +61,5 @@ class QueueBound:
         return tenant is None or self._live[tenant] + num_samples > max(1, share)
 
     def _wait(self, max_running: int) -> int:
-        """Seconds until the queue has moved by about one batch."""
+        """Estimate the seconds until the queue has moved by about one batch."""
         return max(1, min(MAX_WAIT, round(self._mean_seconds * self.num_live / max_running)))

@@ -1,4 +1,4 @@
-"""The application: routes, and errors in OpenAI's form. `build_app` is all that a server or a test needs."""
+"""The application: routes, and errors in OpenAI's form. A server or a test needs only `build_app`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ NOT_SERVED = {
 
 
 def build_app(service: Service) -> FastAPI:
-    """The engine is loaded, watched and started again by a task that lives as long as the application."""
+    """Build the application. A task that lives as long as the application loads, watches and restarts the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -155,8 +155,8 @@ def _invocation_route(service: Service) -> APIRouter:
 
     @routes.post("/invocations")
     async def invoke(body: dict[str, Any], request: Request) -> Response:
-        """The body of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score or /rerank; its fields
-        tell which."""
+        """Answer the body of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score or /rerank. Its
+        fields tell which route it is for."""
         kind = kind_of(body)
         request.scope[BODY_FIELDS] = sorted(kind.model.model_fields)
         return await kind.serve(service, await beside_loop(partial(read_body, kind, body)), request.scope[TENANT])
@@ -185,7 +185,7 @@ def _text_routes(service: Service) -> APIRouter:
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """Special tokens and chat template, which clients that tokenize through the server ask for first."""
+        """Return special tokens and chat template. Clients that tokenize through the server ask for these first."""
         tokenizer = service.tokenizer
         ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
         names = {name: None if i is None else tokenizer.id_to_token(i) for name, i in ids.items()}
@@ -209,7 +209,7 @@ def _text_routes(service: Service) -> APIRouter:
 
 
 def _token_lists(head: dict[str, Any], ids: list[int], name: Callable[[int], str | None] | None) -> bytes:
-    """The answer of /tokenize as JSON, written in slices: the encoder lets no other thread run until it is done."""
+    """Write the answer of /tokenize as JSON, in slices: the encoder lets no other thread run until it is done."""
     slices = [ids[start : start + WRITTEN_AT_ONCE] for start in range(0, len(ids), WRITTEN_AT_ONCE)]
     numbers = ",".join(compact(part)[1:-1] for part in slices)
     names = "null" if name is None else f"[{','.join(compact([name(i) for i in part])[1:-1] for part in slices)}]"
@@ -225,8 +225,8 @@ def _state_routes(service: Service) -> APIRouter:
     @routes.head("/health", include_in_schema=False)
     @routes.head("/ping", include_in_schema=False)
     async def health() -> Response:
-        """200, or 503 with the reason: loading, failed, or no step for too long. The body of a 200 is empty, or says
-        why requests wait: an engine that sleeps is healthy, and nothing should start it again."""
+        """Answer 200, or 503 with the reason: loading, failed, or no step for too long. A sleeping engine is healthy,
+        because nothing should restart it; the body then says why requests wait."""
         problem = service.host.problem
         if problem is not None:
             raise ApiError(503, problem, retry_after=5)
@@ -236,7 +236,8 @@ def _state_routes(service: Service) -> APIRouter:
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Whether a request would be served now, of some key: healthy, awake, and room in the queue."""
+        """Whether a request of some key would be served now: the engine is healthy and awake, and the queue has
+        room."""
         await health()
         pause = service.host.pause
         if pause is not None:
@@ -307,7 +308,7 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
 
 
 def _body_fields(request: Request) -> list[str]:
-    """Names of the fields that the body of the request's route has."""
+    """The field names of the body that the request's route takes."""
     if BODY_FIELDS in request.scope:
         return list(request.scope[BODY_FIELDS])
     body = request.scope["route"].body_field

@@ -1,7 +1,7 @@
 """Batches of requests in OpenAI's file format: each line is a request, answered by the server's own routes.
 
-Answers come in the order of the lines, one for each, whatever is wrong with it. Only as many lines as may run at once
-are in memory.
+Answers come in the order of the lines, and every line gets one, even a line that is wrong. Only as many lines as may
+run at once are in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LineAnswer(NamedTuple):
 
 
 def read_lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
-    """Lines that are not empty. None stands for a line that is longer than `max_bytes`, which is not kept."""
+    """Read the lines that are not empty. A line longer than `max_bytes` is not kept and yields None."""
     while line := file.readline(max_bytes + 1):
         is_long = len(line) > max_bytes
         while is_long and line and not line.endswith(b"\n"):
@@ -111,7 +111,7 @@ def _read(given: dict[str, Any]) -> BatchLine:
 
 
 async def _call(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Status and body of the application's answer."""
+    """Call the application and return the status and body of its answer."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 500, []
 

@@ -27,8 +27,8 @@ OTHERS = ("stream", "logprobs", "top_logprobs", "prompt_embeds", "return_run_len
 
 
 def beam_sampling(body: SamplingFields, max_tokens: int | None, form: Any, limits: Limits) -> SamplingParams:
-    """The parameters under which a body with `use_beam_search` is checked. Refuses fields that beam search does not
-    have. form: that the text must have, if there is one."""
+    """Make the parameters by which a body with `use_beam_search` is checked, and refuse fields that beam search does
+    not have. form: the form of the text, if any."""
     default = SamplingParams()
     wrong = [name for name in SamplingParams.__dataclass_fields__.keys() - set(SERVED)
              if getattr(body, name, None) not in (None, getattr(default, name), [], "")]
@@ -54,7 +54,7 @@ def beam_params(body: SamplingFields, max_tokens: int) -> BeamSearchParams:
 
 async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[CheckedRequest], request_id: str,
                        *, skip_special_tokens: bool) -> list[RequestOutput]:
-    """The finished output of each prompt, its likeliest answer first."""
+    """Return the finished output of each prompt, with its likeliest answer first."""
     params = beam_params(body, requests[0].sampling.max_tokens or llm.engine.limits.max_len)
     tokenizer = llm.engine.checks.need_tokenizer()
     async with llm.holding_adapter(requests[0]) as first:

@@ -1,8 +1,8 @@
 """Large bodies: read as JSON and checked in a thread and in pieces, so that no stream waits for them.
 
-The JSON parser keeps the interpreter to itself until it is done, in whatever thread it runs, and a list of a million
-token ids takes it a tenth of a second and more. So a long list is cut into slices, between which other threads run, and
-a body of too many other values is refused before it is parsed.
+The JSON parser holds the interpreter until it is done, in any thread, and a list of a million token ids takes it a
+tenth of a second or more. So long lists are cut into slices, between which other threads run. A body with too many
+other values is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 async def beside_loop(work: Callable[[], Made]) -> Made:
-    """Do what takes as long as the body is large: in a thread, if it is."""
+    """Do work that takes longer the larger the body is. Large bodies are worked on in a thread."""
     return await asyncio.to_thread(work) if IS_LARGE.get() else work()
 
 
@@ -47,7 +47,7 @@ class BodyRequest(Request):
     """A request whose large body does not hold up the event loop while it is read and checked."""
 
     async def read_large(self, kind: Any) -> None:
-        """kind: type of the whole body."""
+        """Read a large body. kind: the type of the whole body."""
         body = await self.body()
         CLIENT.set(self.receive)
         if len(body) >= LARGE:
@@ -70,7 +70,7 @@ class BodyRoute(APIRoute):
 
 
 def _read(body: bytes, kind: Any) -> Any:
-    """The body as its route's own type, which checks it."""
+    """Read the body and check it as the type that its route takes."""
     try:
         parsed = parse_bounded(body)
     except (ValueError, RecursionError):
@@ -81,8 +81,9 @@ def _read(body: bytes, kind: Any) -> Any:
 
 
 def validated(kind: type[Checked], parsed: Any) -> Checked:
-    """The body as its type, or the error that FastAPI reports. Pydantic lists all mistakes at once, which takes half a
-    second for a hundred thousand: of a body with so many, only the beginnings of lists and objects are looked at."""
+    """Return the body as its type, or raise the error that FastAPI reports. Pydantic lists all mistakes at once, which
+    takes half a second for a hundred thousand of them. If there are so many, only the beginnings of lists and
+    objects are checked."""
     try:
         try:
             return kind.model_validate(parsed)
@@ -97,7 +98,7 @@ def validated(kind: type[Checked], parsed: Any) -> Checked:
 
 
 def _beginning(parsed: Any) -> Any:
-    """`parsed` with the first items of every list and object."""
+    """Return `parsed` with only the first items of every list and object."""
     match parsed:
         case list():
             return [_beginning(part) for part in parsed[:MOST_READ]]
@@ -107,7 +108,7 @@ def _beginning(parsed: Any) -> Any:
 
 
 def parse_bounded(body: bytes) -> Any:
-    """As `json.loads`. ApiError for a body that has so many values that it would hold up others."""
+    """See `json.loads`. Raise ApiError for a body with so many values that it would hold up other requests."""
     num_numbers, end, others = 0, 0, list[bytes]()
     for first, last in _numeric_lists(body):
         num_numbers += body.count(b",", first, last)
@@ -122,7 +123,8 @@ def parse_bounded(body: bytes) -> Any:
 
 
 def parse_large(body: bytes) -> Any:
-    """As `json.loads`. Long lists of natural numbers are read apart, with a mark in their place meanwhile."""
+    """See `json.loads`. Long lists of natural numbers are read separately, and a mark stands in their place
+    meanwhile."""
     pieces: list[bytes] = []
     lists: dict[str, list[int]] = {}
     end = 0  # end of the part of the body that is in `pieces`
@@ -135,7 +137,7 @@ def parse_large(body: bytes) -> Any:
 
 
 def _numeric_lists(body: bytes) -> list[tuple[int, int]]:
-    """Places of the runs that are between brackets, and not part of a text."""
+    """Find the runs of numbers that are whole lists, between brackets and outside texts."""
     runs = [(first, last) for first, last in _numeric_runs(body)
             if body[first - 1 : first] == b"[" and body[last : last + 1] == b"]"]
     in_texts = are_in_texts(body, [first for first, _ in runs])
@@ -143,7 +145,7 @@ def _numeric_lists(body: bytes) -> list[tuple[int, int]]:
 
 
 def _numeric_runs(body: bytes) -> list[tuple[int, int]]:
-    """Places of the runs of IN_NUMBERS that are longer than a few slices."""
+    """Find the runs of IN_NUMBERS that are longer than a few slices."""
     runs: list[tuple[int, int]] = []
     for start in range(0, len(body), SLICE):
         if body[start : start + SLICE].translate(None, IN_NUMBERS):
@@ -179,7 +181,7 @@ def _parse_numbers(text: bytes) -> list[int]:
 
 
 def _with_lists(parsed: Any, lists: dict[str, list[int]]) -> Any:
-    """`parsed` with the lists in the places of their marks."""
+    """Replace the marks in `parsed` by their lists."""
     match parsed:
         case [str() as mark] if mark in lists:
             return lists[mark]

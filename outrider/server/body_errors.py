@@ -14,7 +14,7 @@ MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for
 
 
 def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> ApiError:
-    """fields: names of the fields that the whole body may have."""
+    """Make the error for a wrong body. fields: the field names that the whole body may have."""
     problems = problems[:MAX_PROBLEMS]
     first = next((problem for kind in FIRST for problem in problems if problem["type"] == kind), problems[0])
     place = _place(first, body)
@@ -46,7 +46,7 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _place(problem: Problem, body: Any) -> list[str]:
-    """The path to a problem in the body. Pydantic also names alternatives of unions, which the body does not have."""
+    """The path to a problem in the body, without the names of union members that pydantic adds."""
     place, value, parts = list[str](), body, problem["loc"][1:]  # behind "body"
     for index, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):

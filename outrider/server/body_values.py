@@ -1,7 +1,7 @@
-"""How many values a JSON body has, counted before any of them is built.
+"""Count the values in a JSON body before any of them is built.
 
-A value is a byte or two of the body, and up to a thousand bytes and a microsecond once it is an object.
-The count takes no object for any of them, and leaves the interpreter to other threads: numpy looks at slices of bytes.
+A value takes a byte or two in the body, but up to a thousand bytes and a microsecond as a Python object. The count
+builds no objects and lets other threads run: numpy looks at slices of bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ QUOTE, BACKSLASH, COMMA, LIST, OBJECT = b'"\\,[{'
 
 
 def count_values(body: bytes, most: int) -> int:
-    """Commas and opening brackets outside of texts, which is at least the number of lists, objects and of their items
-    behind the first. Stops soon after `most`."""
+    """Count commas and opening brackets outside texts, and stop soon after `most`. The count is at least the number of
+    lists, objects and their further items."""
     total, in_text = 0, False
     for _, part, quotes in _slices(body):
         marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
@@ -28,7 +28,7 @@ def count_values(body: bytes, most: int) -> int:
 
 
 def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
-    """Whether each of some places, in rising order, is inside of a text."""
+    """Whether each of some places, in ascending order, is inside a text."""
     found: list[bool] = []
     num_before = 0  # quotes that begin and end texts
     for start, part, quotes in _slices(body) if places else ():
@@ -39,7 +39,7 @@ def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
 
 
 def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(place, bytes, places among them of the quotes that begin and end texts) of each slice."""
+    """For each slice, yield (place, bytes, places in it of the quotes that begin and end texts)."""
     num_backslashes = 0  # at the end of the slice before
     for start in range(0, len(body), SLICE):
         part = np.frombuffer(body, np.uint8, min(SLICE, len(body) - start), start)
@@ -53,7 +53,7 @@ def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
 
 
 def _backslashes_before(is_backslash: np.ndarray, num_before: int) -> np.ndarray:
-    """How many backslashes there are directly before each byte. num_before: before the first."""
+    """The number of backslashes directly before each byte. num_before: those before the first byte."""
     places = np.arange(len(is_backslash))
     last_other = np.maximum.accumulate(np.where(is_backslash, -1 - num_before, places))
     before = np.empty(len(is_backslash), np.int64)

@@ -42,7 +42,8 @@ async def chat_completions(service: Service, body: ChatRequest, tenant: str | No
 
 async def prepare_chat(service: Service, body: ChatRequest,
                        tenant: str | None) -> tuple[str, list[CheckedRequest], list[ParsedChoice]]:
-    """The model's name, the one checked request, and parsers by sample if the model's text needs any."""
+    """Return the model's name, the checked request, and, if the model's text needs parsing, a parser for each
+    sample."""
     model = service.check_model(body.model)
     body = with_allowed_tools(body)
     _check(body, service.config.tool_call_parser)
@@ -72,7 +73,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
 
 def _parsed_choice(service: Service, body: ChatRequest, forced: ForcedCalls | None,
                    prompt_end: str) -> ParsedChoice | None:
-    """The parser of one sample's text; None if all of the text is content."""
+    """Make the parser of one sample's text; None if the whole text is content."""
     tools = (body.tools or []) if body.tool_choice != "none" else []
     tool_format = service.config.tool_call_parser if tools else None
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
@@ -94,7 +95,7 @@ def _check(body: ChatRequest, tool_format: str | None) -> None:
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:
-    """A chat's names of fields that the engine calls otherwise."""
+    """The chat fields that have another name in the engine, for error messages."""
     own = {"logprobs": "top_logprobs"}
     return own if body.max_completion_tokens is None else own | {"max_tokens": "max_completion_tokens"}
 
@@ -106,7 +107,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 class _Chat:
-    """One body of the route, from its checked request to its answer."""
+    """One request to the route, from its checked request to its answer."""
 
     def __init__(self, service: Service, body: ChatRequest, requests: Sequence[CheckedRequest], model: str,
                  choices: Sequence[ParsedChoice]) -> None:
@@ -152,7 +153,7 @@ class _Chat:
                 "choices": [], "usage": self._usage.to_json(), "metrics": self._usage.metrics_to_json()})
 
     def _prompt_ids(self) -> str:
-        """The field of the prompt's token ids in the first chunk, if it is asked for."""
+        """The field with the prompt's token ids for the first chunk, if the client asked for it."""
         ids = self._requests[0].token_ids
         return f',"prompt_token_ids":{compact(ids)}' if self._body.return_token_ids else ""
 
@@ -183,7 +184,7 @@ class _Chat:
         return chunks
 
     def _frame(self, head: str, index: int, delta: str, finish: str | None = None, more: str = "") -> str:
-        """Put together by hand: there is one for every run of every stream."""
+        """Write a chunk of a stream. It is formatted by hand, because every step writes one for each stream."""
         usage = self._usage.field_of_chunk(self._body)
         reason = f'"{finish}"' if finish else "null"
         return (f'data: {head},"choices":[{{"index":{index},"delta":{delta},"finish_reason":{reason}{more}}}]'
@@ -213,7 +214,7 @@ class _Chat:
 
 def logprobs_to_json(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], most: int, *,
                      by_id: bool = False) -> list[dict[str, Any]]:
-    """most: how many of the likeliest tokens are named beside each token."""
+    """Write log-probabilities. most: the number of likeliest tokens that are named beside each token."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         top = [_logprob(other, entry, by_id) for other in top_token_ids(entry, most)]

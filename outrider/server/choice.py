@@ -1,4 +1,4 @@
-"""One choice of a chat: events of its parser as deltas of a stream, or as one message."""
+"""One choice of a chat: turns its parser's events into deltas of a stream, or into one message."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Delta = dict[str, Any]
 
 
 class ParsedChoice:
-    """Reasoning goes out under both names in use: clients read one or the other."""
+    """The parsed text of one sample. Reasoning is sent under both names in use, because clients read one or the
+    other."""
 
     def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None,
                  is_named: bool = False) -> None:
-        """is_named: the request names the tool to call; then its call is the end of the text and no more."""
+        """is_named: the request names the tool to call, so the text ends with this call."""
         self._parser = parser
         self._includes_reasoning = includes_reasoning
         self._tool_format = tool_format
@@ -26,7 +27,7 @@ class ParsedChoice:
         return [delta for event in self.events(text, is_last) for delta in self._deltas(event)]
 
     def message(self, text: str) -> Delta:
-        """The whole text at once."""
+        """Return the message of a whole text."""
         content, thoughts, calls = "", "", []
         for event in settled(self.events(text, is_last=True)):
             match event:
@@ -51,7 +52,8 @@ class ParsedChoice:
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])
 
     def _deltas(self, event: Event) -> list[Delta]:
-        """Clients join texts that come twice: id, type and name of a call are sent once."""
+        """Make the deltas of an event. Id, type and name of a call are sent once, because clients join texts that are
+        sent twice."""
         match event:
             case Content(text):
                 return [{"content": text}]
@@ -71,7 +73,8 @@ class ParsedChoice:
 
 
 def plain_message(content: str | None) -> Delta:
-    """An answer without reasoning and calls. Clients read the fields of reasoning of every answer."""
+    """An answer without reasoning and calls. It has the reasoning fields too, because clients read them in every
+    answer."""
     return {"role": "assistant", "content": content, "refusal": None, **_thoughts(None)}
 
 

@@ -1,5 +1,4 @@
-"""/classify: the probability of each class for every prompt, by the head of a model that classifies. The body is
-vLLM's."""
+"""/classify: the probability of each class for every prompt, computed by a classifier model. The body is vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/completions: one or several prompts, each with n samples."""
+"""/v1/completions: one or several prompts, with n samples for each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
 
 
 class _Completion:
-    """One body of the route, from its checked requests to its answer."""
+    """One request to the route, from its checked requests to its answer."""
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[CheckedRequest],
                  model: str) -> None:
@@ -113,7 +113,7 @@ class _Completion:
         return self._service.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _chunk(self, head: str, change: Change, logs: list[TokenLog]) -> str:
-        """Put together by hand: there is one for every run of every stream."""
+        """Write a chunk of a stream. It is formatted by hand, because every step writes one for each stream."""
         logprobs = "null"
         if change.logprobs is not None:
             log = logs[change.choice]

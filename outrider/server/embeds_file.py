@@ -1,4 +1,4 @@
-"""Prompts as embeddings in a body: base64 of a safetensors file with one tensor.
+"""Embeddings in place of prompts: a body has base64 of a safetensors file with one tensor.
 
 Such a file is a JSON header and numbers, so reading it runs nothing that a client sent. Sizes are checked before
 anything is decoded or allocated.
@@ -25,7 +25,7 @@ PARAM = "prompt_embeds"
 
 
 def read_embeds_file(text: str, max_tokens: int, hidden_size: int) -> NDArray[np.floating]:
-    """The tensor [tokens, hidden size] of a file. Raises ApiError for anything else."""
+    """Read the tensor [tokens, hidden size] of a file. Raise ApiError if it is anything else."""
     max_bytes = LENGTH_BYTES + MAX_HEADER_BYTES + max_tokens * hidden_size * 8
     if len(text) > max_bytes // 3 * 4 + 4:
         raise _wrong(f"has {len(text)} characters, more than {max_tokens} tokens of {hidden_size} numbers need")
@@ -46,7 +46,7 @@ def read_embeds_file(text: str, max_tokens: int, hidden_size: int) -> NDArray[np
 
 
 def _tensor(header: bytes, num_bytes: int, max_tokens: int, hidden_size: int) -> tuple[str, tuple[int, int]]:
-    """Type and shape of the one tensor that a header names, whose numbers take `num_bytes`."""
+    """The type and shape of the only tensor in a header, with `num_bytes` of numbers behind the header."""
     try:
         named = json.loads(header)
     except (ValueError, RecursionError):

@@ -1,9 +1,10 @@
-"""EngineHost: the life of the engine behind the server. It loads in a thread, serves, is watched, and is started again.
+"""EngineHost: the life of the engine behind the server. It loads the engine in a thread, serves, watches and restarts
+it.
 
     Loading -> Serving -> (the engine failed) -> Loading -> ... -> Failed
 
-`state` changes in `_move` alone. A server that listens while the model loads can say so; one whose steps have stopped
-fails its health check. Knows no HTTP but the error that a request gets while nothing can be served.
+Only `_move` changes `state`. The server listens while the model loads and answers that it is loading. It fails its
+health check when steps have stopped. The host knows no HTTP except the error for requests that cannot be served now.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ State = Loading | Serving | Failed
 
 
 class EngineHost:
-    """Belongs to one event loop. `start` builds an engine and may take minutes; it runs in a thread."""
+    """The engine of one event loop. `start` builds an engine in a thread and may take minutes."""
 
     def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
                  on_failed: Callable[[], None] = lambda: None, on_serving: Callable[[], None] = lambda: None,
                  end_stalled: Callable[[AsyncLLM], None] = lambda llm: None,
                  has_worker: Callable[[AsyncLLM], bool] = lambda llm: True) -> None:
-        """`end_stalled`: makes an engine fail that has been stalled for twice the timeout. `has_worker`: whether the
-        engine could run a step; an idle one does not notice that its worker has died."""
+        """`end_stalled`: make an engine fail that has been stalled for twice the timeout. `has_worker`: whether the
+        engine could run a step; an idle engine does not notice the death of its worker."""
         self.state: State = Loading()
         self.num_restarts = 0
         self.on_failed = on_failed
@@ -67,7 +68,7 @@ class EngineHost:
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises the answer that a request gets when there is none."""
+        """The running engine. Raise the error for requests if there is none."""
         match self.state:
             case Serving(llm) if llm.is_running:
                 return llm
@@ -79,7 +80,7 @@ class EngineHost:
 
     @property
     def problem(self) -> str | None:
-        """Why the server is not healthy."""
+        """The reason why the server is not healthy; None if it is."""
         match self.state:
             case Serving(llm):
                 if not llm.is_running or not self._has_worker(llm):
@@ -90,7 +91,8 @@ class EngineHost:
 
     @property
     def pause(self) -> str | None:
-        """Why requests wait although the engine is healthy: it sleeps, or an update of its weights was cut off."""
+        """The reason why requests wait although the engine is healthy: it sleeps, or an update of its weights was cut
+        off."""
         return self.state.llm.engine.paused_because if isinstance(self.state, Serving) else None
 
     async def run(self) -> None:
@@ -106,7 +108,7 @@ class EngineHost:
                     self._watch(llm)
 
     def close(self) -> None:
-        """Ends the engine; waits for the step in flight."""
+        """End the engine after the step in flight."""
         if isinstance(self.state, Serving):
             self.state.llm.shutdown()
 

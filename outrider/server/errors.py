@@ -1,6 +1,7 @@
-"""Errors as clients of OpenAI's API read them: a status and {"error": {message, type, param, code}}.
+"""Errors in the form that clients of OpenAI's API read: a status and {"error": {message, type, param, code}}.
 
-A message says what was wrong with the request. Paths, stack traces and texts of unexpected exceptions stay in the log.
+A message says what is wrong with the request. Paths, stack traces and texts of unexpected exceptions go to the log
+only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROMPTS = ("prompt", "messages", "input")  # fields that hold one, of which a bo
 
 
 class ApiError(Exception):
-    """Raised anywhere below a route; the application answers with `status` and `body`."""
+    """An error with a status and a body. Anything below a route may raise it, and the application answers with it."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -42,13 +43,13 @@ class ApiError(Exception):
                           "code": self.status}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body in the form of the API that a path belongs to: Anthropic's has names of its own around it."""
+        """The body in the form of the API that the path belongs to: Anthropic's API wraps the error differently."""
         if not path.startswith("/v1/messages"):
             return self.body
         return {"type": "error", "error": self.body["error"] | {"type": MESSAGES_TYPES.get(self.status, "api_error")}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The error in the words of a body whose fields have other names: `names` by the names in the message."""
+        """The error with the body's names of fields. `names`: the body's name for each name in the message."""
         if self.param is None or self.param not in names:
             return self
         name = names[self.param]
@@ -58,8 +59,8 @@ class ApiError(Exception):
 
 
 def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, str]] = ()) -> ApiError:
-    """A request that the engine refused. Its message names the field first, if one field is at fault. `names`: names in
-    the message, each with the body's own."""
+    """Make the error for a request that the engine refused. Its message names the field first, if one field is at
+    fault. `names`: the body's name for each name in the message."""
     if isinstance(error, AdaptersInUse | FormsBusy):
         return ApiError(429, str(error), retry_after=1)
     if isinstance(error, UnknownAdapter):

@@ -1,8 +1,8 @@
-"""FairThreads: the threads beside the event loop, in which no tenant's work waits for another's.
+"""FairThreads: threads beside the event loop, in which no tenant's work waits for another's.
 
-What `asyncio.to_thread` runs in a server goes here: large bodies are read, chat templates rendered, texts tokenized. A
-template alone may take seconds, so one tenant could keep all threads of a usual pool. Here a tenant whose work runs
-nowhere always gets a thread, and of all others the tenant with the least running work comes first.
+The server runs here what other programs give to `asyncio.to_thread`: reading large bodies, rendering chat templates,
+tokenizing. A single template may take seconds, so in an ordinary pool one tenant could occupy all threads. Here a
+tenant without running work always gets a thread, and otherwise the tenant with the least running work comes first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Job(NamedTuple):
 
 
 class FairThreads(ThreadPoolExecutor):
-    """`submit` reads the tenant of the calling context."""
+    """The pool of threads. `submit` reads the tenant from the calling context."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or max(LEAST_THREADS, (os.cpu_count() or 1) // 2)
@@ -43,7 +43,7 @@ class FairThreads(ThreadPoolExecutor):
         return job.done
 
     def _start_jobs(self) -> None:
-        """Called with the lock held."""
+        """Start jobs in free threads; called with the lock held."""
         while self._lines:
             tenant = min(self._lines, key=lambda each: self._running[each])
             if self._running[tenant] and self._running.total() >= self._num_threads:

@@ -1,6 +1,6 @@
-"""The form that an answer must have: as a response format, as structured output, or as calls of tools.
+"""The form that an answer must have: from a response format, from structured output, or from forced calls of tools.
 
-Where a chat's model may reason first, the form holds for what follows its reasoning.
+If the chat's model may reason first, the form holds for the text after the reasoning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The tools of which one must be called, and how the calls are written."""
+    """The tools of which the model must call one, and the format of the calls."""
 
     tools: Sequence[Tool]
     is_named: bool  # the request names the tool
@@ -41,7 +41,7 @@ class ForcedCalls:
         return FORCED_LIST if self.tool_format is None else TOOL_FORMATS[self.tool_format]
 
     def rules(self, tokenizer: Tokenizer) -> str:
-        """Rules of a grammar, of which `form` is the first."""
+        """The rules of a grammar for the calls. The first rule is `form`."""
         calls = [self._call(index, tool) for index, tool in enumerate(self.tools)]
         any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(calls)))
         if self.tool_format == "hermes":
@@ -62,7 +62,7 @@ class ForcedCalls:
 
 
 def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | None:
-    """None unless `tool_choice` demands a call."""
+    """The calls that `tool_choice` demands; None if it demands none."""
     choice, tools = body.tool_choice, body.tools or []
     if choice is None or choice in ("none", "auto"):
         return None
@@ -83,8 +83,8 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
 
 
 def with_allowed_tools(body: ChatRequest) -> ChatRequest:
-    """The body as if its client had sent only those tools that `tool_choice` allows. OpenAI's chats nest the list, and
-    its responses do not."""
+    """The body with only those tools that `tool_choice` allows. OpenAI's chats nest the list of allowed tools; its
+    responses do not."""
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return body
@@ -104,7 +104,7 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _named(choice: str | dict[str, Any]) -> str | None:
-    """OpenAI's chats nest the name, and its responses do not."""
+    """The tool name in a `tool_choice`. OpenAI's chats nest the name; its responses do not."""
     if isinstance(choice, str) or choice.get("type") != "function":
         return None
     function = choice.get("function") or choice
@@ -114,7 +114,7 @@ def _named(choice: str | dict[str, Any]) -> str | None:
 
 def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | None, prompt_end: str,
               tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-    """The form of a chat's whole text, reasoning included."""
+    """The form of a chat's whole text, including reasoning."""
     asked = body.form()
     if forced is not None and asked is not None:
         raise ApiError(400, "a forced call has a form of its own: leave out response_format and structured_outputs",
@@ -127,7 +127,7 @@ def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | No
 
 
 def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | None:
-    """The first rules of a grammar in which `form` follows the model's reasoning; None where there is none."""
+    """The first rules of a grammar that lets the model reason before `form`. None if the model does not reason."""
     region = next(region for region in REASONING_FORMATS[reasoning] if isinstance(region, ReasoningRegion))
     said = prompt_end.rstrip()
     if said.endswith(region.end):
@@ -143,7 +143,7 @@ def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | No
 
 
 def _rules(asked: StructuredOutputsParams) -> str:
-    """The form of `asked` as a rule of a grammar."""
+    """The requested form as a rule of a grammar."""
     try:
         asked = asked.to_plain()
         if asked.is_json:
@@ -162,7 +162,7 @@ def _rules(asked: StructuredOutputsParams) -> str:
 
 
 def _markers(text: str, tokenizer: Tokenizer) -> str:
-    """Text that may hold several markers."""
+    """The grammar of a text that may contain several markers."""
     return " ".join(_marker(part, tokenizer) for part in re.split(r"(<\|?[^<>|]+\|?>)", text) if part)
 
 
@@ -171,5 +171,5 @@ def _is_special(marker: str, tokenizer: Tokenizer) -> bool:
 
 
 def _marker(marker: str, tokenizer: Tokenizer) -> str:
-    """A marker in a grammar: by its id where it is a special token, which has no text there."""
+    """A marker in a grammar. A special token is named by its id, because it has no text there."""
     return f"<[{tokenizer.token_to_id(marker)}]>" if _is_special(marker, tokenizer) else json.dumps(marker)

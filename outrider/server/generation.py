@@ -1,7 +1,7 @@
-"""From one HTTP request to the engine and back: prompts in, changes of samples out.
+"""The way from one HTTP request to the engine and back: prompts in, changes of samples out.
 
-The engine hands out increments, each what one step added to one sample. A change holds everything that a client has not
-been told of a sample, be it one token or a hundred: runs have any length.
+The engine yields increments: an increment is what one step added to one sample. A change is everything that the client
+has not yet been told of a sample, from one token to hundreds.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ NO_RUNS: list[int] = []
 
 
 class ChangeReader:
-    """Makes changes of increments. `first_index`: of the choice of the first sample. `has_text`: whether tokens become
-    text; those of an engine without a tokenizer go out as they come. `keeps_runs`: whether changes tell their runs."""
+    """Makes changes from increments. `first_index`: the index of the first sample's choice. `has_text`: tokens become
+    text; an engine without a tokenizer sends bare tokens. `keeps_runs`: changes contain the lengths of runs."""
 
     def __init__(self, first_index: int = 0, *, has_text: bool = True, keeps_runs: bool = False) -> None:
         self._first_index, self._has_text, self._keeps_runs = first_index, has_text, keeps_runs
@@ -74,7 +74,7 @@ class ChangeReader:
 
 
 def _joined(increments: Sequence[OutputIncrement]) -> list[OutputIncrement]:
-    """One increment for each sample."""
+    """Join the increments of each sample to one."""
     by_sample: dict[int, OutputIncrement] = {}
     for increment in increments:
         before = by_sample.get(increment.sample.sample_index)
@@ -90,7 +90,7 @@ def _join(one: OutputIncrement, other: OutputIncrement) -> OutputIncrement:
 
 
 class Usage:
-    """Tokens of a request so far, over all its prompts and samples."""
+    """The number of tokens of a request so far, over all its prompts and samples."""
 
     def __init__(self, requests: Sequence[CheckedRequest]) -> None:
         self._num_prompt = sum(len(request.token_ids) for request in requests)
@@ -109,17 +109,17 @@ class Usage:
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def field_of_chunk(self, body: SamplingFields) -> str:
-        """The usage in a chunk of a stream: the tokens so far, or null where only the last chunk has them."""
+        """The usage field of a stream's chunk: the tokens so far, or null where only the last chunk has them."""
         if body.wants_usage_always:
             return f',"usage":{compact(self.to_json())}'
         return ',"usage":null' if body.wants_usage else ""
 
     def count_completions(self, outputs: Sequence[RequestOutput]) -> None:
-        """Count outputs that came without increments."""
+        """Count the tokens of outputs that came without increments."""
         self._num_completion = sum(output.num_output_tokens for output in outputs)
 
     def leave_out_completions(self) -> None:
-        """Report no completion tokens, because the client asked for none."""
+        """Report no completion tokens: the client asked for none."""
         self._num_completion = 0
 
     def metrics_to_json(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Usage:
 
 
 def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """How a request's drafts fared, under the names that vLLM and its readers use."""
+    """A request's drafts and accepted drafts, under vLLM's names."""
     steps, drafted = sum(m.num_steps for m in metrics), sum(m.num_draft_tokens for m in metrics)
     accepted = sum(m.num_accepted_tokens for m in metrics)
     longest = max((len(m.accepted_per_position) for m in metrics), default=0)
@@ -141,7 +141,7 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 
 async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParams, priority: int,
                   adapter: LoRARequest | None, tenant: str | None) -> list[CheckedRequest]:
-    """As `llm.check`. A form may wait for its turn at the compiler, and gives it up when its client leaves."""
+    """See `llm.check`. Compiling a form may wait for its turn; the wait ends if the client leaves."""
     check = llm.check(prompts, params, priority, adapter, tenant)
     has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
     return await (while_client_waits(check) if has_form else check)
@@ -149,7 +149,7 @@ async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParam
 
 async def generate(llm: AsyncLLM, requests: Sequence[CheckedRequest], request_id: str,
                    metrics: ServerMetrics) -> Increments:
-    """Increments with the index of their prompt. Closing the generator aborts every prompt."""
+    """Yield increments with the index of their prompt. Closing the generator aborts every prompt."""
     if len(requests) == 1:
         async with aclosing(_timed(llm, requests[0], request_id, metrics)) as parts:
             async for increments in parts:
@@ -216,14 +216,14 @@ async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]
 
 
 def top_token_ids(entry: dict[int, Logprob], most: int) -> list[int]:
-    """The likeliest tokens of one position, by rank; -1: all."""
+    """The ids of the likeliest tokens of one position, by rank. most: how many; -1: all."""
     ranked = [token_id for token_id, value in entry.items() if value.rank is not None]
     ranked.sort(key=lambda token_id: entry[token_id].rank or 0)
     return ranked if most == MAX_LOGPROBS_ALL else ranked[:most]
 
 
 def named_by_id(token_id: int) -> str:
-    """How `return_tokens_as_token_ids` names a token: two tokens may have the same text."""
+    """The name of a token under `return_tokens_as_token_ids`, which differs for tokens with equal text."""
     return f"token_id:{token_id}"
 
 

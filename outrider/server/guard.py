@@ -1,9 +1,8 @@
-"""The guard before every route: names of hosts, API keys, bodies of a bounded size that arrive in time, and an id for
-every answer.
+"""The guard before every route: checks host names, API keys, and size and time of bodies, and gives every answer an id.
 
-A key is compared with every known one in constant time, so that neither a key nor its place can be learned by timing.
-The key that was used goes into the scope; it salts the prefix cache, so that one tenant's hits tell nothing of another.
-An answer has the client's `X-Request-Id`, or one made here; the log line of the request has it too. Plain ASGI, no
+A key is compared with every known key in constant time, so that timing reveals neither a key nor its place. The used
+key goes into the scope. It salts the prefix cache, so that one tenant's hits tell nothing about another. An answer has
+the client's `X-Request-Id` or a new one, and the request's log line has it too. The guard is plain ASGI without a
 framework.
 """
 
@@ -48,15 +47,15 @@ REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: not
 
 
 def guard_options(config: ServerConfig) -> dict[str, Any]:
-    """The guard's arguments, the same for one engine and for the front of several."""
+    """The guard's arguments, which are the same for one engine and for the front of several."""
     return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config)}
 
 
 class Guard:
     def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
                  on_refused: Callable[[int], None] | None = None) -> None:
-        """hosts: the names that are served; None: all. on_refused: hears the status of every answer that refuses a
-        request, whoever refuses it."""
+        """hosts: the names that are served; None: all. on_refused: called with the status of every answer that refuses
+        a request."""
         self._app, self._hosts, self._on_refused = app, hosts, on_refused
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
@@ -98,7 +97,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:
-        """A request without the header is served: it is none of a browser, which always sends one."""
+        """Refuse unknown host names. A request without the header is served: browsers always send the header."""
         if self._hosts is None:
             return
         for name, value in scope["headers"]:
@@ -117,13 +116,13 @@ class Guard:
         return given.hex()[:16]
 
     def _digest(self, key: bytes) -> bytes:
-        """Digests have one length, as compare_digest wants. They depend on a secret of this process, so that one which
-        becomes known tells nothing of its key."""
+        """The digest of a key. Digests have equal length, as compare_digest needs, and depend on a secret of this
+        process, so that a leaked digest tells nothing of its key."""
         return hmac.digest(self._secret, key, "sha256")
 
     async def _with_body(self, scope: Scope, receive: Receive, held: HeldBody) -> Receive:
-        """Reads the whole body before the route sees it, within the limits, and plays it back. Not where no key is
-        asked for: anyone could fill the memory."""
+        """Read the whole body, within the limits, before the route sees it. Paths that need no key are left out,
+        because anyone could fill the memory there."""
         if scope["method"] in BODILESS_METHODS or scope["path"] in OPEN_PATHS:
             return receive
         declared = _header(scope, b"content-length")
@@ -164,7 +163,7 @@ class Guard:
 
 
 class RootPath:
-    """Serves all routes also under the prefix that a proxy has for them, whether the proxy removes it or not."""
+    """Serves all routes also under a proxy's prefix, whether the proxy removes the prefix or not."""
 
     def __init__(self, app: App, *, prefix: str) -> None:
         self._app, self._prefix = app, prefix
@@ -189,7 +188,7 @@ def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[in
 
 
 async def send_error(send: Send, path: str, error: ApiError, unread: Awaitable[None] | None = None) -> None:
-    """unread: reads the rest of the request's body, which must be done before the connection closes."""
+    """Send an error. unread: reads the rest of the request's body, which must happen before the connection closes."""
     body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
                *((name.lower().encode(), value.encode()) for name, value in error.headers.items())]
@@ -203,7 +202,7 @@ async def send_error(send: Send, path: str, error: ApiError, unread: Awaitable[N
 
 
 async def _unread(scope: Scope, receive: Receive) -> None:
-    """Read what is left of a body, and keep none of it. Not of one that says it is longer than is read of any."""
+    """Read the rest of a body and drop it. A body that is declared longer than the limit is not read."""
     declared, left = _header(scope, b"content-length"), UNREAD_BYTES
     if scope["method"] in BODILESS_METHODS or scope.get(IS_READ) or (declared.isdigit() and int(declared) > left):
         return
@@ -218,7 +217,7 @@ async def _unread(scope: Scope, receive: Receive) -> None:
 
 
 def _check_kind(scope: Scope) -> None:
-    """Bodies are JSON as it is. What else they are called would otherwise be read as something that is no object."""
+    """Refuse bodies that are not plain JSON. With another content type the framework would read them as no object."""
     kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
     if not kind.endswith((b"/json", b"+json")):
         raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
@@ -227,7 +226,7 @@ def _check_kind(scope: Scope) -> None:
 
 
 def _given_key(scope: Scope) -> bytes:
-    """The key of a request: from `Authorization: Bearer`, or from `x-api-key`, as Anthropic's clients send it."""
+    """The key of a request, from `Authorization: Bearer` or from `x-api-key`, which Anthropic's clients send."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
 

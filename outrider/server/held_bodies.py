@@ -1,4 +1,5 @@
-"""HeldBodies: how many bytes of bodies each tenant's requests hold, so that one tenant cannot fill the memory."""
+"""HeldBodies: the bytes of bodies that each tenant's requests hold, bounded so that one tenant cannot fill the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ BODIES = 64  # of the largest size that requests of one tenant may hold at once
 
 
 class HeldBodies:
-    """Belongs to one event loop."""
+    """The held bytes of one event loop, by tenant."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.held: Counter[str | None] = Counter()  # bytes by tenant; none of them is 0
@@ -18,7 +19,7 @@ class HeldBodies:
 
 
 class HeldBody:
-    """A body from its first bytes until its request begins to be answered."""
+    """A body, from its first bytes until the answer to its request begins."""
 
     def __init__(self, bodies: HeldBodies) -> None:
         self._bodies = bodies

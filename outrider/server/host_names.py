@@ -1,8 +1,8 @@
 """HostNames: the names that a server without keys answers to, so that no web page reaches it by DNS rebinding.
 
-A page can let the name of its own site stand for an address that only its reader can reach, such as 127.0.0.1. The
-browser then takes the server there for the page's own site, and sends its requests with that name as `Host`. So only
-names are served that no stranger's page can have.
+A web page can point its own name at an address that only its visitor can reach, such as 127.0.0.1. The browser then
+takes this server for the page's own site and sends requests with the page's name as `Host`. So the server answers only
+to names that no stranger's page can have.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PLAIN_NAME = re.compile(r"[\w-]+", re.ASCII)
 
 class HostNames:
     def __init__(self, names: Iterable[str], *, allows_private: bool = False) -> None:
-        """names: as example.org, or as *.example.org for all names below it. allows_private: names without a dot and
-        those of private zones, as other containers and pods use them."""
+        """names: for example example.org, or *.example.org for all names below it. allows_private: also serve names
+        without a dot and names of private zones, which containers and pods use."""
         given = {name.lower() for name in names}
         self._names = LOCAL_NAMES | {name for name in given if not name.startswith("*.")}
         self._zones = (".localhost", *(name.removeprefix("*") for name in given - self._names),
@@ -34,15 +34,17 @@ class HostNames:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> HostNames | None:
-        """None: every name is served. Unless names are given, that is so where a page can do nothing under its name: it
-        has no key, a certificate is for other names, and a browser cannot open a unix socket."""
+        """The served names; None if every name is served. By default every name is served where a page cannot abuse its
+        name: with API keys, with a certificate (it is for other names), and at a unix socket (browsers cannot open
+        one)."""
         is_safe = bool(config.api_key) or config.ssl_certfile is not None or config.uds is not None
         if "*" in config.allowed_hosts or (is_safe and not config.allowed_hosts):
             return None
         return cls([config.host, *config.allowed_hosts], allows_private=not _is_loopback(config.host))
 
     def allows(self, host: str) -> bool:
-        """Whether the value of a `Host` header is served. An address always is: no page's name is one."""
+        """Whether the value of a `Host` header is served. An IP address always is, because no page can have it as its
+        name."""
         name = host_of(host)
         if name in self._names or name.endswith(self._zones) or (self._allows_private and PLAIN_NAME.fullmatch(name)):
             return True

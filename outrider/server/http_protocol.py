@@ -1,11 +1,11 @@
 """BoundedHttp: uvicorn's HTTP protocol with bounds on the head of a request, which comes before any key is known.
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
-connections. Fields behind a body in chunks (trailers) count like those of the head, and are not used. Bodies have
-their bounds in guard.py.
+connections. Fields behind a chunked body (trailers) count like fields of the head, and are not used. Bodies are bounded
+in guard.py.
 
-Requests that offer to go on in another protocol are answered in this one. Java's client offers HTTP/2 with every first
-request (`Upgrade: h2c`), and the parser takes the bytes behind that head for the other protocol: bodies were lost.
+A request that offers to switch protocols is answered in HTTP/1.1. Java's client offers HTTP/2 with every first request
+(`Upgrade: h2c`), and the parser would take the body behind such a head for the other protocol.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ HEAD_SECONDS = 60.0  # for a client to send a head, from its connection or from 
 
 
 class HeadTooLarge(Exception):
-    """Raised in the parser's calls; the parser then refuses the request."""
+    """Raised inside the parser's callbacks; the parser then refuses the request."""
 
 
 class StayingParser(httptools.HttpRequestParser):
-    """Gives a request that offers another protocol back to the connection, without the offer."""
+    """A parser that ignores offers to switch protocols: it returns the request to the connection without the offer."""
 
     def __init__(self, connection: BoundedHttp) -> None:
         super().__init__(connection)
@@ -36,7 +36,7 @@ class StayingParser(httptools.HttpRequestParser):
 
     @property
     def makes_offer(self) -> bool:
-        """Whether the head that was read last makes one. CONNECT demands another protocol, which is no offer."""
+        """Whether the last head offers another protocol. CONNECT demands one, which is not an offer."""
         return self.should_upgrade() and self.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
@@ -49,7 +49,7 @@ class StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Between requests uvicorn's own timeout for idle connections applies."""
+    """The protocol of one connection. Between requests uvicorn's own timeout for idle connections applies."""
 
     parser: StayingParser
     _num_unread_bytes = 0  # bytes received of the current head; the piece that completes the head is not counted
@@ -87,7 +87,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().send_400_response(TOO_LARGE if self._num_field_bytes > MAX_HEAD_BYTES else msg)
 
     def read_without_offer(self, rest: bytes) -> None:
-        """rest: what has come behind the head that was read last, which made an offer."""
+        """Read on after a head with an offer. rest: the bytes behind that head."""
         parser = self.parser
         lines = [b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         for name, value in self.headers:

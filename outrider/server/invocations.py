@@ -1,4 +1,4 @@
-"""/invocations: one route for all kinds of bodies, as SageMaker calls it. The fields of a body tell its kind."""
+"""/invocations: SageMaker's single route for all kinds of bodies. The fields of a body tell its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines: as text for people, or one JSON object a line for machines that collect them."""
+"""Log lines: text for people, or one JSON object a line for machines that collect logs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class TextFormatter(logging.Formatter):
 
 
 def _field(value: object) -> object:
-    """A text that could be read as several fields is quoted."""
+    """Write a field; quote a text that could be read as several fields."""
     return json.dumps(value) if isinstance(value, str) and not PLAIN.fullmatch(value) else value
 
 
 def set_up_logs(log_format: str, *, logs_requests: bool) -> None:
-    """The server's own lines and uvicorn's go to stderr in one format."""
+    """Send the server's own lines and uvicorn's to stderr in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     for name in ("outrider", "uvicorn"):

@@ -1,7 +1,7 @@
-"""Names and folders of adapters over HTTP, as the operator gives them at start and as clients give them later.
+"""Names and folders of adapters, as the operator gives them at start and as clients give them later.
 
-The operator gives names at start (`--lora-modules`). Clients of a server with --admin may load further ones, from
-folders below `--lora-root` alone: a path from a client is resolved, links included, before anything is read.
+The operator gives names at start (`--lora-modules`). Clients of a server with --admin may load further adapters, but
+only from folders below `--lora-root`: a client's path is resolved, links included, before anything is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NamedAdapter:
 
 
 def read_modules(given: Sequence[str]) -> dict[str, NamedAdapter]:
-    """The adapters of --lora-modules, by name. A folder that is no adapter is refused."""
+    """Read the adapters of --lora-modules, by name. A folder that is not an adapter is refused."""
     named: dict[str, NamedAdapter] = {}
     for text in given:
         own = _read_json(text) if text.lstrip().startswith("{") else _read_pair(text)
@@ -62,8 +62,8 @@ def _read_json(text: str) -> NamedAdapter:
 
 
 def path_below(root: str, path: str) -> str:
-    """A client's path, resolved. Refused if it does not lie below the root folder, or if the files of the adapter are
-    links that lead out of it."""
+    """Resolve a client's path. Refuse it if it is not below the root folder, or if links in the adapter's files lead
+    out of it."""
     base = Path(root).resolve()
     try:
         found = (base / path).resolve()

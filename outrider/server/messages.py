@@ -113,7 +113,8 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(Body):
-    """The part of a request that becomes the prompt, and the form of the answer, which is not counted."""
+    """The fields of a request that become the prompt, and the form of the answer, which `count_tokens` does not
+    count."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)]
@@ -152,7 +153,7 @@ class MessagesRequest(MessagesPrompt):
 
 
 async def count_tokens(service: Service, body: MessagesPrompt) -> int:
-    """Tokens of the prompt that the messages become."""
+    """Count the tokens of the prompt that the messages become."""
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = await beside_loop(lambda: chat_messages(body))
@@ -198,13 +199,13 @@ def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:
 
 
 def continues_last(messages: list[ChatMessage]) -> bool:
-    """Whether the answer goes on in the last message, which then is the assistant's."""
+    """Whether the answer continues the last message, which must then be the assistant's."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _messages(role: Literal["user", "assistant"], blocks: list[Block]) -> list[ChatMessage]:
-    """Results of tools are messages of their own, before what the user says."""
+    """Convert blocks to chat messages. Results of tools become separate messages before the user's text."""
     results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content))
                for block in blocks if isinstance(block, ResultBlock)]
     text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
@@ -274,7 +275,7 @@ class _Message:
 
 
 class ContentBlocks:
-    """Blocks of the answer, and the changes that a stream tells of them. One block is open at a time."""
+    """The blocks of the answer, and the changes of them that a stream sends. One block is open at a time."""
 
     KEYS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
 
@@ -323,7 +324,7 @@ class ContentBlocks:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Clients of this API read events by their names, and pass over one that has none."""
+    """An error as an event of a stream. It has a name, because clients of this API ignore events without one."""
     return _framed([("error", error.body_for("/v1/messages"))])
 
 

@@ -1,6 +1,6 @@
-"""Metrics under the names that dashboards for vLLM already read, in Prometheus' text form. No client library.
+"""Metrics in Prometheus' text form, under the names that dashboards for vLLM already read. No client library is used.
 
-Counts of the engine are read from its own statistics when they are asked for; times of requests are observed here.
+Counts of the engine are read from its own statistics when metrics are asked for; times of requests are observed here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Belongs to one event loop."""
+    """The metrics of one event loop."""
 
     def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
         self.model_name, self.tracing = model_name, tracing
@@ -167,7 +167,7 @@ class ServerMetrics:
                                  for drafter, reason in list(stats.drafters_off)})
 
     def _adaptation_lines(self, report: AdaptationReport) -> Iterable[str]:
-        """Lines of a drafter that learns while it serves."""
+        """The lines about a drafter that learns while it serves."""
         for name, help_text, value in (
             ("adapt_texts", "Served texts that the drafter may learn from.", report.num_texts),
             ("adapt_steps", "Training steps of the drafter.", report.num_steps),
@@ -197,7 +197,7 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """Times of one prompt, from its arrival to the end of its last sample."""
+    """The times of one prompt, from its arrival to the end of its last sample."""
 
     def __init__(self, metrics: ServerMetrics, request_id: str, prompt_len: int, params: SamplingParams) -> None:
         self._metrics, self._request_id, self._header_id = metrics, request_id, REQUEST_ID.get()
@@ -224,7 +224,7 @@ class RequestTimer:
                     self._finish(increment.sample.metrics, now - self._first)
 
     def close(self) -> None:
-        """The request is over, finished or not."""
+        """Stop timing: the request is over, finished or not."""
         if len(self._ends) < len(self._num_tokens):
             self._metrics.ends["abort"] += 1
             log_request(request_id=self._request_id, x_request_id=self._header_id, finish_reason="abort",

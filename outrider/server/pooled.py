@@ -1,6 +1,6 @@
-"""Requests for hidden states: what embeddings, scores and /pooling have in common.
+"""Requests for hidden states: the common part of embeddings, scores and /pooling.
 
-Vectors become text in a thread, row by row: the JSON encoder lets no other thread run until it is done, and the answer
+A thread writes vectors as text, row by row. The JSON encoder lets no other thread run until it is done, and the answer
 to a few hundred texts would hold up every stream for half a second.
 """
 
@@ -29,7 +29,7 @@ Encoding = Literal["float", "base64"]
 
 
 class PooledRequest(Prompted):
-    """Fields that all requests for hidden states share."""
+    """The fields that all requests for hidden states share."""
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(default=None, description="None: as the server's --pooling says")
@@ -44,7 +44,7 @@ def pooling_params(service: Service, body: PooledRequest, **more: Any) -> Poolin
 
 
 async def pooled_vectors(service: Service, requests: Sequence[CheckedRequest], request_id: str) -> list[Vectors]:
-    """The pooled hidden states of each request. If one fails, the others are aborted."""
+    """Compute the pooled hidden states of each request. If one request fails, the others are aborted."""
     with service.admission.admit(len(requests), service.host.llm.engine.limits.max_requests, requests[0].tenant):
         try:
             async with asyncio.TaskGroup() as group:
@@ -70,7 +70,7 @@ def prompt_usage(requests: Sequence[CheckedRequest]) -> dict[str, int]:
 
 async def write_vectors(answer: dict[str, Any], kind: str, name: str, vectors: Sequence[Vectors],
                         encoding: Encoding | None) -> list[bytes]:
-    """`answer` as JSON in parts, with an object of the kind `kind` for each vector, or each matrix, in `data`."""
+    """Write `answer` as JSON in parts. Its `data` has an object of the kind `kind` for each vector or matrix."""
     def write() -> list[bytes]:
         parts = [compact(answer)[:-1].encode(), b',"data":[']
         for i, vector in enumerate(vectors):

@@ -1,7 +1,7 @@
-"""Bodies of requests, typed strictly: a field is served, accepted and not used, or refused by name.
+"""Bodies of requests, strictly typed: a field is served, accepted without effect, or refused by name.
 
-None stands for "not given", whatever the field: clients send answers back with a null for every field that was empty.
-Bounds of values are those of SamplingParams and are checked there.
+None means "not given" for every field, because clients send answers back with a null for every empty field.
+SamplingParams checks the ranges of values.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def leave_out_unused(cls, data: Any) -> Any:
-        """The fields that the model decides on, which refuses those that it does not have."""
+        """Remove the fields that are accepted without effect, and refuse unsupported fields of OpenAI and vLLM with the
+        reason."""
         if not isinstance(data, dict):
             return data
         own = cls.model_fields
@@ -93,12 +94,12 @@ class Body(BaseModel):
 
 
 def type_tag(value: Any) -> str:
-    """Tag of an object in a union: its type, in brackets, since a type may also be the name of a field."""
+    """The tag of an object in a union: its type, in brackets, because a type may also be the name of a field."""
     return f"<{value.get('type') or 'message'}>" if isinstance(value, dict) else f"<{getattr(value, 'type', '')}>"
 
 
 class NaturalNumbers(list[int]):
-    """A list that was read digit by digit: what is in it need not be checked again."""
+    """A list of numbers that was read digit by digit, so its items need no check."""
 
 
 def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> list[int]:
@@ -122,7 +123,7 @@ class StreamOptions(Body):
 
 
 class Scheduled(Body):
-    """Fields that say when a request runs and with whom it shares pages."""
+    """The fields that say when a request runs and with which requests it shares pages."""
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
@@ -131,12 +132,12 @@ class Scheduled(Body):
 
     @property
     def model_name(self) -> str | None:
-        """The model, or the adapter, that the body asks for."""
+        """The model or adapter that the body asks for."""
         return getattr(self, "model", None)
 
 
 class Prompted(Scheduled):
-    """Fields of requests whose prompts reach the model as they are given, or through a chat template alone."""
+    """The fields of requests with prompts, which become token ids."""
 
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = Field(
         default=None, description="the answer's id ends with it")
@@ -154,7 +155,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """`json_schema` without a schema is any JSON object, as `json_object` is."""
+    """OpenAI's response format. `json_schema` without a schema means any JSON object, as `json_object` does."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -181,7 +182,7 @@ class ResponseFormat(Body):
 
 
 class Generated(Scheduled):
-    """Fields that all requests for text share, whatever their API."""
+    """The fields that all requests for text share, in every API."""
 
     model: str | None = None
     temperature: float | None = None
@@ -194,7 +195,7 @@ class Generated(Scheduled):
 
 
 class SamplingFields(Generated, Prompted):
-    """Fields that completions and chats share."""
+    """The fields that completions and chats share."""
 
     n: int | None = None
     presence_penalty: float | None = None
@@ -227,7 +228,7 @@ class SamplingFields(Generated, Prompted):
                                   "structural_tag")
 
     def form(self) -> StructuredOutputsParams | None:
-        """The form that the text must have, if the body asks for one."""
+        """The form that the body gives the text, if any."""
         try:
             own = None if self.response_format is None else self.response_format.form()
         except ValueError as error:
@@ -246,7 +247,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """`more`: fields that the two kinds of request spell differently."""
+        """The sampling parameters. `more`: those that the two kinds of request spell differently."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["structured_outputs"], given["extra_args"] = self.form(), self.vllm_xargs
@@ -269,7 +270,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def _check_sizes(self) -> None:
-        """Lists whose every text is looked for after every token, or tokenized before the first one."""
+        """Refuse long lists of texts: each text is searched for after every token, or tokenized before the first."""
         for name, most in MAX_TEXTS.items():
             given = getattr(self, name) or []
             if isinstance(given, list) and len(given) > most:
@@ -310,7 +311,7 @@ OTHER_MEDIA = ("image", "audio", "video", "file", "document")  # in the types of
 
 
 class Said(Body):
-    """A message whose content may be a list of parts."""
+    """A message with content that may be a list of parts."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """The page at /docs: every route with the fields of its body, made from the schema at /openapi.json.
 
-Plain HTML without scripts. It loads nothing from elsewhere, so it can be read where no other network is reached.
+The page is plain HTML without scripts and loads nothing from elsewhere, so it works without another network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inl
 
 
 def reference_page(schema: dict[str, Any]) -> HTMLResponse:
-    """schema: the application's, in OpenAPI's form."""
+    """Write the page. schema: the application's OpenAPI schema."""
     bodies = schema.get("components", {}).get("schemas", {})
     parts = [_route(method, path, operation, bodies) for path, methods in schema["paths"].items()
              for method, operation in methods.items()]

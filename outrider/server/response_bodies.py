@@ -35,7 +35,7 @@ class InputText(Body):
 
 
 class InputItem(Body):
-    """Fields that items have because an answer had them: nothing depends on them."""
+    """The fields that items have because an answer had them. They have no effect."""
 
     id: str | None = None
     status: str | None = None
@@ -82,7 +82,7 @@ class ResponseTool(Function):
 
 
 class TextFormat(Body):
-    """As a chat's response_format, with the schema's fields beside its type."""
+    """A response format with the schema's fields beside its type, not below it as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -113,7 +113,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesPrompt(Body):
-    """The fields that the prompt is made of, and those that say what may follow it, which are not counted."""
+    """The fields that become the prompt, and those about what may follow it, which do not count as tokens."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None
@@ -135,7 +135,7 @@ class ResponsesPrompt(Body):
 
     @property
     def input_items(self) -> list[Item]:
-        """A text is a user's message."""
+        """The input as items. A text is a user's message."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input or []
@@ -178,7 +178,7 @@ class ResponsesRequest(ResponsesPrompt, Generated):
 
 
 def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
-    """Items become messages; calls and reasoning belong to the assistant's message that follows or holds them."""
+    """Convert items to messages. Calls and reasoning become part of the assistant's message."""
     messages = [ChatMessage(role="system", content=instructions)] if instructions else []
     for item in items:
         match item:

@@ -1,4 +1,4 @@
-"""ResponseItems: the output of /v1/responses, built by one class, whether it is streamed or returned at the end."""
+"""ResponseItems: builds the output of /v1/responses, both for streams and for answers sent at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class ResponseItems:
-    """Items of the output, and the changes that a stream tells of them. One item is open at a time."""
+    """The items of the output, and the changes of them that a stream sends. One item is open at a time."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
@@ -26,7 +26,8 @@ class ResponseItems:
         return next(self._numbers)
 
     def take(self, event: Event, logprobs: list[Json]) -> Iterable[tuple[str, Json]]:
-        """logprobs: of the event's tokens, if it is content and they are asked for."""
+        """Add a parser's event. logprobs: log-probabilities of the event's tokens, if it is content and the client
+        asked for them."""
         match event:
             case Content(text):
                 yield from self._begin("message", "msg")

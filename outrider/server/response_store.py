@@ -1,7 +1,7 @@
-"""ResponseStore: responses that clients retrieve, continue or delete later. In memory only, and bounded.
+"""ResponseStore: stored responses that clients retrieve, continue or delete. They are in memory only, and bounded.
 
-Every API key has responses of its own, and bounds of its own: no client sees what another one stored, or pushes it out.
-The oldest responses go first.
+Every API key has its own responses and its own bounds: no client sees or displaces the responses of another key. The
+oldest responses are dropped first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Belongs to one event loop. `max_responses`: for each key; 0 if nothing is to be stored."""
+    """The stored responses of one event loop. `max_responses`: for each key; 0 stores none."""
 
     def __init__(self, max_responses: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_on = max_responses > 0
@@ -60,7 +60,7 @@ class ResponseStore:
         self._responses: dict[str | None, dict[str, tuple[float, StoredResponse]]] = {}
 
     def add(self, tenant: str | None, response: StoredResponse) -> None:
-        """A response that is larger than all responses of a key may be is not stored."""
+        """Store a response, unless it is larger than everything that a key may store."""
         self._forget_old()
         if response.num_bytes > MAX_BYTES or response.num_items > MAX_ITEMS:
             return
@@ -73,7 +73,7 @@ class ResponseStore:
             num_bytes, num_items = num_bytes - oldest.num_bytes, num_items - oldest.num_items
 
     def find(self, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
-        """`param`: the field that names the response, for the error of one that is not there."""
+        """Find a stored response. `param`: the field that names it, for the error if there is none."""
         self._forget_old()
         found = self._responses.get(tenant, {}).get(response_id)
         if found is None:

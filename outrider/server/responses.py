@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer API over the same chat. Responses are stored, so that a conversation can go on."""
+"""/v1/responses: OpenAI's newer API over the same chat. Responses are stored, so that a conversation can continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def response_routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesPrompt, request: Request) -> Json:
-        """Count the tokens that the body's prompt has."""
+        """Count the tokens of the body's prompt."""
         return {"object": "response.input_tokens",
                 "input_tokens": await count_tokens(service, body, request.scope[TENANT])}
 
@@ -66,7 +66,7 @@ def response_routes(service: Service) -> APIRouter:
     async def input_items(response_id: str, request: Request, limit: Annotated[str, Query()] = "20",
                           order: Annotated[str, Query()] = "desc",
                           after: Annotated[str | None, Query()] = None) -> Response:
-        """All items that the model was given, those of earlier responses included."""
+        """Return all items that the model was given, including those of earlier responses."""
         check_query(request.query_params, ("limit", "order", "after", *INCLUDE))
         if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_ITEMS:
             raise ApiError(400, f"limit must be 1 to {MAX_ITEMS}, got {shown(limit)}", param="limit")
@@ -148,7 +148,7 @@ def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[An
 
 
 class _Response:
-    """One request to the route, from its prepared conversation to its answer. `earlier`: items of the response that
+    """One request to the route, from its prepared conversation to its answer. `earlier`: the items of the response that
     this one continues."""
 
     def __init__(self, service: Service, conversation: TranslatedChat, body: ResponsesRequest, tenant: str | None,
@@ -203,7 +203,7 @@ class _Response:
         return "incomplete" if self._conversation.finish_reason == "length" else "completed"
 
     def _finished(self) -> StoredResponse:
-        """The whole response, with the items to keep if it is stored."""
+        """The whole response, and the items to keep if it is stored."""
         response = self._response(self._status)
         given = [_input_item(item) for item in self._body.input_items] if self._is_stored else []
         return StoredResponse(self._id, compact(response).encode(),
@@ -211,7 +211,7 @@ class _Response:
                               tuple(map(StoredItem.from_json, response["output"])))
 
     def _keep(self, response: StoredResponse) -> None:
-        """Called before the client knows that the response has ended, and may continue it."""
+        """Store the response; called before the client knows that it has ended and may continue it."""
         if self._is_stored:
             self._store.add(self._tenant, response)
 
@@ -238,7 +238,7 @@ class _Response:
 
 
 def _input_item(item: Item) -> Json:
-    """An item in the form that `GET .../input_items` returns: it has an id, and a plain text is a list of one part."""
+    """An item in the form of `GET .../input_items`: with an id, and a plain text as a list of one part."""
     prefix = {"message": "msg", "reasoning": "rs"}.get(item.type, "fc")
     given = {"id": new_id(prefix), "status": "completed"} | item.model_dump(exclude_none=True)
     if isinstance(item, InputMessage) and isinstance(item.content, str):

@@ -1,5 +1,8 @@
-"""Restarts: how often what failed is started again, and after how long, which grows: what failed twice within seconds
-lacks something that may take longer to come back, as the memory of a device that another process still holds."""
+"""Restarts: how often a failed engine is started again, and after which growing wait.
+
+The wait grows because an engine that fails twice within seconds may need something that takes longer to come back, such
+as device memory that another process still holds.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ MOST_SECONDS = 60.0
 
 class Restarts:
     def __init__(self, most: int) -> None:
-        """most: restarts within the window."""
+        """most: the number of restarts within the window."""
         self._most = most
         self._times: deque[float] = deque()  # of the restarts within the window, when they were decided
 
     def next_wait(self, now: float) -> float | None:
-        """Count a restart. Returns how many seconds to wait before it; None if there were as many as there may be."""
+        """Count a restart and return the seconds to wait before it. None if no restarts are left."""
         while self._times and now - self._times[0] > WINDOW_SECONDS:
             self._times.popleft()
         if len(self._times) >= self._most:

@@ -1,7 +1,7 @@
-"""/score and /rerank: how similar texts are, by the angle between their embeddings.
+"""/score and /rerank: the similarity of texts, by the angle between their embeddings.
 
-Bodies and answers are vLLM's; those of /rerank are also Jina's and Cohere's. Each text is computed once, however many
-pairs it is part of.
+Bodies and answers are vLLM's; those of /rerank are also Jina's and Cohere's. Each text is computed once, even if it is
+in many pairs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _texts(given: Any) -> list[Any]:
 
 async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others: list[Any],
                  tenant: str | None) -> list[CheckedRequest]:
-    """Requests of a head that scores two texts together, one for each pair."""
+    """Requests for a model that scores two texts together, one request for each pair."""
     truncation = service.truncation(body)
     try:
         prompts = await asyncio.to_thread(service.host.llm.engine.checks.join_pairs, ones, others)
@@ -158,7 +158,7 @@ async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others:
 
 async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
                   request_id: str) -> list[float]:
-    """`ones` is empty where the requests of `others` are pairs."""
+    """The scores of all pairs. `ones` is empty where the requests in `others` are pairs already."""
     vectors = await pooled_vectors(service, [*ones, *others], request_id)
     if not ones:
         return [float(vector[0]) for vector in vectors]

@@ -1,4 +1,4 @@
-"""ServedAdapters: adapters over HTTP, as models beside the one that is served."""
+"""ServedAdapters: adapters that are served as models beside the base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 
 
 class ServedAdapters:
-    """The adapters that are served as models, by name. They outlive an engine that is started again."""
+    """The served adapters by name. They survive a restart of the engine."""
 
     def __init__(self, modules: Sequence[str], root: str | None, model_names: Sequence[str]) -> None:
         self._named, self._root, self._model_names = read_modules(modules), root, tuple(model_names)
@@ -27,13 +27,12 @@ class ServedAdapters:
         return list(self._named)
 
     def find(self, model: str | None) -> LoRARequest | None:
-        """The adapter that a body names as its model."""
+        """Find the adapter that a body names as its model."""
         adapter = self._named.get(model or "")
         return None if adapter is None else adapter.request
 
     def card(self, name: str) -> dict[str, str]:
-        """The fields of /v1/models that only an adapter's card has: the name of its folder, and of the model that it
-        adapts."""
+        """The fields of /v1/models that only adapters have: the name of the folder, and the model that it adapts."""
         adapter = self._named.get(name)
         if adapter is None:
             return {}

@@ -1,4 +1,4 @@
-"""Service: what the routes share. Which models there are, how prompts become token ids, and who may run when."""
+"""Service: what the routes share. It knows the models' names, turns prompts into token ids, and decides who may run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Sampled = TypeVar("Sampled", bound=SamplingFields)
 
 
 class Service:
-    """Belongs to one event loop."""
+    """The shared state of the routes, in one event loop."""
 
     def __init__(self, host: EngineHost, config: ServerConfig, model_names: Sequence[str],
                  chat_template: str | None = None, tracing: Tracing | None = None) -> None:
@@ -65,11 +65,11 @@ class Service:
 
     @property
     def all_names(self) -> list[str]:
-        """Names that a request may have as its model: those of the model, then those of adapters."""
+        """The names that a request may give as its model: those of the model, then those of adapters."""
         return [*self.model_names, *self.adapters.names]
 
     def check_model(self, name: str | None) -> str:
-        """Refuse a name that is not served. Returns the name that the answer carries: the client's, or the first."""
+        """Refuse a name that is not served. Return the name for the answer: the client's, or the first."""
         if name is None or name in self.all_names:
             return name or self.model_names[0]
         raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(self.all_names[:20])}",
@@ -85,14 +85,14 @@ class Service:
     # Prompts
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
-        """A text of the field `param` of a body."""
+        """Tokenize a text from the field `param` of a body."""
         (ids,) = await self.encode_prompts(text, param, add_special_tokens)
         return ids
 
     async def encode_prompts(self, given: str | list[str] | list[int] | list[list[int]], param: str,
                              add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[list[int]]:
-        """One prompt or several, each a text or token ids, from the field `param` of a body. Many characters, in one
-        text or in all together, are tokenized in a thread."""
+        """Tokenize one prompt or several, each a text or token ids, from the field `param` of a body. Many characters
+        are tokenized in a thread."""
         if not given and not isinstance(given, str):
             raise ApiError(400, f"{param} is an empty list", param=param)
         prompts: Sequence[str | list[int]] = cast(
@@ -109,7 +109,7 @@ class Service:
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
     async def read_embeds(self, given: str | list[str]) -> list[TokensOrEmbeds]:
-        """One file with embeddings, or several, from the field prompt_embeds of a body."""
+        """Read one file with embeddings, or several, from the field prompt_embeds of a body."""
         files = [given] if isinstance(given, str) else given
         if not 1 <= len(files) <= self.config.max_prompts:
             raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and 1 to {self.config.max_prompts} are "
@@ -125,8 +125,9 @@ class Service:
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
                           continue_final_message: bool | None = None, add_special_tokens: bool | None = None,
                           truncation: Truncation | None = None, reasoning_effort: str | None = None) -> list[int]:
-        """add_special_tokens: those that the tokenizer puts around a text, beside those that the template writes.
-        reasoning_effort: how much the model should reason, or "none", for templates that read a variable for it."""
+        """Render messages through the chat template and tokenize them. add_special_tokens: also add the tokens that the
+        tokenizer puts around a text. reasoning_effort: how much the model should reason, or "none", for templates
+        that read a variable for it."""
         variables = variables or {}
         for name in variables.keys() & set(RESERVED):
             raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
@@ -151,7 +152,7 @@ class Service:
         return await asyncio.to_thread(work)  # a template may take seconds
 
     def with_defaults(self, body: Sampled) -> Sampled:
-        """The body with the server's own settings for fields that it leaves to the server."""
+        """The body with the server's settings in fields that the body leaves empty."""
         given: dict[str, Any] = {}
         if self.config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
             given["return_tokens_as_token_ids"] = True
@@ -164,7 +165,7 @@ class Service:
 
     async def check_sampled(self, body: SamplingFields, prompts: Sequence[TokensOrEmbeds], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
-        """One request for each prompt. `more`: sampling parameters that the body spells differently."""
+        """Make one checked request for each prompt. `more`: sampling parameters that the body spells differently."""
         limits = self.host.llm.engine.limits
         if body.use_beam_search:
             params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
@@ -183,8 +184,8 @@ class Service:
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
-        """Make one request for each prompt, or raise ApiError. `names`: pairs of a name in the engine's error messages
-        and the field of the body that it came from."""
+        """Make one checked request for each prompt, or raise ApiError. `names`: pairs of a name in the engine's error
+        messages and the body's field that it came from."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]
@@ -195,13 +196,13 @@ class Service:
             raise bad_value(error, type(body).model_fields, names) from None
 
     def deadline(self, body: Scheduled) -> float | None:
-        """Seconds that the request may take: its own limit or the server's, whichever is less."""
+        """The seconds that the request may take: its own limit or the server's, the smaller one."""
         return min((limit for limit in (body.timeout, self.config.request_timeout) if limit is not None), default=None)
 
     # Running
 
     async def run(self, requests: Sequence[CheckedRequest], request_id: str) -> Increments:
-        """Increments with the index of their prompt."""
+        """Run the requests and yield increments with the index of their prompt."""
         llm = self.host.llm
         num_samples = sum(request.num_samples for request in requests)
         with self.admission.admit(num_samples, llm.engine.limits.max_requests, requests[0].tenant):
@@ -211,7 +212,7 @@ class Service:
 
     async def whole(self, body: SamplingFields, requests: Sequence[CheckedRequest], request_id: str, usage: Usage, *,
                     skip_special_tokens: bool) -> list[RequestOutput]:
-        """The finished output of each prompt, sampled or found by a beam search."""
+        """Run the requests and return the finished output of each prompt, sampled or found by a beam search."""
         if not body.use_beam_search:
             return await whole_outputs(self.run(requests, request_id), requests, usage)
         llm = self.host.llm
@@ -222,13 +223,13 @@ class Service:
         return outputs
 
     def check_load(self, tenant: str | None = None) -> None:
-        """Refuse before anything is tokenized, if not even one more sample of the tenant could wait."""
+        """Refuse the request before it is tokenized, if not one more sample of the tenant may wait."""
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests, tenant):
             pass
 
     def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
-        """A text that cannot fit is refused, or shortened, before it is tokenized: a token has at most so many
-        characters."""
+        """Tokenize a text. A text that cannot fit is refused or shortened first, by the most characters that a token
+        can have."""
         max_len = self.host.llm.engine.limits.max_len
         if len(text) > max_len and len(text) > max_len * self._longest_token:
             if truncation is None:
@@ -248,8 +249,8 @@ class Service:
 
 
 def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
-    """Refuse messages of unusual roles that the chat template has left out of the prompt's text. Each is looked for
-    behind the one before: to look through the whole text for each of many thousands would take minutes."""
+    """Refuse messages with unusual roles that the chat template left out. Each message is searched for behind the
+    previous one, because searching the whole text for each of many thousands would take minutes."""
     end = 0
     for message in messages:
         if message.role not in ROLES:
@@ -261,7 +262,7 @@ def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
 
 
 def _reasoning_hints(effort: str | None) -> dict[str, Any]:
-    """The variables by which chat templates are told how much to reason. Few templates read more than one of them."""
+    """The variables that tell chat templates how much to reason. Few templates read more than one of them."""
     does_reason = effort != "none"
     return {} if effort is None else {
         "reasoning_effort": effort, "enable_thinking": does_reason, "thinking": does_reason}
@@ -277,7 +278,7 @@ def new_id(prefix: str) -> str:
 
 
 def name_request(prefix: str, body: Prompted) -> RequestName:
-    """Name a request after the client's own id, if the body has one."""
+    """Make the request's id, from the client's own id if the body has one."""
     if body.request_id is None:
         own = new_id(prefix)
         return RequestName(own, own)

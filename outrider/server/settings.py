@@ -1,4 +1,4 @@
-"""ServerConfig: every setting of the HTTP front with its default, frozen. Names follow vLLM's where they agree."""
+"""ServerConfig: every setting of the HTTP front with its default, frozen. Names are vLLM's where the settings agree."""
 
 from __future__ import annotations
 

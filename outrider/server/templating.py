@@ -1,4 +1,4 @@
-"""Messages and tools in the form that chat templates read: contents as text, arguments of calls as objects."""
+"""Convert messages and tools to the form that chat templates read: contents as text, arguments of calls as objects."""
 
 from __future__ import annotations
 

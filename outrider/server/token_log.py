@@ -16,10 +16,10 @@ Entry: TypeAlias = dict[int, Logprob] | None  # None: the first token of a promp
 class TokenLog:
     """The tokens of one text with their log-probabilities and offsets, as OpenAI's API has them.
 
-    An offset never lies beyond the text that has been given out. In a stream a token waits until the text in which it
-    begins has been given out. A token whose text was cut off by a stop string has the offset of the text's end.
-    `begin`: the offset at which this text begins.
-    `by_id`: tokens are named by their ids instead of their texts.
+    An offset never lies beyond the text sent so far: in a stream, a token waits until the text in which it begins was
+    sent. A token with text that a stop string cut off has the offset of the text's end.
+
+    begin: the offset at which this text begins. by_id: name tokens by their ids instead of their texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool, num_top: int, begin: int = 0, *,

@@ -1,8 +1,8 @@
 """OpenTelemetry traces, an optional extra: spans of requests, and of a few of the engine's steps.
 
-A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so that a
-token costs nothing. A step's span has its schedule and the parts of its run; a bounded number of steps a second gets
-one.
+A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so tokens cost
+nothing. A step's span contains its schedule and the parts of its run; only a bounded number of steps a second gets a
+span.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, service_name: str) -> Tracing:
-        """Spans go to a collector that takes OTLP over HTTP."""
+        """Send spans to a collector that takes OTLP over HTTP."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -40,7 +40,7 @@ class Tracing:
         return cls(provider)
 
     def record(self, metrics: RequestMetrics, attributes: Mapping[str, Any]) -> None:
-        """The spans of a request that has ended now. Its times are on the clock of perf_counter."""
+        """Record the spans of a request that has just ended. Its times are on the clock of perf_counter."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -59,11 +59,13 @@ class Tracing:
         span.end(_nanoseconds(now, offset))
 
     def record_step(self, step: TracedStep) -> None:
-        """The spans of a step whose result was read. A trace of their own: a step serves many requests.
+        """Record the spans of a step after its result was read. They are a separate trace, because a step serves many
+        requests.
 
         Below the step are `schedule` and the parts that the worker timed: on a CPU `admit`, `forward`, `grammars` (if a
         request has one), `finish`, `draft` (if there is a drafter) and `read`. On a GPU a step is one captured graph in
-        which no time is taken, so its parts are one span, `device`."""
+        which no time is taken, so its parts are one span, `device`.
+        """
         from opentelemetry.trace import set_span_in_context
 
         batch, result = step.batch, step.result

@@ -1,4 +1,4 @@
-"""A chat that another API than OpenAI's chat completions asks for: messages in, events out, one sample."""
+"""TranslatedChat: a chat that comes through another API than chat completions. Messages in, events out, one sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChatPart(NamedTuple):
 
 class TranslatedChat:
     def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
-        """names: the API's own names of fields that have another name in a chat's body."""
+        """names: the API's own names for fields that a chat's body names differently."""
         self._service, self._body, self._names = service, body, names
         self.model = ""
         self.finish_reason: str | None = None
@@ -29,7 +29,7 @@ class TranslatedChat:
         self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has been made of
 
     async def prepare(self, tenant: str | None) -> None:
-        """Raises what is wrong with the request."""
+        """Check the request, and raise its error."""
         try:
             self.model, requests, self._choices = await prepare_chat(self._service, self._body, tenant)
         except ApiError as error:
@@ -38,7 +38,7 @@ class TranslatedChat:
         self.usage = Usage(requests)
 
     async def events(self, request_id: str) -> AsyncGenerator[ChatPart, None]:
-        """As they come if the chat is streamed, and otherwise all at the end."""
+        """Yield events as they come if the chat is streamed, otherwise all at the end."""
         reader, held = ChangeReader(), list[ChatPart]()
         async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:
@@ -58,8 +58,9 @@ class TranslatedChat:
                 yield ChatPart([event], logprobs.get(id(event), []))
 
     def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
-        """A parser does not say which tokens an event is made of. Those of content are the last ones whose texts are
-        as long as the content; those before them are of markers, reasoning and calls."""
+        """The log-probabilities of content. A parser does not say which tokens make an event, so the content's tokens
+        are found by length: the last ones with texts as long as the content. The tokens before them are markers,
+        reasoning and calls."""
         if change.logprobs is None:
             return []
         self._waiting += logprobs_to_json(change.token_ids, named(change.logprobs), self._body.top_logprobs or 0)

@@ -1,7 +1,7 @@
-"""Truncation: prompts that are cut to a number of tokens before they are checked, as `truncate_prompt_tokens` asks for.
+"""Truncation: cuts prompts to a number of tokens before they are checked, as `truncate_prompt_tokens` asks.
 
-Tokens that the tokenizer puts around a text stay: a model that was trained with a first or last token of its own would
-read another text without it.
+Tokens that the tokenizer puts around a text stay, because a model trained with a first or last token would misread the
+text without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Truncation:
 
     @classmethod
     def from_body(cls, body: Prompted, max_len: int, side: Side, num_new: int = 0) -> Truncation | None:
-        """side: the side that is cut if the body does not say. num_new: tokens that follow the prompt."""
+        """Read the truncation from a body. side: the side that is cut by default. num_new: the number of tokens after
+        the prompt."""
         num_tokens = body.truncate_prompt_tokens
         if num_tokens is None:
             if body.truncation_side is not None:
@@ -56,5 +57,6 @@ class Truncation:
         return list(ids[: self.num_tokens] if self.side == "right" else ids[-self.num_tokens :])
 
     def shorten(self, text: str, num_characters: int) -> str:
-        """The characters that the tokens that stay may come from, so that a text of any length takes bounded time."""
+        """Keep only the characters that the remaining tokens can come from, so that a text of any length takes bounded
+        time."""
         return text[:num_characters] if self.side == "right" else text[-num_characters:]

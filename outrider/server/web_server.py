@@ -1,4 +1,4 @@
-"""WebServer: uvicorn's server, for a terminal in which somebody presses Ctrl-C and then presses it again."""
+"""WebServer: uvicorn's server for a terminal, where a user presses Ctrl-C and then presses it again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.server.settings import ServerConfig
 
 
 def web_options(config: ServerConfig, tls: Mapping[str, Any]) -> dict[str, Any]:
-    """uvicorn's options, the same for one engine and for the front of several."""
+    """uvicorn's options, which are the same for one engine and for the front of several."""
     return {"http": BoundedHttp, "log_level": config.uvicorn_log_level, "lifespan": "on", "server_header": False,
             "log_config": None, "timeout_graceful_shutdown": int(config.shutdown_timeout),
             "access_log": config.uvicorn_log_level != "warning", **tls}
 
 
 class WebServer(uvicorn.Server):
-    """`tell` shows a line to the user who stops the server."""
+    """uvicorn's server. `tell` shows a line to the user who stops it."""
 
     def __init__(self, config: uvicorn.Config, tell: Callable[[str], None]) -> None:
         super().__init__(config)

@@ -1,8 +1,8 @@
-"""Responses that run a request: one JSON object at its end, or server-sent events while it runs.
+"""Responses that run a request: one JSON object at the end, or server-sent events while it runs.
 
 The client is watched meanwhile. When it leaves, or the deadline passes, the work is cancelled, which aborts the request
-in the engine and frees its pages. Nothing is sent before the first result, so that whatever is wrong with a request
-has a status of its own; an error after that is an event.
+in the engine and frees its pages. Nothing is sent before the first result, so an error until then has its own status; a
+later error is an event.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAST_SECONDS = 1.0  # for a client to take the error that ends its stream
 
 
 class Work(Response):
-    """`_produce` makes the answer and sends it. Runs once."""
+    """A response that is produced once: `_produce` makes the answer and sends it."""
 
     def __init__(self, timeout: float | None) -> None:
         self.background = None
@@ -69,7 +69,7 @@ class Work(Response):
 
 
 class JsonWork(Work):
-    """`answer`: the object, or parts of its JSON that follow one another, which others have written."""
+    """A response of one JSON object. `answer`: the object, or consecutive parts of JSON text."""
 
     def __init__(self, answer: Awaitable[dict[str, Any] | list[bytes]], timeout: float | None) -> None:
         super().__init__(timeout)
@@ -87,8 +87,8 @@ class JsonWork(Work):
 
 
 class EventStream(Work):
-    """`frames`: each item holds all events that were ready, as bytes. `error_event` writes an error that comes after
-    the first of them."""
+    """A stream of events. `frames`: each item holds all events that were ready, as bytes. `error_event` writes an error
+    that comes after the first frame."""
 
     def __init__(self, frames: AsyncGenerator[bytes, None], timeout: float | None, end: bytes = DONE,
                  error_event: Callable[[ApiError], bytes] = lambda error: event(error.body)) -> None:
@@ -125,7 +125,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The message that a client gets for an exception. Details it must not see are logged instead."""
+    """The error that a client gets for an exception. Details that the client must not see go to the log."""
     match error:
         case ApiError():
             return error
@@ -144,7 +144,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def while_client_waits(work: Awaitable[Made]) -> Made:
-    """Do what may wait for long before there is a response. It is cancelled when the client leaves."""
+    """Do work that may wait long before there is a response. It is cancelled when the client leaves."""
     receive = CLIENT.get()
     if receive is None:
         return await work

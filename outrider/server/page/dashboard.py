@@ -1,5 +1,6 @@
-"""The page at `/`, put together from the files of this folder: no outside assets. It holds no data: what it shows it
-asks of /metrics."""
+"""The page at `/`, built from the files of this folder and nothing from elsewhere. It contains no data: its script asks
+/metrics.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SCRIPTS = ("charts.js", "markdown.js", "chat.js")
 
 
 def dashboard() -> HTMLResponse:
-    """Browsers run the page's own script and no other, and talk to this server alone."""
+    """The page as a response. Its headers allow browsers to run only the page's own script and to connect only to this
+    server."""
     folder = files("outrider.server.page")
     script = "\n" + "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     text = folder.joinpath("page.html").read_text(encoding="utf-8").replace("<script></script>",

@@ -1,4 +1,4 @@
-"""Parsers of what models write: reasoning, tool calls and content, from text that comes in pieces of any length."""
+"""Parsers of model output: reasoning, tool calls and content, from text that comes in pieces of any length."""
 
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, output_parser
 from outrider.server.parsers.machine import (

@@ -1,7 +1,7 @@
 """Cursor: text that comes in pieces, and a place in it.
 
-Readers of calls are generators, so that they are written as if all of their text was there: they yield events, and None
-where they need more text. The methods here that may need more text are generators of the same kind.
+Readers of calls are generators, so they are written as if the whole text was there: they yield events, and None where
+they need more text. The methods here that may need more text are generators of the same kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cursor:
         return self._place == len(self._text)
 
     def mark(self, num_back: int = 0) -> None:
-        """Set the mark so many characters before the place, all of which were taken since the last feed."""
+        """Set the mark this many characters before the place. All of them must have been taken since the last feed."""
         self._past.clear()
         self._mark = self._place - num_back
 
@@ -39,12 +39,12 @@ class Cursor:
         return "".join(self._past) + self._text[self._mark:self._place]
 
     def step_back(self, text: str) -> None:
-        """Undo the taking of a text that was just taken."""
+        """Move back over a text that was just taken."""
         self._place -= len(text)
 
     def piece(self, *markers: str) -> tuple[str, str | None]:
-        """Take the text before the first marker, and the marker. Without one, take the text that cannot be part of
-        one."""
+        """Take the text before the first marker, and the marker. Without a marker, take the text that cannot be the
+        beginning of one."""
         found = _pattern(markers).search(self._text, self._place) if markers else None
         end = found.start() if found else len(self._text)
         marker = found[0] if found else None
@@ -59,7 +59,7 @@ class Cursor:
         return text, marker
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Take what the pattern matches in the text that is there."""
+        """Take what the pattern matches in the text so far."""
         found = pattern.match(self._text, self._place)
         if found is None:
             return ""
@@ -67,13 +67,13 @@ class Cursor:
         return found[0]
 
     def char(self) -> Waiting[str]:
-        """The next character, which is not taken; empty at the end of the text."""
+        """The next character, without taking it; empty at the end of the text."""
         while self.is_at_end and not self.is_last:
             yield None
         return self._text[self._place:self._place + 1]
 
     def while_matches(self, pattern: re.Pattern[str]) -> Waiting[str]:
-        """Take text as long as the pattern, of single characters, matches."""
+        """Take text as long as it matches the pattern, which matches single characters."""
         pieces = [self.match(pattern)]
         while self.is_at_end and not self.is_last:
             yield None
@@ -84,7 +84,7 @@ class Cursor:
         return self.while_matches(_SPACE)
 
     def takes(self, token: str) -> Waiting[bool]:
-        """Take the token if the text goes on with it."""
+        """Take the token if it comes next."""
         while True:
             rest = self._text[self._place:self._place + len(token)]
             if rest == token:
@@ -99,7 +99,7 @@ class Cursor:
             raise ValueError(f"no {token}")
 
     def until(self, *markers: str) -> Waiting[tuple[str, str | None]]:
-        """Take the text before the first marker, and the marker; None for it at the end of the text."""
+        """Take the text before the first marker, and the marker. At the end of the text the marker is None."""
         pieces = []
         while True:
             text, marker = self.piece(*markers)
@@ -109,7 +109,7 @@ class Cursor:
             yield None
 
     def until_needed(self, *markers: str) -> Waiting[str]:
-        """Take the text before the first marker, and the marker, which must come."""
+        """Take the text before the first marker, and the marker. The call is malformed if the marker does not come."""
         text, marker = yield from self.until(*markers)
         if marker is None:
             raise ValueError(f"no {markers[0]}")

@@ -90,7 +90,7 @@ def _word_value(word: str) -> str:
 
 
 def stream_text(cursor: Cursor, end: str) -> CallReader:
-    """Text up to a marker that must come, as a JSON string."""
+    """Read text up to a marker that must come, and write it as a JSON string."""
     yield CallArguments('"')
     while True:
         text, marker = cursor.piece(end)

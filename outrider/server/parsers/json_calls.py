@@ -1,6 +1,6 @@
-"""Formats whose arguments are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek V3, Kimi K2, gpt-oss and others.
+"""Formats with JSON arguments: Hermes and Qwen, Llama 3, Mistral, DeepSeek V3, Kimi K2, gpt-oss and others.
 
-Arguments are handed out as the model writes them, and checked when they are whole.
+Arguments are yielded as the model writes them, and checked when they are whole.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _BEFORE = re.compile(r"[\s\[]*")
 
 
 class JsonValue:
-    """Finds the end of one JSON value that is an object, a list or a string."""
+    """Finds the end of a JSON object, list or string."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escapes = 0, False, False
         self.is_done = False
 
     def take(self, cursor: Cursor) -> str:
-        """The value's text, as far as it is there."""
+        """Take as much of the value's text as there is."""
         pieces = []
         while not self.is_done and not cursor.is_at_end:
             if not self._escapes:
@@ -60,7 +60,7 @@ class JsonValue:
 
 
 def read_value(cursor: Cursor) -> Waiting[Any]:
-    """One JSON value of any kind."""
+    """Read one JSON value of any kind."""
     if (yield from cursor.char()) not in ("{", "[", '"'):
         return read_json((yield from cursor.while_matches(_WORD)))
     value, pieces = JsonValue(), []
@@ -74,7 +74,7 @@ def read_value(cursor: Cursor) -> Waiting[Any]:
 
 
 def read_arguments(cursor: Cursor) -> CallReader:
-    """An object, to the end of its call."""
+    """Read an object of arguments, to the end of its call."""
     if (yield from cursor.char()) != "{":
         raise ValueError("arguments are an object")
     value, pieces = JsonValue(), []
@@ -92,7 +92,7 @@ def read_arguments(cursor: Cursor) -> CallReader:
 
 
 def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
-    """{"name": .., "arguments": {..}} behind its first brace; some models write "parameters" for arguments, or the
+    """Read {"name": .., "arguments": {..}} behind its first brace. Some models write "parameters" for arguments, or the
     arguments as text, or wrap the call as {"type": "function", "function": {..}}."""
     name: Any = None
     arguments: Any = None if needs_arguments else {}
@@ -128,7 +128,7 @@ def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
 
 
 def _close(cursor: Cursor) -> CallReader:
-    """The rest of the object around a call's arguments, which a model may forget."""
+    """Read the end of the object around a call's arguments, which a model may forget."""
     yield from cursor.skip_space()
     while (yield from cursor.takes(",")):
         yield from cursor.skip_space()
@@ -144,8 +144,8 @@ def _close(cursor: Cursor) -> CallReader:
 
 
 def objects(end: str | None = None, first: str = "{", *, needs_arguments: bool = False) -> ReadCalls:
-    """Reads one call, a list of calls, or calls with semicolons between them. `end`: the marker that ends the region.
-    `first`: what the region's marker leaves to be read."""
+    """Make a reader of one call, a list of calls, or calls with semicolons between them. `end`: the marker that ends
+    the region. `first`: the text that the region's marker has already taken from the first call."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         if first:
@@ -187,7 +187,7 @@ def _named_call(name: str, cursor: Cursor, call_id: str | None = None) -> CallRe
 
 def sections(call_begin: str, call_end: str, end: str,
              read_one: Callable[[Cursor], CallReader]) -> ReadCalls:
-    """Reads calls with markers around each, up to the marker that ends all."""
+    """Make a reader of calls with markers around each, up to the marker that ends all."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         num_calls = 0
@@ -203,7 +203,7 @@ def sections(call_begin: str, call_end: str, end: str,
 
 
 def _read_deepseek(cursor: Cursor) -> CallReader:
-    """V3: `function<sep>F` and a fenced object; V3.1: `F<sep>{..}`."""
+    """Read V3's `function<sep>F` with a fenced object, or V3.1's `F<sep>{..}`."""
     name = yield from cursor.until_needed("<｜tool▁sep｜>")
     yield from cursor.skip_space()
     if (yield from cursor.char()) != "{":
@@ -213,7 +213,7 @@ def _read_deepseek(cursor: Cursor) -> CallReader:
 
 
 def _read_kimi(cursor: Cursor) -> CallReader:
-    """`functions.F:0<begin>{..}`, where the text before the marker is the call's id."""
+    """Read `functions.F:0<begin>{..}`. The text before the marker is the call's id."""
     call_id = (yield from cursor.until_needed("<|tool_call_argument_begin|>")).strip()
     yield from cursor.skip_space()
     name = re.sub(r":\d+$", "", call_id).split(".")[-1]
@@ -221,7 +221,7 @@ def _read_kimi(cursor: Cursor) -> CallReader:
 
 
 def read_harmony(cursor: Cursor, schemas: Schemas) -> CallReader:
-    """`F<|channel|>commentary <|constrain|>json<|message|>{..}<|call|>`, where the last token may be hidden, because it
+    """Read `F<|channel|>commentary <|constrain|>json<|message|>{..}<|call|>`. The last token may be missing, because it
     also ends the answer."""
     name = yield from cursor.while_matches(_NAME)
     yield from cursor.until_needed("<|message|>")
@@ -235,7 +235,7 @@ def read_harmony(cursor: Cursor, schemas: Schemas) -> CallReader:
 
 
 def read_apertus(cursor: Cursor, schemas: Schemas) -> CallReader:
-    """`[{"F": {..}}, ..]`."""
+    """Read `[{"F": {..}}, ..]`."""
     yield from cursor.while_matches(_BEFORE)
     yield from cursor.needs("{")
     while True:

@@ -1,12 +1,12 @@
-"""One machine for every format: text is searched for markers, and what lies between two markers is a region.
+"""The parser of every format: text is searched for markers, and the text between two markers is a region.
 
     content ... <think> reasoning </think> content <tool_call> body </tool_call> ...
 
-A format is a list of regions. Reasoning, content and the arguments of calls are handed out as they come. Text that
-could be the beginning of a marker waits for the rest, so the events do not depend on how the text was cut. White space
-around markers is dropped, unless content goes on behind a call. Text that is no valid call is content, as it was
-written. A stream cannot take back what it has said of a call whose text goes wrong; `settled` does that for answers
-that are sent whole.
+A format is a list of regions. Reasoning, content and the arguments of calls are yielded as they come. Text that could
+be the beginning of a marker waits for the rest, so events do not depend on how the text is cut into pieces. White space
+around markers is dropped, unless content follows a call. Text that is not a valid call is content, exactly as written.
+A stream cannot take back the part of a malformed call that it has sent; `settled` does this for answers that are sent
+whole.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ReadCalls = Callable[[Cursor, Schemas], CallReader]
 
 
 def whole_call(name: object, arguments: object, call_id: str | None = None) -> CallReader:
-    """The events of a call whose values are known. Raises ValueError where there is no name, or where a value is not
-    JSON: a set, bytes, NaN."""
+    """Make the events of a call with known values. Raise ValueError if there is no name, or if a value is not JSON (a
+    set, bytes, NaN)."""
     if not isinstance(name, str) or not name:
         raise ValueError("a call names its function")
     if not isinstance(arguments, dict):
@@ -74,7 +74,7 @@ def json_text(value: Any) -> str:
 
 
 def read_json(text: str) -> Any:
-    """As `json.loads`, which takes NaN and Infinity too, though they are not JSON."""
+    """See `json.loads`, but refuse NaN and Infinity, which are not JSON."""
     return json.loads(text, parse_constant=_refuse_constant)
 
 
@@ -83,7 +83,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """The events with arguments that follow each other as one."""
+    """Join neighbouring events with arguments to one."""
     result: list[Event] = []
     for kind, run in groupby(events, type):
         if kind is CallArguments:
@@ -94,7 +94,7 @@ def _merged(events: Iterable[Event]) -> list[Event]:
 
 
 def settled(events: Iterable[Event]) -> list[Event]:
-    """The events of a whole text, with content in the place of calls that turned out to be malformed."""
+    """The events of a whole text, with malformed calls turned back into content."""
     result: list[Event] = []
     begin = 0
     for event in events:
@@ -108,7 +108,7 @@ def settled(events: Iterable[Event]) -> list[Event]:
 
 
 class StrayEnd(Enum):
-    """How the end marker of reasoning is read where no reasoning is open."""
+    """What to do with the end marker of reasoning where no reasoning is open."""
 
     TEXT = "a part of the content, as any other text"
     DROPPED_AT_START = "dropped before all content, and part of it later"
@@ -134,7 +134,7 @@ class CallRegion:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A marker that means nothing to a reader."""
+    """A marker that readers ignore."""
 
     begin: str
 
@@ -181,7 +181,7 @@ class OutputParser:
         return events
 
     def _step(self) -> bool:
-        """Moves on by one region, or as far as the text goes; False if no more can be said yet."""
+        """Advance by one region, or as far as the text allows. False if more text is needed."""
         if self._reader is not None:
             return self._read_call(self._reader)
         if self._is_start:
@@ -206,7 +206,7 @@ class OutputParser:
         return True
 
     def _read_first(self) -> CallReader:
-        """A call where the text begins, if there is one."""
+        """Read a call at the beginning of the text, if there is one."""
         space = yield from self._cursor.skip_space()
         self._space += "" if self._skips_space else space
         self._cursor.mark()
@@ -218,7 +218,7 @@ class OutputParser:
         self._is_start = False
 
     def _enter(self, region: Region | None) -> None:
-        """None: the reasoning has ended."""
+        """Enter a region. None: the reasoning has ended."""
         match region:
             case CallRegion():
                 self._open = None

@@ -1,4 +1,4 @@
-"""Calls as a list of Python: `[f(a=1), g(b="x")]`. An argument is handed out when it is whole."""
+"""Calls written as a Python list: `[f(a=1), g(b="x")]`. An argument is yielded when it is whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def calls(end: str = "", *, is_list: bool = True, first: str = "[") -> ReadCalls:
-    """Reads calls up to the list's bracket, or up to `end` if they are lines."""
+    """Make a reader of calls up to the list's bracket, or up to `end` if every call is a line."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         yield from cursor.skip_space()
@@ -71,7 +71,7 @@ def _read_call(cursor: Cursor) -> CallReader:
 
 
 def _expression(cursor: Cursor) -> Waiting[tuple[str, str]]:
-    """The text of an expression, and the comma or bracket behind it."""
+    """Read the text of an expression, and the comma or bracket behind it."""
     pieces: list[str] = []
     depth = 0
     while True:
@@ -89,7 +89,7 @@ def _expression(cursor: Cursor) -> Waiting[tuple[str, str]]:
 
 
 def _string(cursor: Cursor, quote: str) -> Waiting[str]:
-    """A string behind its first quote."""
+    """Read a string behind its first quote."""
     pieces = []
     while True:
         text, marker = yield from cursor.until(quote, "\\")

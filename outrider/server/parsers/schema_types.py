@@ -1,4 +1,4 @@
-"""Values that a model writes as plain text, in the types that the tool's schema gives them."""
+"""Convert values that a model writes as plain text to the types that the tool's schema gives them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MAX_NESTED = 8
 
 
 def parameters(schema: Any) -> dict[str, Any]:
-    """The schemas of a function's parameters. A client may send anything."""
+    """The schemas of a function's parameters; empty if the client sent something else."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return properties if isinstance(properties, dict) else {}
 
 
 def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """The types that a schema allows. What it says nothing of is text."""
+    """The types that a schema allows. A schema without types allows text."""
     if not isinstance(schema, dict) or depth > _MAX_NESTED:
         return {"string"}
     given = schema.get("type")
@@ -38,7 +38,8 @@ def schema_types(schema: Any, depth: int = 0) -> set[str]:
 
 
 def typed(text: str, types: set[str]) -> Any:
-    """Text stays text if a string is allowed and no other allowed type fits, or if it is no JSON."""
+    """Convert a text to one of the types. It stays text if a string is allowed and no other type fits, or if it is not
+    JSON."""
     said = text.strip().lower()
     if types == {"string"}:
         return text
@@ -57,7 +58,7 @@ def typed(text: str, types: set[str]) -> Any:
 
 
 def _read(text: str) -> Any:
-    """JSON, or an object or a list in Python's form."""
+    """Read JSON, or an object or a list in Python's form."""
     try:
         return read_json(text)
     except ValueError:
@@ -70,7 +71,7 @@ def _read(text: str) -> Any:
 
 
 def _fits(value: Any, types: set[str]) -> bool:
-    """Whether a value has one of the types other than a string's."""
+    """Whether a value has one of the types, strings excluded."""
     match value:
         case bool() | str() | None:
             return False

@@ -1,7 +1,7 @@
-"""Formats whose calls are tags around parameters: Qwen3-Coder, GLM-4.5, DeepSeek V3.2, MiniMax M2 and others.
+"""Formats with tags around each parameter: Qwen3-Coder, GLM-4.5, DeepSeek V3.2, MiniMax M2 and others.
 
-Values are text; the tool's schema says which of them are something else. Text is handed out as it comes, other values
-when they are whole.
+Values are text; the tool's schema says which have another type. Text is yielded as it comes, other values when they are
+whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WRAPPERS = ("arguments", "input")
 
 @dataclass(frozen=True)
 class Tags:
-    """The markers of a format, in the order of the text."""
+    """The markers of a format, in the order in which the text has them."""
 
     call: str  # empty: the region is one call, and begins with its name
     name_end: str
@@ -42,7 +42,7 @@ class Tags:
     strips_newline: bool = False  # one after the opening tag of a value and one before its closing tag are not of it
 
     def read(self, cursor: Cursor, schemas: Schemas) -> CallReader:
-        """All calls of a region."""
+        """Read all calls of a region."""
         num_calls = 0
         while (yield from cursor.until(self.call, self.end))[1] == self.call:
             yield from self.read_one(cursor, schemas)
@@ -51,7 +51,7 @@ class Tags:
             raise ValueError("no call")
 
     def read_one(self, cursor: Cursor, schemas: Schemas) -> CallReader:
-        """One call, from behind its first marker."""
+        """Read one call, from behind its first marker."""
         yield from cursor.skip_space()
         name = yield from cursor.while_matches(_NAME)
         if not name:
@@ -82,7 +82,8 @@ class Tags:
         yield CallEnd()
 
     def _read_wrapped(self, cursor: Cursor, key: str, known: set[str]) -> Generator[CallEvent | None, None, str]:
-        """All arguments as one parameter, which some models write. Returns what comes before the next parameter."""
+        """Read all arguments from one parameter; some models write them so. Return the text before the next
+        parameter."""
         text, marker = yield from cursor.until(*self._value_ends)
         self._end_value(cursor, marker)
         value = typed(text, {"object"})
@@ -96,7 +97,7 @@ class Tags:
         return self.value_end, self.parameter, self.call_end
 
     def _end_value(self, cursor: Cursor, marker: str | None) -> None:
-        """A model may forget the tag that ends a value."""
+        """Read to the end of a value. A model may forget the closing tag."""
         if marker is None:
             raise ValueError("a value without an end")
         if marker != self.value_end:
