@@ -1,4 +1,4 @@
-"""`python -m outrider.compat script.py ...` runs a script written for vLLM as it is."""
+"""`python -m outrider.compat script.py ...` runs a script written for vLLM without changes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`install_as_vllm`: from then on `import vllm` finds Outrider. No torch.
+"""`install_as_vllm` makes `import vllm` find Outrider. No torch.
 
-A finder before all others answers imports of vllm's modules with the modules of this package: the same objects, under a
-second name. `vllm` itself is a module of its own, with the names of `outrider` and the version of vLLM that they
-follow: scripts ask it for the version before they use a name. Nothing is patched, and a vLLM that is installed stays as
-it is.
+An import finder before all others answers imports of vLLM's modules with the modules of this package: the same objects
+under a second name. `vllm` itself is a separate module with the names of `outrider` and the version of vLLM that they
+follow, because scripts check the version before they use a name. Nothing is patched, and an installed vLLM is not
+changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackageLoader(Loader):
         return AliasPackage(import_module(OWN))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run."""
+        """Do nothing: the module has run already."""
 
 
 class AliasLoader(Loader):
@@ -72,8 +72,8 @@ def is_installed() -> bool:
 
 
 def install_as_vllm() -> None:
-    """Make `from vllm import LLM, SamplingParams` find Outrider in this process. To be called before the first import
-    of vllm; a second call changes nothing."""
+    """Make `from vllm import LLM, SamplingParams` find Outrider in this process. Call it before the first import of
+    vllm; a second call changes nothing."""
     if is_installed():
         return
     if NAME in sys.modules:

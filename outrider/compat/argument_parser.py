@@ -1,7 +1,7 @@
 """FlexibleArgumentParser, and the flags of EngineArgs, for scripts that parse their own command line. No torch.
 
-Every flag has a default, because scripts pass all of them on: `LLM(**vars(parser.parse_args()))`. The commands of the
-package have a parser of their own (`commands/parser.py`), in which a flag that was not given is absent.
+Every flag has a default, because scripts pass all of them on: `LLM(**vars(parser.parse_args()))`. The package's own
+commands use another parser (`commands/parser.py`), in which a flag that is not given is absent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RENAMED = {meaning.name for meaning in VLLM_SETTINGS.values() if isinstance(mean
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes --max_model_len for --max-model-len, and the keys of a JSON object one by one:
+    """A parser that takes --max_model_len for --max-model-len, and the keys of a JSON object one by one:
     `--speculative-config.method ngram --speculative-config.num_speculative_tokens 3`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -54,15 +54,15 @@ def _add_flag(group: Any, name: str, kind: Any, default: Any, **more: Any) -> No
 
 
 def _neutral(meaning: Meaning) -> Any:
-    """The value of a setting that asks for nothing: a number or a switch where there is one, for scripts that compute
-    with it."""
+    """The default of a setting's flag: a number or a switch that asks for nothing if there is one, because scripts
+    compute with it."""
     if not isinstance(meaning, Refused):
         return None
     return next((value for value in meaning.neutral if isinstance(value, int)), None)
 
 
 def _reader(kind: Any) -> Any:
-    """Turns the text of a flag into a value of the setting's type."""
+    """A function that converts a flag's text to the setting's type."""
     kinds = [one for one in get_args(kind) if one is not type(None)] or [kind]
 
     def read(text: str) -> Any:
@@ -80,7 +80,7 @@ def _reader(kind: Any) -> Any:
 
 
 def plain_flags(words: Sequence[str]) -> list[str]:
-    """Flags as argparse knows them: hyphens for underscores, and one JSON object for all keys of a dotted flag."""
+    """Flags in argparse's form: hyphens for underscores, and one JSON object for all keys of a dotted flag."""
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = list(words)

@@ -24,7 +24,7 @@ NOT_HERE = {
 
 
 class CompilationConfig:
-    """Any settings of compilation. They make no difference: steps are captured unless enforce_eager is set."""
+    """Any settings of compilation. They have no effect: steps are captured unless enforce_eager is set."""
 
     def __init__(self, level: object = None, **settings: Any) -> None:
         self.__dict__.update({"level": level} | settings)

@@ -1,4 +1,4 @@
-"""EngineConfig from keyword arguments, among them those of vLLM, and EngineArgs, the name that vLLM has for it."""
+"""EngineConfig from keyword arguments, including vLLM's, and EngineArgs, vLLM's name for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ AnyParser = TypeVar("AnyParser", bound=argparse.ArgumentParser)
 
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """The config of a front such as LLM, from its keyword arguments. `front` begins the messages."""
+    """The config of a class such as LLM, from its keyword arguments. `front`: the class's name, which begins the
+    messages."""
     explain_variables()
     own = translate(front, settings, EngineConfig.__dataclass_fields__)
     if model is None:
@@ -26,23 +27,23 @@ def config_for(front: str, model: str | None, settings: dict[str, Any]) -> Engin
 
 @dataclass(frozen=True, init=False)
 class EngineArgs(EngineConfig):
-    """A config by the name that it has in vLLM, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
+    """A config under vLLM's name, with its settings: `LLM(**asdict(EngineArgs("smollm2")))`."""
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         super().__init__(**asdict(config_for("EngineArgs", model, settings)))
 
     @staticmethod
     def add_cli_args(parser: AnyParser, async_args_only: bool = False) -> AnyParser:
-        """Give a parser a flag for every setting, those of vLLM included. `async_args_only`: there are none."""
+        """Add a flag for every setting to a parser, including vLLM's. `async_args_only`: add none."""
         if not async_args_only:
             add_engine_flags(parser)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """The settings among the arguments of a script, whose parser has the flags of `add_cli_args`."""
+        """The settings from the arguments of a script with the flags of `add_cli_args`."""
         return cls(**engine_settings(args))
 
     def create_engine_config(self, usage_context: object = None) -> VllmConfig:
-        """The settings in vLLM's groups, to be read: `EngineArgs(...).create_engine_config().cache_config`."""
+        """The settings in vLLM's groups, for reading: `EngineArgs(...).create_engine_config().cache_config`."""
         return VllmConfig.from_engine_config(self)

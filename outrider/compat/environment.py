@@ -1,4 +1,4 @@
-"""Environment variables of vLLM that are set and mean nothing here: each is named once in the log. No torch."""
+"""Log each environment variable of vLLM that is set but has no effect here. No torch."""
 
 from __future__ import annotations
 

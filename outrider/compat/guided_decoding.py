@@ -1,4 +1,4 @@
-"""GuidedDecodingParams: the name that StructuredOutputsParams had in earlier versions of vLLM. No torch."""
+"""GuidedDecodingParams: the name of StructuredOutputsParams in earlier versions of vLLM. No torch."""
 
 from __future__ import annotations
 

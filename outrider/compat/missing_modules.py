@@ -1,7 +1,8 @@
-"""Modules of vLLM that are not here, each with what to use instead. Looked up by the error of an import (`not_here`).
+"""The vLLM modules that do not exist here, each with what to use instead. The error of an import looks them up
+(`not_here`).
 
-A row stands for a module and all modules inside it. An import names the outermost module that is missing, so that a row
-inside another one is read only if the outer module is here. Modules of earlier versions of vLLM are at the end.
+A row counts for a module and all modules inside it. An import names the outermost missing module, so a row for an inner
+module is used only if the outer module exists here. Modules of earlier versions of vLLM are at the end.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ MISSING_MODULES = {
 
 
 def instead_of(module: str) -> str | None:
-    """The advice for a module, by its name without the package's; None if vLLM has no such module."""
+    """The advice for a module, by its name without the package; None if vLLM has no such module."""
     parts = module.split(".")
     ends = range(len(parts), 0, -1)
     private = KERNELS if parts[0].startswith("_") else None  # vllm._C, vllm._custom_ops

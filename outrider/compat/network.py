@@ -1,4 +1,4 @@
-"""Addresses for the processes of a script, as helpers of vLLM give them. No torch."""
+"""Addresses for the processes of a script, like those of vLLM's helpers. No torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import socket
 
 
 def get_open_port() -> int:
-    """A TCP port that is free at this moment."""
+    """A TCP port that is free right now."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
 
 
 def get_ip() -> str:
-    """The address by which this machine reaches others, or its own loopback if it reaches none."""
+    """This machine's address on the network, or a loopback address without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # which sends nothing
         try:
             probe.connect(("8.8.8.8", 80))

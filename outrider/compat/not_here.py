@@ -1,7 +1,7 @@
-"""The error of a module that vLLM has and that is not here. No torch.
+"""The import error for modules that vLLM has and Outrider does not. No torch.
 
-The finder stands behind all others, so that it is asked for modules that do not exist. A module of Outrider that has
-the name of a package of vLLM has an empty `__path__`, without which Python asks no finder for modules inside it.
+The finder is behind all others, so it is asked only for modules that do not exist. A module of Outrider with the name
+of a vLLM package gets an empty `__path__`; otherwise Python asks no finder for modules inside it.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def refuse_module(fullname: str, module: str) -> None:
 
 
 def explain_missing_modules() -> None:
-    """Let imports of vLLM's modules that are not here say what to use instead."""
+    """Make failing imports of vLLM's modules say what to use instead."""
     sys.meta_path.append(MissingModuleFinder())

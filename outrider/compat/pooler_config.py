@@ -1,4 +1,4 @@
-"""PoolerConfig: how vLLM's engines pool by default. Here parameters of requests say it, which have one default."""
+"""PoolerConfig: vLLM's default pooling. Here each request's parameters choose the pooling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How embeddings are pooled by default. Accepted as far as it is what PoolingParams have as default."""
+    """The default pooling. It is accepted if it equals the default of PoolingParams."""
 
     task: str | None = None
     pooling_type: str | None = None
@@ -33,7 +33,8 @@ SAME_POOLING: dict[str, tuple[Any, ...]] = {
 
 
 def pooling_refused(given: Any) -> str | None:
-    """The field of a PoolerConfig, or of a dict like it, that asks for another pooling than the default."""
+    """The field of a PoolerConfig, or of a dict like it, that asks for another pooling than the default. None if there
+    is none."""
     if given is None:
         return None
     if isinstance(given, PoolerConfig):

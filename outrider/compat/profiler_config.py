@@ -1,4 +1,4 @@
-"""ProfilerConfig: where vLLM's engines write profiles. Here that is the setting `profiler_dir`. No torch."""
+"""ProfilerConfig: the folder in which vLLM's engines write profiles; here the setting `profiler_dir`. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProfilerConfig:
 
 
 def profiler_dir(given: Any) -> str | None:
-    """The folder that a profiler_config names. What else it may ask for is refused by name."""
+    """The folder that a profiler_config names. Its other requests are refused by name."""
     asked = asdict(given) if isinstance(given, ProfilerConfig) else given
     if not isinstance(asked, dict):
         raise ValueError("profiler_config must be a dict or a ProfilerConfig, as {'torch_profiler_dir': 'profiles'}")

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that have no counterpart here: what each means, or what to use instead. No torch."""
+"""Flags of `vllm serve` without a counterpart here: what each means, or what to use instead. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Settings of vLLM that have another name or none here: what each means, or what to use instead. No torch.
+"""Settings of vLLM that have another name here, or none: what each means, or what to use instead. No torch.
 
-`translate` turns the settings of a script written for vLLM into Outrider's own. A setting that asks for something that
-is not there is refused by name, and one that makes no difference is explained in one line of the log.
+`translate` converts the settings of a script written for vLLM to Outrider's. A setting that asks for something that
+does not exist here is refused by name. A setting without effect is explained in one line of the log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class SameAs:
-    """A setting that is called something else here."""
+    """A setting with another name here."""
 
     name: str
     is_switch: bool = False  # on the command line it has no value
@@ -28,7 +28,7 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Explained:
-    """A setting that is accepted and changes nothing, because of what `words` say."""
+    """A setting that is accepted without effect; `words` say why."""
 
     words: str
     is_switch: bool = False
@@ -45,7 +45,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting that is accepted as long as it asks for what is done anyway. `refused` says what goes beyond."""
+    """A setting that is accepted if it asks for what is done anyway. `refused` tells what goes beyond."""
 
     refused: Callable[[Any], str | None]
     is_switch: bool = False
@@ -328,8 +328,8 @@ OTHER_BACKENDS = ("CUTLASS_MLA", "FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "FL
 
 def translate(front: str, given: dict[str, Any], known: Iterable[str],
               table: Mapping[str, Meaning] = VLLM_SETTINGS) -> dict[str, Any]:
-    """The settings by their names here. `front` begins the messages; `known` are the names of Outrider's own; `table`
-    has those of vLLM."""
+    """Convert settings to their names here. `front` begins the messages; `known`: the names of Outrider's settings;
+    `table`: vLLM's settings."""
     settings: dict[str, Any] = {}
     num_ranks = given.get("tensor_parallel_size", 1)
     for name, value in given.items():
@@ -361,7 +361,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
 
 
 def translate_drafting(given: dict[str, Any], num_ranks: int = 1) -> dict[str, Any]:
-    """A speculative_config as vLLM takes it, by the names here. num_ranks: those of the target."""
+    """Convert vLLM's speculative_config to the names here. num_ranks: the number of the target's ranks."""
     own: dict[str, Any] = {}
     for key, value in given.items():
         meaning = Refused(ONE_DEVICE, (None, num_ranks)) if key == DRAFTER_RANKS else DRAFTING_KEYS.get(key)

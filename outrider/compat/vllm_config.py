@@ -1,7 +1,7 @@
-"""VllmConfig: the settings of an engine in the groups that vLLM has for them, to be read. No torch.
+"""VllmConfig: an engine's settings in vLLM's groups, for reading. No torch.
 
-Sizes are those of the settings, or of the engine once it runs (`limits`). A name that is not here raises an error that
-lists those that are.
+Sizes come from the settings, or from the running engine (`limits`). An unknown name raises an error that lists the
+known ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TWO_LABELS = 2  # transformers' number of classes of a config that says nothing 
 
 @dataclass(frozen=True)
 class SettingsGroup:
-    """Settings that can be read, and not be changed."""
+    """Settings that can be read but not changed."""
 
     if not TYPE_CHECKING:  # a checker knows which fields there are
 
@@ -52,14 +52,14 @@ class ModelConfig(SettingsGroup):
 
     @cached_property
     def hf_config(self) -> SimpleNamespace:
-        """The values of config.json, with hf_overrides."""
+        """The values of config.json, changed by hf_overrides."""
         assert self.engine_config is not None
         values = find_model(self.engine_config).config
         return SimpleNamespace(**values | _labels_of(values))
 
     @property
     def hf_text_config(self) -> SimpleNamespace:
-        """The part of config.json that describes the language model."""
+        """The section of config.json that describes the language model."""
         values = vars(self.hf_config).get("text_config")
         return self.hf_config if values is None else SimpleNamespace(**values)
 
@@ -70,7 +70,7 @@ class ModelConfig(SettingsGroup):
 
 
 def _labels_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of classes, in the three forms that transformers gives every config: made up where there are none."""
+    """The names of classes, in the three forms of transformers' configs; made up if there are none."""
     given = {int(index): name for index, name in (values.get("id2label") or {}).items()}
     names = given or {index: f"LABEL_{index}" for index in range(values.get("num_labels") or TWO_LABELS)}
     return {"id2label": names, "num_labels": len(names),
@@ -132,7 +132,7 @@ class VllmConfig(SettingsGroup):
     @classmethod
     def from_engine_config(cls, config: EngineConfig, limits: Limits | None = None,
                            num_pages: int | None = None) -> VllmConfig:
-        """`limits`, `num_pages`: of the engine, once it runs."""
+        """`limits`, `num_pages`: those of the running engine, if there is one."""
         max_len = config.max_model_len if limits is None else limits.max_len
         max_requests = config.max_num_seqs if limits is None else limits.max_requests
         max_tokens = config.max_num_batched_tokens if limits is None else limits.max_batched_tokens

@@ -1,1 +1,1 @@
-"""Models by family, and how they are built and loaded. Importing this package alone imports no torch."""
+"""Models by family, and how they are built and loaded. Importing the package imports no torch."""

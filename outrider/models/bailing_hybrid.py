@@ -1,5 +1,6 @@
 """Bailing-hybrid (Ling and Ring 3): KDA layers, every sixth a latent attention layer with a rope and a gate for each
-head, and experts in groups. A multi-token-prediction module follows the last layer."""
+head, and experts in groups. A multi-token-prediction module follows the last layer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ DEFAULTS: dict[str, Any] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_gr
 
 
 class GatedLatentAttention(LatentAttention):
-    """Latent attention whose values are scaled by a sigmoid for each head."""
+    """Latent attention with values scaled by a sigmoid for each head."""
 
     out_name = "dense"
 
@@ -61,7 +62,7 @@ PUBLISHED_NAMES = {"model.embed_tokens.": "model.word_embeddings.", ".self_attn.
 
 
 class BailingHybrid(KimiLinear):
-    """BailingHybridForCausalLM."""
+    """Model class for BailingHybridForCausalLM."""
 
     names = DecoderNames(embedding="model.word_embeddings")
     kda_names = KDANames(decay=("f_proj",), gate=("g_proj",), out="dense", decay_axes=(0, 0))
@@ -107,7 +108,7 @@ class BailingHybrid(KimiLinear):
         return kinds
 
     def latent_layer(self, index: int) -> LatentLayer:
-        """The inherited latent layer, with the attention scale that yarn increases."""
+        """The base class's latent layer, with the attention scale that yarn increases."""
         layer, rope = super().latent_layer(index), self._rope
         factor = yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0
         return LatentLayer(layer.index, layer.num_heads, layer.latent_dim, layer.rope_dim, layer.scale * factor,
@@ -127,7 +128,7 @@ class BailingHybrid(KimiLinear):
         return super().slot_name(name)
 
     def ignores(self, name: str) -> bool:
-        """The layers after the last one are the multi-token-prediction modules."""
+        """Ignore the layers after the last one: they are the multi-token-prediction modules."""
         count = max(1, self.config.get(PREDICTED, int, 1))
         modules = tuple(f"{self.names.layers}.{self.num_layers + i}." for i in range(count))
         return super().ignores(name) or name.startswith(modules)

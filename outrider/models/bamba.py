@@ -13,7 +13,7 @@ ROTARY_FACTOR = 0.5
 
 
 class Bamba(HybridDecoder):
-    """BambaForCausalLM."""
+    """Model class for BambaForCausalLM."""
 
     names = DecoderNames(norm="model.final_layernorm")
 

@@ -1,7 +1,7 @@
 """Model: the interface of models to the engine and to draft heads. Decoder: the forward that decoders share.
 
-A model knows its weights and its arithmetic. It knows nothing of pages, batches or sampling: attention goes
-through `context.attend`, and token rows of different requests never meet anywhere else.
+A model knows its weights and its arithmetic, and nothing of pages, batches or sampling. Token rows of different
+requests meet only in attention, which goes through `context.attend`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPARED_ROWS = 64  # of an output in the files that is not used, with the embed
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states that a forward leaves behind, [tokens, hidden] each."""
+    """Hidden states that a forward returns, [tokens, hidden] each."""
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
@@ -61,14 +61,14 @@ class Hidden:
         return self.final[token_rows]
 
     def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """The final states of tokens that have these token rows and made these logit rows."""
+        """The final states of tokens, by their token rows and by the logit rows that they made."""
         return self.final[token_rows]
 
 
 @dataclass(frozen=True)
 class WantedHidden(Hidden):
-    """Hidden states of a forward that was asked for some token rows, those that make logits: `final` and `before_norm`
-    are [wanted rows, hidden]. Auxiliary states have all token rows."""
+    """Hidden states of a forward that computed only the token rows that make logits: `final` and `before_norm` are
+    [wanted rows, hidden]. Auxiliary states have all token rows."""
 
     token_rows: torch.Tensor  # the wanted ones
 
@@ -82,8 +82,8 @@ class WantedHidden(Hidden):
 
 
 class Model(LayeredModule, ABC):
-    """A model. Its constructor takes (config: ConfigReader, *, dtype, device, max_len) and leaves the weights to the
-    loader, which takes their names from `parts`."""
+    """The base class of models. The constructor takes (config: ConfigReader, *, dtype, device, max_len). The loader
+    fills the weights, by the names in `parts`."""
 
     vocab_size: int
     hidden_size: int
@@ -103,21 +103,22 @@ class Model(LayeredModule, ABC):
         self, tokens: torch.Tensor, context: StepContext, aux_layers: tuple[int, ...] = (),
         rows: WantedRows | None = None,
     ) -> Hidden:
-        """tokens: [tokens] int64. aux_layers: i is the residual stream after i layers; 0 is the embedding. rows: the
-        token rows that `final` and `before_norm` have, in this order; all of them by default."""
+        """Compute hidden states. tokens: [tokens] int64. aux_layers: the auxiliary states to return; i is the residual
+        stream after i layers, and 0 the embedding. rows: the token rows of `final` and `before_norm`, in this order;
+        by default all."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """hidden: [n, hidden] after the final norm, the token rows of the context. Returns [n, vocabulary] float32,
-        float64 in a float64 model."""
+        """The logits [n, vocabulary] in float32 (float64 in a float64 model). hidden: [n, hidden] after the final norm,
+        for the token rows of the context."""
 
     def class_scores(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """hidden: as in `logits`. Returns [n, classes] of a model that has `classes`."""
+        """The scores [n, classes] of a model with classes. hidden: see `logits`."""
         raise NotImplementedError
 
 
 class DecoderNames(NamedTuple):
-    """Names of a decoder's parts in the checkpoint."""
+    """The names of a decoder's parts in the checkpoint."""
 
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
@@ -130,7 +131,7 @@ class DecoderNames(NamedTuple):
 
 
 class Decoder(Model):
-    """Embedding, layers, norm, head. A family fills `layers`, `rotaries` and `attention_layers`."""
+    """A model of embedding, layers, norm and head. A family fills `layers`, `rotaries` and `attention_layers`."""
 
     names = DecoderNames()
     activation = "silu"  # activation of MLPs and experts
@@ -270,16 +271,18 @@ class Decoder(Model):
         return embedded
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] what drafters read of the residual stream: a copy, since layers change it in place."""
+        """The residual stream as drafters read it, [tokens, hidden]: a copy, because layers change the stream in
+        place."""
         return copy_stream(delta, residual)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the final state, the residual stream before the final norm)."""
+        """Return (the final state, the residual stream before the final norm)."""
         return self.norm.add_norm(delta, residual)
 
     def _cut(self, rows: WantedRows, aux_layers: tuple[int, ...]) -> int:
-        """The first layer whose results are needed for the wanted rows only: the last one that writes a cache, unless a
-        later layer cannot read for these rows alone or comes before an auxiliary state, which has all token rows."""
+        """The first layer that is computed only for the wanted rows. By default it is the last layer. It is the last
+        layer that writes a cache if all layers after it can read for these rows only, or a later one if an auxiliary
+        state, which has all token rows, follows."""
         last = self.num_layers - 1
         if self.last_writer == last or any(index not in rows.layers for index in range(self.last_writer + 1, last + 1)):
             return last
@@ -287,14 +290,14 @@ class Decoder(Model):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Tensors that each layer gets beside the residual stream."""
+        """The tensors that each layer gets beside the residual stream."""
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self.limited(self.lm_head.wide(hidden, context))
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and bound what the output layer made of hidden states, in place perhaps."""
+        """Scale and bound the output layer's logits, possibly in place."""
         if self.logit_scale is not None:
             logits = logits.mul_(self.logit_scale)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

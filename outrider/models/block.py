@@ -1,15 +1,15 @@
 """BlockHead: DFlash and DSpark drafters, which predict a whole block of tokens in one pass.
 
-The head keeps the target's text as context: several residual streams of each token, joined and normed, give keys and
-values of every layer, at the token's own position. It never runs over the text itself. A block is the last known token
-and mask tokens behind it; one pass over the block's rows predicts all drafts.
+The head keeps the target's text as context. Several residual streams of each token, joined and normed, give the keys
+and values of every layer at the token's position; the head never runs over the text itself. A block is the last known
+token followed by mask tokens. One pass over the block's rows predicts all drafts.
 
     position          0 .. p-1                  p             p+1 .. p+n
     keys and values   context of the target     last known    masks
     rows that run                               yes           yes
 
-DSpark adds a Markov head, which lets a draft depend on the one before, and a confidence head, which guesses whether a
-draft will be accepted.
+DSpark adds a Markov head, which lets a draft depend on the draft before it, and a confidence head, which estimates
+whether a draft will be accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.models.markov import MarkovHead
 
 def build_block(config: ConfigReader, target: Model, *, first_layer: int, max_drafts: int, max_len: int,
                 dtype: torch.dtype, device: torch.device) -> BlockHead:
-    """A head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
+    """Build a head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
     head = BlockHead(read_block_config(config, target.num_layers), target, first_layer=first_layer,
                      max_drafts=max_drafts, max_len=max_len, dtype=dtype, device=device)
     config.refuse_unread()
@@ -95,12 +95,12 @@ class BlockHead(FileHead):
     # Context
 
     def context_states(self, hidden: Hidden) -> torch.Tensor:
-        """The input of the drafter's keys and values [tokens, hidden]: the target's auxiliary states, projected and
-        normed."""
+        """The states from which the drafter makes keys and values, [tokens, hidden]: the target's auxiliary states,
+        projected and normed."""
         return self.hidden_norm(self.fc(torch.cat(hidden.aux_states, dim=-1), hidden.context))
 
     def write_context(self, states: torch.Tensor, context: StepContext) -> None:
-        """Write keys and values of `states`, the result of `context_states`, of every layer."""
+        """Write the keys and values of all layers for `states`, the result of `context_states`."""
         angles = self.rotary.at(context.rope_positions)
         for attention in self.attentions:
             layer, paged = attention.layer, context.attend.mixer(attention.layer.index)
@@ -121,7 +121,8 @@ class BlockHead(FileHead):
     # Block
 
     def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """tokens: [rows] of blocks, the last known tokens and masks. Returns [rows, hidden], the input of `logits`."""
+        """Compute blocks. tokens: [rows], the last known tokens and masks. Return [rows, hidden], the input of
+        `logits`."""
         angles = self.rotary.at(context.rope_positions)
         delta, residual = None, self.embedding.look_up(tokens)
         for layer in self.layers:
@@ -129,8 +130,8 @@ class BlockHead(FileHead):
         return self.norm.add_norm(delta, residual)[0]
 
     def confidence_of(self, hidden: torch.Tensor, before: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """[requests] how probably a draft is accepted if those before it are. hidden: [requests, hidden] of the row
-        that made the draft; before: [requests] the token before it."""
+        """The probability that a draft is accepted if those before it are: [requests]. hidden [requests, hidden]: the
+        row that made the draft; before [requests]: the token before it."""
         assert self.confidence is not None
         x = hidden
         if self.config.confidence_reads_markov and self.markov is not None:
@@ -139,8 +140,8 @@ class BlockHead(FileHead):
 
 
 def _cache_window(config: BlockConfig, sight: Sight, most_rows: int) -> int | None:
-    """The window of a layer's cache. Where rows see their whole block, all rows are attended at the block's end, so the
-    window must reach as far back from there as the first row sees."""
+    """The window of a layer's cache. Where rows see their whole block, all rows attend at the block's end, so the
+    window must reach from there as far back as the first row sees."""
     if sight.window is None or sight.is_causal:
         return sight.window
     if sight.window < most_rows:

@@ -1,7 +1,7 @@
 """BlockConfig: a block drafter's config, in the publishers' forms (DFlash, DSpark) and in that of speculators.
 
-The forms name the same things differently. Layer ids count from 0 in the publishers' files (the stream after layer i)
-and from 1 in those of speculators; an auxiliary state here is the stream after so many layers.
+The forms have different names for the same things. Layer ids count from 0 in the publishers' files (the stream after
+layer i) and from 1 in speculators' files. An auxiliary state here is the stream after that number of layers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that a row of a block sees in a layer, beside the context before the block."""
+    """The keys that a row of a block sees in a layer, besides the context before the block."""
 
     is_causal: bool  # rows of the block up to its own; otherwise all rows of the block
     window: int | None  # a row at p sees nothing before p - window + 1
@@ -49,12 +49,12 @@ class BlockConfig:
 
     @property
     def made_for(self) -> int:
-        """Drafts of a step that it was trained for."""
+        """The number of drafts in a step that the drafter was trained for."""
         return self.block_size - (not self.samples_from_anchor)
 
 
 def is_block_config(config: ConfigReader) -> bool:
-    """Whether the config describes a block drafter, of a form that is read here or of another one."""
+    """Whether the config describes a block drafter, in any form, supported or not."""
     return config.raw("speculators_model_type") in KINDS or any(
         word in str(name) for name in config.get("architectures", list, []) for word in KINDS.values())
 
@@ -108,7 +108,7 @@ def _kind(config: ConfigReader) -> str:
 
 
 class _Published:
-    """The publishers' form: one dict that describes layers and drafter, with some keys under `dflash_config`."""
+    """The publishers' form: one dict for layers and drafter, with some keys below `dflash_config`."""
 
     default_rank = 0
     default_confidence = False
@@ -118,7 +118,7 @@ class _Published:
         self._nested = [config.section_or_empty(f"{word}_config") for word in KINDS]
 
     def option(self, key: str) -> ConfigReader:
-        """The reader that has the key."""
+        """The reader of the dict that has the key."""
         return next((nested for nested in self._nested if nested.has(key)), self.config)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -133,8 +133,8 @@ class _Published:
         return _checked_aux_layers(reader, key, reader.required(key, list), num_target_layers, offset=1)
 
     def sights(self) -> tuple[Sight, ...]:
-        """A layer that slides by `layer_types` is causal within the block; other layers are not, unless `causal` or
-        `is_causal` says so for all."""
+        """What rows see in each layer. Layers that slide by `layer_types` are causal within the block; other layers are
+        not, unless `causal` or `is_causal` makes all of them so."""
         count = self.layer.required("num_hidden_layers", int)
         kinds = _layer_types(self.layer, count)
         slides_all = self.flag("use_swa", False) and SLIDING not in kinds
@@ -151,7 +151,7 @@ class _Published:
 
 
 class _Speculators(_Published):
-    """The form of the speculators library: layers are described in `transformer_layer_config`."""
+    """The form of the speculators library: `transformer_layer_config` describes the layers."""
 
     def __init__(self, config: ConfigReader, layer: ConfigReader, kind: str) -> None:
         super().__init__(config, layer, kind)
@@ -187,8 +187,8 @@ def _checked_aux_layers(reader: ConfigReader, key: str, ids: list[Any], num_targ
 
 
 def spread_layers(num_target_layers: int, count: int) -> list[int]:
-    """The target layers that a DFlash drafter of `count` layers reads where its config names none: evenly spread from
-    layer 1 to the third from the end; the middle one for a single layer."""
+    """The target layers that a DFlash drafter of `count` layers reads if its config names none: evenly spread from
+    layer 1 to the third from the end, or the middle one for a single layer."""
     if count == 1:
         return [num_target_layers // 2]
     last = max(1, num_target_layers - 3)

@@ -1,7 +1,7 @@
-"""Catalog: the families that are served, each with its architectures and with models of the hub that are of it.
+"""Catalog: the served families, each with its architectures and with its models on the hub.
 
-What a family is served with (its own drafter, GGUF files) is asked of the tables that decide it, so that nothing here
-can say otherwise.
+The tables that decide what a family is served with (its own drafter, GGUF files) are asked, so the catalog cannot
+contradict them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Family:
 
     @property
     def own_drafters(self) -> list[str]:
-        """Drafters that come with the family's checkpoints, or were made for them."""
+        """The drafters that come with the family's checkpoints or were made for them."""
         classes = self.model_classes()
         found = ["mtp"] if any(map(has_own_module, classes)) else []
         return found + (["gemma4 assistant"] if any(issubclass(each, Gemma4) for each in classes) else [])
 
     @property
     def gguf_names(self) -> list[str]:
-        """The names that GGUF files have for its models."""
+        """The architecture names that GGUF files have for the family's models."""
         return [name for name, family in GGUF_FAMILIES.items()
                 if (GGUF_HOMES[name] == self.name if name in GGUF_HOMES else family.architecture in self.architectures)]
 
@@ -47,12 +47,12 @@ def _causal(*names: str) -> tuple[str, ...]:
 
 
 def _with_head(name: str) -> tuple[str, ...]:
-    """A family that also has a head over classes."""
+    """The architectures of a family that also has a classification head."""
     return f"{name}ForCausalLM", f"{name}ForSequenceClassification"
 
 
 def _with_images(*names: str) -> tuple[str, ...]:
-    """Families whose text is also served inside checkpoints that see images."""
+    """The families with text that is also served inside checkpoints that see images."""
     return tuple(f"{name}{end}" for name in names for end in ("ForCausalLM", "ForConditionalGeneration"))
 
 

@@ -1,8 +1,8 @@
-"""Models of the Llama family that classify: a linear head over the last token's hidden state, `score.weight`, in place
-of the output over the vocabulary. Names and defaults are those of transformers' `*ForSequenceClassification`.
+"""Classifiers of the Llama family: a linear head over the last token's hidden state, `score.weight`, replaces the
+output over the vocabulary. Names and defaults are those of transformers' `*ForSequenceClassification`.
 
 A reranker that was published as a language model has no such head. Its config names tokens (`classifier_from_token`, as
-vLLM's overrides do), whose logits are the scores, or of two tokens the difference is the one score.
+vLLM's overrides do): their logits are the scores, or, for two tokens, the difference is the single score.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACTIVATION_FUNCTIONS = {"torch.nn.modules.linear.Identity": "identity",
 
 
 class Classifier(Llama):
-    """The part that the classes below have in common. The scores are float32, float64 in a float64 model."""
+    """The common part of the classes below. Scores are float32 (float64 in a float64 model)."""
 
     classes: ClassHead
     score: Linear | None = None

@@ -1,6 +1,6 @@
-"""Command R, Command R+ and Command A: attention and MLP read one norm, which takes the mean off, and ropes turn pairs.
+"""Command R, Command R+ and Command A: attention and MLP read one norm, which subtracts the mean, and ropes turn pairs.
 
-In Command R7B and Command A (Cohere2) three layers of four have a window, and only those have a rope.
+In Command R7B and Command A (Cohere2) three layers of four have a window, and only these have a rope.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.models.llama import Llama
 
 
 class Cohere(Llama):
-    """CohereForCausalLM."""
+    """Model class for CohereForCausalLM."""
 
     default_tied = True
     default_theta = 500_000.0
@@ -60,7 +60,7 @@ class Cohere(Llama):
 
 
 class Cohere2(Cohere):
-    """Cohere2ForCausalLM."""
+    """Model class for Cohere2ForCausalLM."""
 
     default_theta = 10_000.0
 

@@ -1,7 +1,7 @@
-"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and
-later, and Ministral 3.
+"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and later, and
+Ministral 3.
 
-Text only: the tensors of the other parts are not read.
+Only the text part is served; tensors of the other parts are not read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.")
 
 
 class LanguagePart(Decoder):
-    """The first base class of a family whose config and tensors lie below those of a larger model."""
+    """The first base class of families with config and tensors below those of a larger model."""
 
     names = DecoderNames.below(f"{PREFIX}.model")._replace(output=f"{PREFIX}.lm_head")
     default_tied = False
@@ -43,10 +43,10 @@ class LanguagePart(Decoder):
 
 
 class Gemma3Conditional(LanguagePart, Gemma3):
-    """Gemma3ForConditionalGeneration."""
+    """Model class for Gemma3ForConditionalGeneration."""
 
     default_tied = True
 
 
 class Mistral3Conditional(LanguagePart, TemperedMistral):
-    """Mistral3ForConditionalGeneration."""
+    """Model class for Mistral3ForConditionalGeneration."""

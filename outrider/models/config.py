@@ -1,4 +1,4 @@
-"""The keys of Hugging Face configs that the families share: sizes, layer types, rope. Each family reads its own.
+"""The keys of Hugging Face configs that families share: sizes, layer types, rope. Each family reads its other keys.
 
 Unsupported settings are refused by key and value.
 """
@@ -19,7 +19,7 @@ MAX_REACH = 1 << 24  # positions that a rope's scaling may be made for
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers every decoder has."""
+    """The sizes that every decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -35,8 +35,8 @@ class Sizes:
     @classmethod
     def read(cls, config: ConfigReader, *, head_dim: int | None = None, is_tied: bool = False,
              eps: float = 1e-6) -> Sizes:
-        """head_dim, is_tied, eps: the family's defaults for configs without the key. If head_dim is None, the default
-        is derived from the other sizes."""
+        """Read the sizes. head_dim, is_tied, eps: the family's defaults for configs without the key. If head_dim is
+        None, its default is derived from the other sizes."""
         hidden_size = config.required("hidden_size", int)
         num_heads = config.required("num_attention_heads", int)
         num_kv_heads = config.get("num_key_value_heads", int, num_heads, least=1)
@@ -60,8 +60,8 @@ class Sizes:
 
 
 def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str = "hidden_act") -> None:
-    """Refuse keys that change the arithmetic of any model and that no model here implements, and another activation
-    than the family's own, which stands under `key`."""
+    """Refuse keys that change the arithmetic and that no model here implements, and an activation other than the
+    family's, which the config has under `key`."""
     if quantization := config.get(KEY, dict, {}):
         try:
             read_quantization(quantization)
@@ -71,7 +71,7 @@ def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str 
 
 
 def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | None]:
-    """The window of each layer, from one type per layer; None for layers that see the whole context."""
+    """The window of each layer, by the layer's type. None for layers that see the whole context."""
     num_layers = config.required("num_hidden_layers", int)
     if len(layer_types) != num_layers:
         raise config.refusal("layer_types", f"it must name {num_layers} layers (num_hidden_layers)")
@@ -84,8 +84,8 @@ def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | No
 
 
 def read_rope(config: ConfigReader, head_dim: int, theta: float = 10000.0) -> RopeParams:
-    """The one rope of a model: `rope_parameters`, or the older `rope_scaling` beside `rope_theta`. theta: the family's
-    default."""
+    """Read the rope of a model with one rope, from `rope_parameters` or from the older `rope_scaling` and `rope_theta`.
+    theta: the family's default."""
     key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     return rope_params(config, config.section_or_empty(key), head_dim, config.get("rope_theta", float, theta))
 

@@ -1,7 +1,7 @@
-"""Typed reads of a config dict. A value of the wrong type, or one that is not supported, is refused by key.
+"""Typed reads of a config dict. A value that is unsupported or of the wrong type is refused by key.
 
-A reader notes the keys that are read. `refuse_unread` refuses every other key that says something, unless
-`harmless_keys.py` lists it: a setting that no code here looks at must not be ignored in silence.
+A reader notes which keys are read. `refuse_unread` refuses every other key with a value, unless `harmless_keys.py`
+lists it: a setting that no code reads must not be ignored in silence.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class _Reads:
-    """The keys of one dict of a file that were read, and those of the dicts in it that were read key by key."""
+    """The keys of one dict of a file that were read, and the notes of dicts inside it."""
 
     values: Mapping[str, Any]
     source: str
@@ -50,11 +50,11 @@ class _Reads:
 
 
 class ConfigReader:
-    """One config dict and the file it came from. A key that is null counts as absent."""
+    """A config dict and the file it came from. A null key counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json", reads: _Reads | None = None,
                  file_names: Mapping[str, str] | None = None) -> None:
-        """file_names: what the file calls keys, where a family has read them under other names (`with_names`)."""
+        """file_names: the file's names of keys that a family reads under other names (`with_names`)."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source} must hold a dict, got {shown(values)}")
         self.values = values  # unnoted: families read by the methods below
@@ -63,21 +63,22 @@ class ConfigReader:
         self._file_names = file_names or {}
 
     def required(self, key: str, kind: type[T], least: float = 1) -> T:
-        """The value of a key that must be there. `least`: the smallest integer allowed; required ones are sizes or
-        counts, so it is 1."""
+        """The value of a key that must be there. `least`: the smallest allowed integer; 1, because required integers
+        are sizes or counts."""
         if not self.has(key):
             raise ConfigError(f"{self.source}: {self._name(key)} is missing")
         return self._typed(key, kind, least if kind is int else None, None)
 
     def get(self, key: str, kind: type[T], default: T, least: float | None = None, most: float | None = None) -> T:
-        """`least`, `most`: bounds of a number. Without them an integer is at least 0, and a float any."""
+        """The value of a key, or the default. `least`, `most`: bounds of a number. Without bounds an integer must be at
+        least 0, and a float may have any value."""
         return self._typed(key, kind, least, most) if self.has(key) else default
 
     def optional(self, key: str, kind: type[T], least: float | None = None, most: float | None = None) -> T | None:
         return self._typed(key, kind, least, most) if self.has(key) else None
 
     def must_equal(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """The key's value, which must be one of `allowed`; absent means `default`."""
+        """Check that the key's value is one of `allowed`. An absent key has the value `default`."""
         value = self.raw(key) if self.has(key) else default
         if value not in allowed:
             raise self.refusal(key, f"supported: {', '.join(repr(a) for a in allowed)}")
@@ -93,7 +94,7 @@ class ConfigReader:
         return self.values.get(key)
 
     def passes_over(self, *keys: str) -> None:
-        """Count these keys as read, because the values of other keys make them meaningless in this config."""
+        """Count these keys as read: other keys make them meaningless in this config."""
         self._reads.keys.update(keys)
 
     def refusal(self, key: str, why: str) -> ConfigError:
@@ -107,17 +108,17 @@ class ConfigReader:
         return self.section(key) if self.has(key) else ConfigReader({}, f"{self.source}: {key}")
 
     def text_section(self) -> ConfigReader:
-        """The part that describes the language model, where a config has others beside it."""
+        """The section that describes the language model, or the config itself if it has no sections."""
         return self.section("text_config") if self.has("text_config") else self
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigReader:
-        """The config with some values replaced or added, for families with other names or defaults. What is read of it
-        counts as read of this one."""
+        """The config with some values replaced or added, for families with other names or defaults. A key read there
+        counts as read here."""
         return ConfigReader({**self.values, **values}, self.source, self._reads, self._file_names)
 
     def with_names(self, names: Mapping[str, str]) -> ConfigReader:
-        """The config with the keys of other families, by which it is read from now on. names: what the file calls each;
-        messages have these names. A file may have either name, and not both with different values."""
+        """The config under other families' names of keys. names: the file's name for each of these; messages show the
+        file's names. A file may have either name, but not both with different values."""
         values, file_names = {}, dict(self._file_names)
         for name, file_name in names.items():
             if not self.has(file_name):
@@ -129,7 +130,7 @@ class ConfigReader:
         return ConfigReader({**self.values, **values}, self.source, self._reads, file_names)
 
     def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
-        """The config with values for keys that the file leaves out. A key that the file has as null stays null."""
+        """The config with values for keys that the file leaves out. A null key in the file stays null."""
         return self.with_values({key: value for key, value in values.items() if key not in self.values})
 
     def _name(self, key: str) -> str:
@@ -137,7 +138,7 @@ class ConfigReader:
         return self._file_names.get(key, key)
 
     def refuse_unread(self) -> None:
-        """Raise ConfigError for keys of the file that nothing has read and that are not known to be harmless."""
+        """Raise ConfigError for keys of the file that no code has read and that are not known to be harmless."""
         unread = list(self._reads.unread())
         if not unread:
             return
@@ -167,7 +168,7 @@ class ConfigReader:
 
 
 def without_keys(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """A config without some keys, in it and in the dicts in it."""
+    """A config without some keys, at any depth."""
     return {key: without_keys(value, keys) if isinstance(value, Mapping) else value
             for key, value in values.items() if key not in keys}
 

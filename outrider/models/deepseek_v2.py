@@ -1,5 +1,4 @@
-"""DeepSeek-V2: DeepSeek-V3 with experts chosen by a softmax, without corrections, and without modules that predict
-further tokens.
+"""DeepSeek-V2: DeepSeek-V3 with experts chosen by a softmax, without score corrections and without prediction modules.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 
 class DeepseekV2(DeepseekV3):
-    """DeepseekV2ForCausalLM."""
+    """Model class for DeepseekV2ForCausalLM."""
 
     num_predicted = 0
     defaults: ClassVar[Mapping[str, Any]] = {"n_shared_experts": 2, "q_lora_rank": 1536}

@@ -1,7 +1,7 @@
 """DeepSeek-V3, DeepSeek-V3.2 and GLM-MoE-DSA: latent attention, and experts beside shared ones after the first layers.
 
-V3 attends to everything. In V3.2 an indexer in every layer chooses the positions that the layer attends to; in
-GLM-MoE-DSA some layers take the choice of the layer before them.
+V3 attends to everything. In V3.2 an indexer in every layer chooses the positions that the layer attends to. In
+GLM-MoE-DSA some layers reuse the choice of the layer before them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXPERT_KEYS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size
 
 
 class DeepseekV3(Decoder):
-    """DeepseekV3ForCausalLM, and the base of those whose layers choose positions."""
+    """Model class for DeepseekV3ForCausalLM, and the base class of models with indexers."""
 
     index_rotates_pairs = False
     layer_types: tuple[str, ...] = (FULL,)  # names of the type that every layer has, in configs that name the types
@@ -77,17 +77,17 @@ class DeepseekV3(Decoder):
 
     @property
     def num_shared(self) -> int:
-        """Experts that every token takes."""
+        """The number of experts that every token takes."""
         return self.config.get("n_shared_experts", int, 0)
 
     @property
     def num_predicted(self) -> int:
-        """Multi-token-prediction modules of the checkpoint."""
+        """The number of multi-token-prediction modules in the checkpoint."""
         return self.config.get(PREDICTED, int, 1)
 
     def ignores(self, name: str) -> bool:
-        """The layers after the last one are the multi-token-prediction modules. Without shared experts transformers
-        saves matrices of no rows for them."""
+        """Ignore the layers after the last one, which are the multi-token-prediction modules, and the empty matrices
+        that transformers saves for models without shared experts."""
         modules = (f"{self.names.layers}.{self.num_layers + i}." for i in range(max(1, self.num_predicted)))
         is_empty = not self.num_shared and ".mlp.shared_experts." in name
         return super().ignores(name) or is_empty or name.startswith(tuple(modules))
@@ -133,7 +133,7 @@ class DeepseekV3(Decoder):
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepseekV32ForCausalLM."""
+    """Model class for DeepseekV32ForCausalLM."""
 
     layer_types = ("deepseek_sparse_attention", "indexed_attention")  # the second since transformers 5.22
 
@@ -158,7 +158,7 @@ class DeepseekV32(DeepseekV3):
 
 
 class GlmMoeDsa(DeepseekV32):
-    """GlmMoeDsaForCausalLM."""
+    """Model class for GlmMoeDsaForCausalLM."""
 
     index_rotates_pairs = True
     defaults: ClassVar[Mapping[str, Any]] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1,

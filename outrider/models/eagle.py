@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-3 heads, in their original checkpoints' form and in that of the speculators library.
 
-EAGLE-1 joins the embedding of a token with the target's last hidden state and runs one Llama layer on it. EAGLE-3
-joins several of the target's residual streams instead, feeds embedding and hidden state side by side to its first
-layer's attention, and may have a reduced vocabulary.
+EAGLE-1 joins the embedding of a token with the target's last hidden state and runs one Llama layer on it. EAGLE-3 joins
+several of the target's residual streams, feeds embedding and hidden state side by side to its first layer's attention,
+and may have a reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head's config in either form: `top` is the file, `layer` describes its transformer layers."""
+    """A head's config in either form. `top` is the whole file; `layer` describes its transformer layers."""
 
     top: ConfigReader
     layer: ConfigReader
@@ -61,20 +61,20 @@ class HeadConfig:
 
     @property
     def made_for(self) -> int | None:
-        """Drafts per step that the head was trained for, where the config says."""
+        """The number of drafts per step that the head was trained for, if the config says it."""
         settings = self.top.get("speculators_config", dict, {})
         counts = [m.get("speculative_tokens") for m in settings.get("proposal_methods") or []]
         return max((count for count in counts if isinstance(count, int)), default=None)
 
     def option(self, key: str) -> ConfigReader:
-        """The reader that has the key: some EAGLE-3 heads keep theirs under `eagle_config`."""
+        """The reader of the dict that has the key: some EAGLE-3 heads have it under `eagle_config`."""
         nested = self.top.section_or_empty("eagle_config")
         return nested if nested.has(key) else self.top
 
 
 def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                 device: torch.device) -> EagleHead:
-    """A head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
+    """Build a head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
     if is_block_config(config):
         raise ConfigError(f"{config.source} describes a block drafter and the method is {method!r}: use 'block'")
     head = HeadConfig.read(config)
@@ -89,7 +89,7 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
 
 
 class EagleHead(FileHead, SlotHead):
-    """Sizes, rope and the names of tensors, which both kinds share."""
+    """The common part of both kinds: sizes, rope and the names of tensors."""
 
     renamed = RENAMED
     first: LlamaLayer  # its parts are called one by one; `layers` are those after it
@@ -118,7 +118,7 @@ class EagleHead(FileHead, SlotHead):
 
     def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, context: StepContext,
                      rows: WantedRows | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers, where x is the input of the first attention: the last addition and the stream before it."""
+        """Run all layers. x: the input of the first attention; residual: the stream before it."""
         first, *others = self.first, *self.layers
         if rows is not None and not others:
             mixed, residual = first.attention.for_rows(x, angles, context, rows), residual[rows.token_rows]
@@ -148,7 +148,8 @@ class EagleHead(FileHead, SlotHead):
 
 
 class Eagle1Head(EagleHead):
-    """fc([embedding, hidden]) through the layers; the first has no norm of its input, the last none of its output."""
+    """An EAGLE-1 head: fc([embedding, hidden]) through the layers. The first layer does not norm its input, and no norm
+    follows the last."""
 
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -182,7 +183,8 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """fc(residual streams) is the hidden state; the first layer attends from [norm(embedding), norm(hidden)]."""
+    """An EAGLE-3 head: fc(residual streams) is the hidden state, and the first layer attends from [norm(embedding),
+    norm(hidden)]."""
 
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -247,7 +249,7 @@ class Eagle3Head(EagleHead):
 
 
 def read_aux_layers(head: HeadConfig, target: Model) -> tuple[int, ...]:
-    """Which residual streams the head consumes: i is the stream after i layers of the target."""
+    """The residual streams that the head reads: i is the stream after i layers of the target."""
     key = "eagle_aux_hidden_state_layer_ids"
     reader = head.option(key)
     count = target.num_layers

@@ -13,7 +13,7 @@ from outrider.models.llama import Llama
 
 
 class Ernie(Llama):
-    """Ernie4_5ForCausalLM."""
+    """Model class for Ernie4_5ForCausalLM."""
 
     default_theta = 500_000.0
     default_tied = True
@@ -27,7 +27,7 @@ class Ernie(Llama):
 
 
 class ErnieRouter(Router):
-    """A router whose correction has two axes in the checkpoint, beside the product and not below it."""
+    """A router with a correction of two axes, which the checkpoint has beside the product instead of below it."""
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         assert self.bias is not None
@@ -35,7 +35,7 @@ class ErnieRouter(Router):
 
 
 class ErnieMoe(Ernie):
-    """Ernie4_5_MoeForCausalLM."""
+    """Model class for Ernie4_5_MoeForCausalLM."""
 
     default_head_dim = None
 

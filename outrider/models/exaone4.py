@@ -1,4 +1,6 @@
-"""EXAONE 4: norms behind attention and MLP, norms of q and k heads; where layers slide, only those have a rope."""
+"""EXAONE 4: norms behind attention and MLP, and norms of q and k heads. In models with sliding layers only these have a
+rope.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ LETTERS = {"L": SLIDING, "G": FULL}
 
 
 class Exaone4(Llama):
-    """Exaone4ForCausalLM."""
+    """Model class for Exaone4ForCausalLM."""
 
     default_eps = 1e-5
     has_head_norm = True
@@ -35,7 +37,8 @@ class Exaone4(Llama):
 
 
 def read_pattern(config: ConfigReader) -> list[str]:
-    """The kinds of layers by `sliding_window_pattern`: every n-th layer is full, or letters that repeat."""
+    """The kinds of layers from `sliding_window_pattern`: every n-th layer is full, or a pattern of letters that
+    repeats."""
     num_layers, pattern = config.required("num_hidden_layers", int), config.raw("sliding_window_pattern")
     if not config.has("sliding_window"):
         return [FULL] * num_layers

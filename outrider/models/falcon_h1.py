@@ -1,7 +1,7 @@
 """Falcon-H1: attention and Mamba-2 side by side in every layer, both reading one norm; then a gated MLP. Factors from
-the config scale what goes into and comes out of each part.
+the config scale the input and output of each part.
 
-A layer keeps both keys and values and a recurrent state. Its Mamba-2 part has a layer index of its own, behind those of
+A layer keeps keys and values and also a recurrent state. Its Mamba-2 part has a separate layer index, after those of
 all attention layers.
 """
 
@@ -35,7 +35,7 @@ from outrider.models.hybrid import HybridDecoder, read_limits
 
 class ScaledMamba2(Mamba2):
     """Mamba-2 with a factor for its input and one for each part of the first projection: z, x, B, C and time steps. The
-    norm before the output may be missing; the gate stays then."""
+    norm before the output may be missing; the gate is then applied without it."""
 
     def __init__(self, index: int, hidden_size: int, shape: Mamba2Shape, eps: float, *, has_norm: bool,
                  factors: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class ScaledMLP(GatedMLP):
 
 
 class FalconH1(HybridDecoder):
-    """FalconH1ForCausalLM."""
+    """Model class for FalconH1ForCausalLM."""
 
     names = DecoderNames(norm="model.final_layernorm")
 
@@ -115,7 +115,7 @@ class FalconH1(HybridDecoder):
         self.layers = [self._layer(mixer) for mixer in mixers]
 
     def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
-        """Keys have a factor, which the scores get here."""
+        """An attention layer. The factor of the keys is applied to the scores."""
         sizes, factor = self.sizes, read_factor(self.config, "key_multiplier")
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim,
                               sizes.head_dim**-0.5 * factor, window)

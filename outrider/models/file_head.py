@@ -1,8 +1,8 @@
-"""FileHead: a head with files of its own, in which the embedding, the output and a reduced vocabulary are optional.
+"""FileHead: a head with its own files, in which the embedding, the output and a reduced vocabulary are optional.
 
-EAGLE heads and block drafters are published like this. Tensors that a file does not have are the target's. With
-`target_output_rows` in its config a head with a reduced vocabulary has no output in its file: the output is made of the
-target's rows of these tokens, so that the file holds the head's own layers alone.
+EAGLE heads and block drafters are published like this. The target's tensors replace those that the file does not have.
+With `target_output_rows` in its config, a head with a reduced vocabulary copies its output from the target's rows of
+these tokens, so the file contains only the head's layers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class FileHead(DraftHead):
 
     def __init__(self, source: str, config: ConfigReader, sizes: Sizes, target: Model, *, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """source: the config file. config: the part of it that describes the head's layers, which `sizes` were read
-        from."""
+        """source: the config file. config: the part of it that describes the head's layers, from which `sizes` were
+        read."""
         super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
         self.sizes, self._source = sizes, source
         self.has_own_embedding = False
@@ -44,7 +44,7 @@ class FileHead(DraftHead):
                                                "use a head that was made for this target")
 
     def read_vocabulary(self, config: ConfigReader) -> None:
-        """Read the size of the head's own vocabulary, which may be smaller than the target's."""
+        """Read the size of the head's vocabulary, which may be smaller than the target's."""
         self.num_outputs = config.get("draft_vocab_size", int, self.sizes.vocab_size)
         if not 0 < self.num_outputs <= self.target.vocab_size:
             raise config.refusal("draft_vocab_size",
@@ -57,7 +57,7 @@ class FileHead(DraftHead):
                                                        "head with an output of its own, or one rank")
 
     def read_target_size(self, config: ConfigReader, layer: ConfigReader) -> int:
-        """The size of the target's hidden states, which the head's own may differ from."""
+        """Read the size of the target's hidden states, which may differ from the head's."""
         wide = config.get("target_hidden_size", int, self.hidden_size)
         if wide != self.target.hidden_size:
             is_said = config.has("target_hidden_size")
@@ -66,7 +66,7 @@ class FileHead(DraftHead):
         return wide
 
     def name_here(self, name: str) -> str:
-        """The name used here of a file's tensor or matrix."""
+        """This class's name for a tensor or matrix of the file."""
         for pattern, ours in self.renamed:
             name = re.sub(pattern, ours, name)
         return name
@@ -120,7 +120,7 @@ class FileHead(DraftHead):
             )
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Without an output of its own, which not every checkpoint has."""
+        """The tensors that the file must have; the output is left out where the head uses the target's."""
         return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
 
     def follow_target(self) -> None:

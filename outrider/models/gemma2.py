@@ -12,7 +12,7 @@ from outrider.models.gemma3 import Gemma3
 
 
 class Gemma2(Gemma3):
-    """Gemma2ForCausalLM."""
+    """Model class for Gemma2ForCausalLM."""
 
     has_head_norm = False
     sliding_pattern = 2
@@ -26,5 +26,5 @@ class Gemma2(Gemma3):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def read_rope(self, config: ConfigReader, kind: str) -> RopeParams:
-        """All layers have one rope."""
+        """Read the rope, which all layers share."""
         return read_rope(config, self.sizes.head_dim)

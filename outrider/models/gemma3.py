@@ -1,6 +1,6 @@
-"""Gemma 3, text only: four norms a layer, and sliding and full layers, each kind with a rope of its own.
+"""Gemma 3, text only: four norms a layer, and sliding and full layers with a different rope for each kind.
 
-Knows nothing of images: a checkpoint with a vision tower is another architecture.
+A checkpoint with a vision tower is another architecture.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 
 class Gemma3Layer(DecoderLayer):
-    """Attention and MLP, each between two norms; what leaves the second norm adds to the residual stream."""
+    """Attention and MLP, each between two norms. The result of the second norm is added to the residual stream."""
 
     def __init__(
         self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, has_head_norm: bool = True,
@@ -84,7 +84,7 @@ class Gemma3Layer(DecoderLayer):
 
 
 class Gemma3(Decoder):
-    """Gemma3ForCausalLM."""
+    """Model class for Gemma3ForCausalLM."""
 
     norm_offset = True
     has_head_norm = True
@@ -119,12 +119,13 @@ class Gemma3(Decoder):
 
 
 def read_softcap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """A soft limit. A key that is null says that there is none."""
+    """Read a soft limit. A null key means that there is none."""
     return config.optional(key, float, least=LEAST_SOFTCAP) if key in config.values else default
 
 
 def read_windows(config: ConfigReader, every: int = 6) -> list[int | None]:
-    """The windows by `layer_types`, or by the older `sliding_window_pattern`: every n-th layer has full attention."""
+    """Read the windows from `layer_types`, or from the older `sliding_window_pattern`: every n-th layer has full
+    attention."""
     num_layers = config.required("num_hidden_layers", int)
     own = config.get("_sliding_window_pattern", int, every, least=1)
     pattern = config.get("sliding_window_pattern", int, own, least=1)
@@ -133,7 +134,8 @@ def read_windows(config: ConfigReader, every: int = 6) -> list[int | None]:
 
 
 def read_rope(config: ConfigReader, kind: str, sizes: Sizes) -> RopeParams:
-    """`rope_parameters` by layer type; older configs have `rope_scaling` (full layers only) and a theta for each."""
+    """Read the rope of a layer type from `rope_parameters`. Older configs have `rope_scaling` (for full layers only)
+    and a theta for each type."""
     theta_key = "rope_theta" if kind == FULL else "rope_local_base_freq"
     theta = config.get(theta_key, float, DEFAULT_THETA[kind])
     rope = ConfigReader({}, f"{config.source}: rope")

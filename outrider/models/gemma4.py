@@ -1,7 +1,7 @@
-"""Gemma 4, the language part: sliding and full layers of different heads, keys that serve as values, layers that read
-another's cache, per-layer embeddings, experts beside the MLP.
+"""Gemma 4, the language part: sliding and full layers with different heads, keys that serve as values, layers that read
+another layer's cache, per-layer embeddings, experts beside the MLP.
 
-Serves text-only checkpoints, and of multimodal ones the language model's tensors. Knows nothing of images or sound.
+It serves text-only checkpoints and the language model of multimodal ones, without images or sound.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vi
 
 
 class Gemma4Attention(SelfAttention):
-    """q, k and v are normed, v without weights. Only q where the layer reads another's cache."""
+    """Attention with norms of q, k and v; the norm of v has no weights. A layer that reads another's cache has only
+    q."""
 
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -83,7 +84,7 @@ class Gemma4Attention(SelfAttention):
 
 
 class PerLayerInputs(Module):
-    """The input that every layer gets for a token beside the residual stream, from a table and from its embedding."""
+    """The per-layer inputs: a vector for every layer and token, made from a table and from the token's embedding."""
 
     def __init__(self, vocab_size: int, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = (-1, sizes.num_layers, size)
@@ -101,17 +102,18 @@ class PerLayerInputs(Module):
         )
 
     def shard(self, group: RankGroup) -> None:
-        """The table alone, by tokens."""
+        """Shard the table by tokens; the rest is whole on every rank."""
         self.table.declare_shard(VocabularyShard.from_group(group))
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """[tokens, layers, size]"""
+        """The inputs of all layers: [tokens, layers, size]."""
         projected = self.norm((self.projection(embedded, context) * self.projection_scale).view(self.shape))
         return (projected + self.table.adapted(tokens, context).view(self.shape)) * 2.0**-0.5
 
 
 class PerLayerGate(Module):
-    """One layer's use of its input: gated by the residual stream, it adds to it."""
+    """One layer's use of its per-layer input: the residual stream gates the input, and the result is added to the
+    stream."""
 
     def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.gate = Linear(sizes.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -130,7 +132,7 @@ class PerLayerGate(Module):
 
 
 class ExpertsBeside(Module):
-    """Experts beside the MLP, which choose by the residual stream; what both make is normed and added."""
+    """Experts beside the MLP, chosen from the residual stream. Both results are normed and added."""
 
     def __init__(self, index: int, rule: RouteRule, expert_size: int, sizes: Sizes, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -161,9 +163,10 @@ class ExpertsBeside(Module):
 
 
 class Gemma4Layer(DecoderLayer):
-    """Attention and MLP, each between two norms; then the per-layer input; then all of it times a scalar.
+    """Attention and MLP, each between two norms; then the per-layer input; then a scalar that multiplies everything.
 
-    The scalar is applied to the residual stream here and to what is added to it by the last norm's weight."""
+    The scalar multiplies the residual stream here, and the last norm's weight contains it for what the norm adds.
+    """
 
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, attention_bias: bool = False, per_layer_size: int = 0,
@@ -203,7 +206,7 @@ class Gemma4Layer(DecoderLayer):
         self, delta: Delta, residual: torch.Tensor, angles: Angles, context: StepContext,
         per_layer_input: torch.Tensor | None = None,
     ) -> tuple[Delta, torch.Tensor]:
-        """per_layer_input: [tokens, size], where the model has inputs for each layer."""
+        """per_layer_input: [tokens, size], in models with per-layer inputs."""
         x, residual = self.input_norm.add_norm(delta, residual)
         return self._after_attention(self.attention(x, angles, context), residual, per_layer_input, context)
 
@@ -232,7 +235,8 @@ class Gemma4Layer(DecoderLayer):
 
 
 class ProportionalRotary(Rotary):
-    """Only the fastest part of a head's pairs rotates, each as fast as if all did; the rest stands still."""
+    """A rope that turns only the fastest pairs of a head, each as fast as if all turned. The other pairs do not
+    turn."""
 
     def __init__(self, rope: ConfigReader, head_dim: int, *, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -245,7 +249,8 @@ class ProportionalRotary(Rotary):
 
 
 def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """[head_dim / 2], 0 for the pairs that stand still. `layers/rotary.py` says why it divides."""
+    """The frequencies [head_dim / 2], 0 for pairs that do not turn. `layers/rotary.py` says why they are divided like
+    this."""
     turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
     if not 0 < turning <= head_dim // 2:
         raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
@@ -257,7 +262,8 @@ def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dty
 
 
 class Gemma4(Decoder):
-    """Gemma4ForCausalLM, and the language model of Gemma4ForConditionalGeneration and the unified architectures."""
+    """Model class for Gemma4ForCausalLM, and for the language model of Gemma4ForConditionalGeneration and the unified
+    architectures."""
 
     layers: Sequence[Gemma4Layer]
 
@@ -315,7 +321,7 @@ class Gemma4(Decoder):
         return max((index for index, shape in enumerate(self.shapes) if shape.attention.writes), default=0)
 
     def owner(self, kind: str) -> LayerShape | None:
-        """The last layer of a kind that keeps a cache of its own: what layers of that kind after it read."""
+        """The last layer of a kind that has a cache. The layers of this kind after it read its cache."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
@@ -328,7 +334,7 @@ class Gemma4(Decoder):
         return self.without_suppressed(super().limited(logits))
 
     def without_suppressed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens that the model must not say (those that stand for images, say) can never be chosen."""
+        """Forbid tokens that the model must not write, such as those that stand for images."""
         return logits if self.suppressed is None else logits.index_fill_(1, self.suppressed, -torch.inf)
 
 
@@ -346,7 +352,7 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
-    """The rotaries in the order of ROPES. A kind that no layer has gets the first layer's head size and is not used."""
+    """The rotaries in the order of ROPES. A kind without layers gets the first layer's head size and is not used."""
     given = text.section_or_empty("rope_parameters")
     rotaries: list[Rotary] = []
     for kind in ROPES:

@@ -1,7 +1,7 @@
 """The Gemma 4 assistant: a small decoder of queries only, which reads the keys and values of a target's last layers.
 
-It keeps no cache, computes no prompt and guesses any number of tokens from one position. It knows nothing of pages,
-rows or drafts; its drafter gives positions and lengths.
+It has no cache, computes no prompt, and guesses any number of tokens from one position. It knows nothing of pages, rows
+or drafts; its drafter gives it positions and lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
 class CentroidHead:
-    """Logits of the tokens nearest to a few centroids; all others cannot be chosen."""
+    """The logits of the tokens nearest to a few centroids. All other tokens cannot be chosen."""
 
     def __init__(self, embedding: torch.Tensor, num_centroids: int, num_chosen: int) -> None:
         vocab_size, hidden_size = embedding.shape
@@ -38,7 +38,7 @@ class CentroidHead:
         self.members = torch.arange(vocab_size, device=embedding.device).view(num_centroids, -1)
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """hidden [n, hidden]. Returns [n, vocabulary]."""
+        """The logits [n, vocabulary] of hidden [n, hidden]."""
         nearest = self.centroids.wide(hidden, context).topk(self.num_chosen, dim=-1).indices
         ids = self.members[nearest].flatten(1)  # [n, tokens]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -48,7 +48,7 @@ class CentroidHead:
 
 
 class Gemma4Assistant(SlotHead):
-    """Gemma4AssistantForCausalLM and Gemma4UnifiedAssistantForCausalLM, for one target."""
+    """Model class for Gemma4AssistantForCausalLM and Gemma4UnifiedAssistantForCausalLM, for one target."""
 
     target: Gemma4
 
@@ -102,8 +102,8 @@ class Gemma4Assistant(SlotHead):
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [n]: the last token, whose query stands at the context's position; hidden [n, target's hidden]. It
-        writes nothing: all rows are wanted."""
+        """Compute drafts' hidden states. tokens [n]: the last token, with its query at the context's position; hidden:
+        [n, target's hidden]. It writes no cache, so all rows are computed."""
         assert rows is None
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         ids, table, scale = self._table(tokens, self.embedding.scale, context)
@@ -129,7 +129,7 @@ class Gemma4Assistant(SlotHead):
 
 def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                     device: torch.device) -> Gemma4Assistant:
-    """An assistant without its weights."""
+    """Build an assistant without its weights."""
     config.must_equal("model_type", *MODEL_TYPES)
     if not isinstance(target, Gemma4):
         raise ValueError(
@@ -157,7 +157,7 @@ def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None
 
 
 def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShape:
-    """The layer as a reader of the target's last layer of its kind, whose geometry it must have."""
+    """The layer, as a reader of the target's last layer of its kind. The two must have the same geometry."""
     owner = target.owner(shape.kind)
     if owner is None:
         raise text.refusal("layer_types", f"the target has no {shape.kind} layer to read")
@@ -184,7 +184,7 @@ def _centroids(config: ConfigReader, embedding: torch.Tensor) -> CentroidHead | 
 
 
 def _ordered(order: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """A checkpoint's order of the vocabulary, centroid by centroid."""
+    """The order in which a checkpoint stores the vocabulary, centroid by centroid."""
     flat = order.to(device=members.device, dtype=torch.int64).flatten()
     if not torch.equal(flat.sort().values, torch.arange(members.numel(), device=members.device)):
         raise WeightError(f"tensor {TOKEN_ORDERING} must hold every one of the {members.numel()} token ids once")

@@ -13,7 +13,7 @@ SCALE = 1.0  # scale of attention scores; q and k are normed
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The properties in which layers differ."""
+    """The properties in which layers differ from each other."""
 
     attention: AttentionLayer
     kind: str
@@ -33,15 +33,15 @@ def read_sizes(text: ConfigReader) -> Sizes:
 
 
 def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
-    """The kinds of the layers: `layer_types`, or every n-th layer full. The last layer is always full."""
+    """Read the kinds of the layers: `layer_types`, or every n-th layer full. The last layer is always full."""
     pattern = text.get("sliding_window_pattern", int, 6, least=1)
     kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]))
     return [*kinds[:-1], FULL]
 
 
 def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
-    """The shape of each layer. `reads` is an index of the model's own layers; in an assistant all layers read another
-    model's caches, and `reads` stays None here."""
+    """Read the shape of each layer. `reads` is an index of the model's own layers. In an assistant all layers read
+    another model's caches, and `reads` stays None here."""
     kinds = read_kinds(text, sizes.num_layers)
     windows = layer_windows(text, kinds)
     softcap = text.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)

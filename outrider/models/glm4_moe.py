@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: attention with a rope of half of each head, DeepSeek-V3's experts, and modules that predict
-further tokens in the layers behind the last.
+"""GLM-4.5, 4.6 and 4.7: attention with a rope on half of each head, DeepSeek-V3's experts, and prediction modules in
+the layers behind the last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.models.nemotron_h import read_rule
 
 
 class Glm4Moe(Llama):
-    """Glm4MoeForCausalLM."""
+    """Model class for Glm4MoeForCausalLM."""
 
     default_eps = 1e-5
 
@@ -29,11 +29,11 @@ class Glm4Moe(Llama):
 
     @property
     def num_predicted(self) -> int:
-        """Modules of the checkpoint that predict further tokens."""
+        """The number of prediction modules in the checkpoint."""
         return self.config.get(PREDICTED, int, self.config.get("num_mtp_layers", int, 1))
 
     def ignores(self, name: str) -> bool:
-        """The layers after the last one are those modules."""
+        """Ignore the layers after the last one: they are the prediction modules."""
         modules = (f"{self.names.layers}.{self.num_layers + i}." for i in range(max(1, self.num_predicted)))
         return super().ignores(name) or name.startswith(tuple(modules))
 

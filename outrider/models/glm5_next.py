@@ -1,8 +1,9 @@
-"""GLM5-Next (GLM-5.3-Flash): KDA layers, every fourth a latent attention layer without positions whose indexer chooses
-blocks of its context; several residual streams that mix; limited activations; experts beside a shared one.
+"""GLM5-Next (GLM-5.3-Flash): KDA layers, every fourth a latent attention layer without positions and with an indexer
+that chooses blocks of the context; several residual streams that mix; limited activations; experts beside a shared
+one.
 
-Text only: of a checkpoint with a vision tower the language model is read. A multi-token-prediction module follows the
-last layer. It has one residual stream.
+Only text is served: of a checkpoint with a vision tower the language model is read. A multi-token-prediction module
+with one residual stream follows the last layer.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, 
 
 
 class Glm5Next(KimiLinear):
-    """The language model of Glm5NextForConditionalGeneration. Files of the text alone have its config without a
-    section, and shorter names."""
+    """The language model of Glm5NextForConditionalGeneration. Text-only files have its config without a section, and
+    shorter names."""
 
     kda_names = KDANames(decay_axes=(0, 0))
     experts_name = "mlp"
@@ -102,7 +103,7 @@ class Glm5Next(KimiLinear):
                            norm_eps=self.sizes.eps)
 
     def read_kda_shape(self) -> KDAShape:
-        """The sizes beside the other keys, or in a section of their own, which wins."""
+        """Read the KDA sizes, which are beside the other keys or in a separate section; the section wins."""
         config, own = self.config, self.config.section_or_empty(LINEAR_SECTION)
         own.passes_over("full_attn_layers")
         bound: float | None = LOWER_BOUND
@@ -154,7 +155,7 @@ class Glm5Next(KimiLinear):
         return HyperLayer(mixer_streams, self.make_norm(), mixer, mlp_streams, self.make_norm(), mlp)
 
     def predicting_layer(self, index: int, lasts: bool) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a prediction module, which has one residual stream. Its texts begin at position 1, and so do its
+        """The layer of a prediction module, with one residual stream. Its texts begin at position 1, and so do its
         blocks. lasts: further drafting passes keep the choice of the first one."""
         latent = self._latent_layer(index, replace(self.pooled_positions(anchor=1), lasts_for_drafting=lasts))
         layer = PreNormLayer(self.make_norm(), self.attention(latent), self.make_norm(), self.make_experts(index))
@@ -163,12 +164,13 @@ class Glm5Next(KimiLinear):
     # Files
 
     def slot_name(self, name: str) -> str:
-        """Files have the matrix of gates as a bare tensor. Adapters have the names of transformers' own modules."""
+        """The slot for a tensor's name. Files have the gates' matrix as a bare tensor; adapters use the names of
+        transformers' modules."""
         name = name.replace(".self_attn.forget_gate.", ".self_attn.")
         return f"{name}.weight" if name.endswith(POOL_GATE) else name
 
     def ignores(self, name: str) -> bool:
-        """The layers after the last one are the multi-token-prediction modules."""
+        """Ignore the layers after the last one: they are the multi-token-prediction modules."""
         count = max(1, self.config.get(PREDICTED, int, 1))
         modules = tuple(f"{self.names.layers}.{self.num_layers + i}." for i in range(count))
         return super().ignores(name) or name.startswith(("model.visual.", *modules)) or ".hc_head" in name
@@ -179,7 +181,7 @@ class Glm5Next(KimiLinear):
         return embedded.repeat(1, self.rule.num_streams)
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """The mean of the streams."""
+        """The auxiliary state: the mean of the streams."""
         return mean_streams(residual, self.rule.num_streams)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +189,8 @@ class Glm5Next(KimiLinear):
 
 
 def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    """The kind of each layer: `layer_types`, or the KDA layers by number, from 0 on, or all but every fourth."""
+    """Read the kind of each layer: `layer_types`, or the numbers of KDA layers from 0 on, or all KDA but every
+    fourth."""
     own = config.section_or_empty(LINEAR_SECTION)
     numbers = own.get("kda_layers", list[int], [i for i in range(num_layers) if i % 4 != 3])
     default = [LINEAR if index in numbers else FULL for index in range(num_layers)]
@@ -201,8 +204,8 @@ def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _read_index_kinds(config: ConfigReader) -> Sequence[str]:
-    """Whether each layer chooses blocks itself, or takes the choice of the layer before it. Of KDA layers the config
-    says nothing."""
+    """Whether each layer chooses blocks itself or reuses the choice of the layer before it. The config has no entries
+    for KDA layers."""
     kinds, index_kinds = read_kinds(config, config.required("num_hidden_layers", int)), read_index_kinds(config)
     for index, kind in enumerate(kinds):
         if kind == FULL and index_kinds[index] == SHARED_INDEX and kinds[index - 1] == LINEAR:

@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, every second layer with a window, and experts with biases and a limited activation.
 
-The published files hold the experts in MXFP4; files of numbers hold them input by output, gate and up in turn.
+The published files have the experts in MXFP4. Unquantised files have them input by output, with gate and up in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.models.sources.quantization import KEY
 
 
 class SinkAttention(SelfAttention):
-    """Attention with a sink for every head: the layer's own tensor, which attention reads, is the checkpoint's."""
+    """Attention with a sink for every head, a tensor of the checkpoint that attention reads."""
 
     _held: HeldRows | None = None
 
@@ -39,7 +39,7 @@ class SinkAttention(SelfAttention):
 
 @dataclass(frozen=True)
 class AlternatingSlot(TransposedSlot):
-    """A slot for a tensor of all experts in which the output features of gate and up alternate, along its last axis."""
+    """A slot for a joint tensor of all experts with alternating output features of gate and up along its last axis."""
 
     @classmethod
     def turned(cls, tensor: torch.Tensor) -> torch.Tensor:
@@ -47,12 +47,12 @@ class AlternatingSlot(TransposedSlot):
 
 
 class BiasedExperts(Experts):
-    """Experts with biases, of which the rank holds its part of the first projection's. Rank 0 adds those of the
+    """Experts with biases. Each rank holds its part of the first projection's biases; rank 0 adds those of the
     second."""
 
     def __init__(self, num_experts: int, hidden_size: int, width: int, *, is_transposed: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """is_transposed: the files hold the matrices as numbers, input by output."""
+        """is_transposed: the files store the matrices as numbers, input by output."""
         super().__init__(num_experts, hidden_size, width, activation=CLAMPED, is_fused=True,
                          is_transposed=is_transposed, dtype=dtype, device=device)
         self._rank = 0
@@ -85,7 +85,7 @@ class BiasedExperts(Experts):
 
 
 class GptOss(Llama):
-    """GptOssForCausalLM."""
+    """Model class for GptOssForCausalLM."""
 
     default_head_dim = 64
     default_theta = 150_000.0

@@ -1,4 +1,4 @@
-"""Granite 3: Llama with factors of the embedding, of attention scores, of what each layer adds, and of the logits."""
+"""Granite 3: Llama with factors for the embedding, the attention scores, each layer's additions and the logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.models.llama import Llama
 
 
 class Granite(Llama):
-    """GraniteForCausalLM."""
+    """Model class for GraniteForCausalLM."""
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

@@ -1,7 +1,7 @@
 """Granite 4 hybrid: Mamba-2 layers and a few attention layers, mostly without positions, with the factors of Granite 3;
-a shared MLP in every layer, alone or beside experts.
+a shared MLP in every layer, with or without experts beside it.
 
-Its files have names of their own for the parts of MLPs and experts, which `slot_name` translates.
+Its files have their own names for the parts of MLPs and experts, which `slot_name` translates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MLP_TENSORS = {"input_linear.weight": "gate_up_proj.weight", "output_linear.weig
 
 
 class GraniteHybrid(HybridDecoder):
-    """GraniteMoeHybridForCausalLM."""
+    """Model class for GraniteMoeHybridForCausalLM."""
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -85,7 +85,7 @@ class GraniteHybrid(HybridDecoder):
         return self.make_rotary(RopeParams("default", 1.0, 0, self.sizes.max_positions), max_len)
 
     def _read_kinds(self) -> list[str]:
-        """The kind of each layer: `layer_types`, or `layers_block_type` in other files."""
+        """Read the kind of each layer: `layer_types`, or `layers_block_type` in other files."""
         config, num_layers = self.config, self.num_layers
         key = "layer_types" if config.has("layer_types") else "layers_block_type"
         config.passes_over("layers_block_type")  # the other key wins

@@ -1,5 +1,6 @@
-"""Keys of published configs that change nothing in what a model computes here, each with the reason; and keys that do,
-and are not served. A key that is in neither table and that no family reads is refused by `config_reader.py`.
+"""Two tables of config keys: keys that change nothing in what a model computes here, each with the reason, and keys
+that do change it and are not supported. `config_reader.py` refuses a key that is in neither table and that no family
+reads.
 """
 
 from __future__ import annotations

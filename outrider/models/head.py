@@ -1,8 +1,8 @@
 """DraftHead: the base class of heads, which draft from the target's hidden states. SlotHead: heads that draft token by
 token, such as EAGLE heads and MTP modules.
 
-A head is loaded like a model and runs like one: it turns token rows into hidden states. It knows nothing of pages, rows
-or drafts.
+A head is loaded and run like a model: it turns token rows into hidden states. It knows nothing of pages, rows or
+drafts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.models.target_rows import RoundedOutput
 
 
 class DraftHead(LayeredModule):
-    """A head uses the target's embedding and output unless its checkpoint has its own."""
+    """A head that uses the target's embedding and output unless its checkpoint has its own."""
 
     aux_layers: tuple[int, ...] = ()  # the target's residual streams that it reads
     num_outputs: int  # size of its vocabulary
@@ -43,24 +43,24 @@ class DraftHead(LayeredModule):
         self._borrows_output = False  # the copy is another head's
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The checkpoint's tensors by the names of `weights`, without those the head takes by itself."""
+        """The checkpoint's tensors by the names in `weights`, without those that the head stores itself."""
         return iter(tensors)
 
     def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
-        """How a source stores a matrix, by the head's name for it."""
+        """How a source stores a matrix, by the head's name for the matrix."""
         return source.stored_format
 
     def follow_target(self) -> None:
-        """Take again what the head copied from the target's weights, which may be other ones now."""
+        """Copy again what the head copied from the target's weights, because the weights may have changed."""
         if self.rounded_output is not None and not self._borrows_output:
             self.rounded_output.take()
 
     def borrow_output(self, other: DraftHead) -> None:
-        """Draft from the copy of the target's output that another head has."""
+        """Share the copy of the target's output that another head has made."""
         self.rounded_output, self._borrows_output = other.rounded_output, True
 
     def check_loaded(self) -> None:
-        """Refuse a checkpoint that leaves the head unusable with this target."""
+        """Refuse a checkpoint that makes the head unusable with this target."""
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.own_output is not None:
@@ -71,8 +71,8 @@ class DraftHead(LayeredModule):
 
     def _table(self, tokens: torch.Tensor, scale: float | None,
                context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-        """Rows to look up, the table that holds them and its scale: those of the embedding or, where embeddings stand
-        in for ids or the embedding's format has no numbers, a table of this pass's own."""
+        """The rows to look up, the table that contains them, and its scale. By default the table is the embedding's. If
+        embeddings replace ids, or the embedding's format keeps no numbers, a table is made for this pass."""
         table = self.embedding.format.table
         if context.stand_ins is None and table is not None:
             return tokens, table, scale
@@ -82,7 +82,7 @@ class DraftHead(LayeredModule):
         return torch.arange(len(tokens), device=tokens.device), found, None
 
     def module(self) -> DraftHead:
-        """A head is the module that a drafter of its kind runs."""
+        """The module that a drafter runs: the head itself."""
         return self
 
     def weight_bytes(self) -> int:
@@ -92,7 +92,7 @@ class DraftHead(LayeredModule):
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int],
              shared: torch.Tensor | None) -> torch.Tensor:
-        """An optional tensor of the checkpoint in the head's dtype, or the target's where both are equal."""
+        """An optional tensor of the checkpoint in the head's dtype; the target's tensor if both are equal."""
         if tuple(tensor.shape) != shape:
             raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the head's config says {list(shape)}")
         own = tensor.to(device=self.device, dtype=self.dtype, copy=True)
@@ -110,17 +110,17 @@ class SlotHead(DraftHead, ABC):
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
-        """[tokens, hidden] the head's input, from the hidden states of the target's forward."""
+        """The head's input [tokens, hidden], from the hidden states of the target's forward."""
 
     @abstractmethod
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [tokens, hidden] from `consume`, or from an earlier pass for the next position. Returns (the input of
-        `logits`, the hidden states for the next position), of these rows or of all."""
+        """Run the head. hidden [tokens, hidden]: from `consume`, or from an earlier pass for the next position. Return
+        (the input of `logits`, the hidden states for the next position), of these rows or of all."""
 
 
 class SlotRotary(Rotary):
-    """The rope of a `SlotHead`: position p was trained with the angles of p - 1. Only dead token rows have
+    """The rope of a `SlotHead`: position p uses the angles of p - 1, as the head was trained. Only dead token rows have
     position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
@@ -131,10 +131,10 @@ class SlotRotary(Rotary):
 
 def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int,
               keep_quantized: bool = False, rounds_output: bool = False) -> None:
-    """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights by `seed`.
-    `keep_quantized`: weights stay in the format of their files where they can. `rounds_output`: where the head uses the
-    target's output, it may use a rounded copy. An outline on the meta device has nothing to fill. A head is sharded
-    like its target."""
+    """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights from `seed`.
+    `keep_quantized`: weights stay in the format of their files where possible. `rounds_output`: the head may use a
+    rounded copy of the target's output. An outline on the meta device is not filled. A head is sharded like its
+    target."""
     if head.target.group is not None:
         head.shard(head.target.group)
     if head.device.type == "meta":
@@ -158,7 +158,7 @@ def _read_head(head: DraftHead, source: ModelSource, keep_quantized: bool) -> No
 
 
 def load_dummy_head(head: DraftHead, seed: int) -> None:
-    """Random weights; a reduced vocabulary stands for the target's first tokens."""
+    """Fill a head with random weights. A reduced vocabulary contains the target's first tokens."""
     loadable: Any = head
     load_dummy(loadable, seed)
     if head.num_outputs < head.target.vocab_size and head.target_ids is None:

@@ -1,4 +1,6 @@
-"""Hunyuan, dense and with experts: norms of q and k heads behind the rope, whose base an `alpha` stretches."""
+"""Hunyuan, dense and with experts: norms of q and k heads behind the rope, and a rope with a base that `alpha`
+stretches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ NORM_NAMES = ("query_layernorm", "key_layernorm")
 
 
 class Hunyuan(Llama):
-    """HunYuanDenseV1ForCausalLM."""
+    """Model class for HunYuanDenseV1ForCausalLM."""
 
     default_eps = 1e-5
 
@@ -35,7 +37,8 @@ class Hunyuan(Llama):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def read_rope(self, config: ConfigReader) -> RopeParams:
-        """The rope. A "dynamic" rope with an `alpha` is not dynamic: its base is stretched once, for every length."""
+        """Read the rope. A "dynamic" rope with an `alpha` is not dynamic: its base is stretched once, for every
+        length."""
         key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
         rope = config.section_or_empty(key)
         kind = rope.raw("rope_type") or rope.raw("type")
@@ -65,7 +68,7 @@ class Hunyuan(Llama):
 
 
 class HunyuanMoe(Hunyuan):
-    """HunYuanMoEV1ForCausalLM: an MLP that every token takes beside the experts of every layer."""
+    """Model class for HunYuanMoEV1ForCausalLM: an MLP that every token takes beside the experts of every layer."""
 
     def make_feed_forward(self, index: int) -> FeedForward:
         config, hidden_size = self.config, self.hidden_size
@@ -89,7 +92,7 @@ class HunyuanMoe(Hunyuan):
 
 
 def read_number(config: ConfigReader, key: str, index: int) -> int:
-    """A count of one layer: the number under `key`, or the layer's in a list."""
+    """Read a count of one layer: the number under `key`, or the layer's entry if it is a list."""
     if not isinstance(config.raw(key), list):
         return config.required(key, int)
     numbers = config.required(key, list[int])

@@ -1,9 +1,10 @@
 """HY-V4 (Hy4): latent attention over positions that some layers choose, with sinks and gates; several residual streams;
 experts with limits beside a shared one after the first layer.
 
-A layer adds to every stream and mixes none of them. The prediction module has one stream: it reads the final state.
-The makers' engines rotate pairs of dimensions and transformers halves of them, of the same files. Pairs are what the
-published weights were trained with; `rope_interleave` and `indexer_rope_interleave` in a config say otherwise.
+A layer adds to every stream and does not mix them. The prediction module has one stream: it reads the final state. For
+the same files the makers' engines rotate pairs of dimensions, and transformers rotates halves. The published weights
+were trained with pairs, so pairs are the default here; `rope_interleave` and `indexer_rope_interleave` in a config
+override this.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ INDEX_PERIOD = 4  # layers behind the first, of which the first chooses position
 
 
 class SinkGateAttention(LatentAttention):
-    """Latent attention with a sink for every head, and a sigmoid gate for every value."""
+    """Latent attention with a sink for every head and a sigmoid gate for every value."""
 
     _held: HeldRows | None = None
 
@@ -64,7 +65,7 @@ class SinkGateAttention(LatentAttention):
 
 
 class HYV4(DeepseekV32):
-    """HYV4ForCausalLM."""
+    """Model class for HYV4ForCausalLM."""
 
     fixed = (("enable_ihc", True), ("learnable_sink", True), ("gated_mla", True), ("gating_type", "elementwise"),
              ("tie_word_embeddings", False))
@@ -108,7 +109,7 @@ class HYV4(DeepseekV32):
                           self.feed_forward(attention.index, is_sparse))
 
     def predicting_layer(self, index: int, lasts_for_drafting: bool) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a prediction module, which has one stream, and the experts and the indexer of other layers."""
+        """The layer of a prediction module: one stream, with the experts and the indexer of other layers."""
         attends_to: IndexedPositions = replace(self.indexed_positions(), lasts_for_drafting=lasts_for_drafting)
         latent = self.latent_layer(index, attends_to)
         return PreNormLayer(self.make_norm(), self._attention(latent), self.make_norm(),
@@ -133,7 +134,8 @@ class HYV4(DeepseekV32):
         return super().ignores(name) or name.startswith(f"{MODULES}.")
 
     def slot_name(self, name: str) -> str:
-        """Names of transformers' own modules, and those that it writes to files, for the names of published files."""
+        """The slot for a tensor's name: published names, names of transformers' modules, and the names that
+        transformers writes."""
         return published_name(name)
 
     # Streams
@@ -142,7 +144,7 @@ class HYV4(DeepseekV32):
         return embedded.repeat(1, self.num_streams)
 
     def aux_state(self, delta: None, residual: torch.Tensor) -> torch.Tensor:
-        """The mean of the streams."""
+        """The auxiliary state: the mean of the streams."""
         return residual.unflatten(1, (self.num_streams, -1)).mean(dim=1)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +168,7 @@ def published_name(name: str) -> str:
 
 
 def _with_defaults(config: ConfigReader) -> ConfigReader:
-    """The config with the makers' patterns of layers, where it has none."""
+    """The config with the makers' patterns of layers where it has none."""
     layers = range(config.required("num_hidden_layers", int))
     values: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
     if not config.has("indexer_types"):

@@ -1,4 +1,5 @@
-"""HybridDecoder: the base class of models with recurrent layers beside attention, and config keys that they share."""
+"""HybridDecoder: the base class of models with recurrent layers beside attention, and the config keys that they share.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ class HybridDecoder(Decoder):
 
 
 def pass_over_components(config: ConfigReader) -> None:
-    """Pass over how a rope deals its frequencies out to the three components of a position, which are equal in text."""
+    """Ignore how a rope assigns its frequencies to the three components of a position: in text these are equal."""
     config.section_or_empty("rope_parameters").passes_over("mrope_section", "mrope_interleaved")
 
 
 def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
-    """A rope of the leading part of each head. factor: the share of a head that rotates if the config has none."""
+    """A rope on the leading part of each head. factor: the default share of a head that rotates."""
     rope = config.section_or_empty("rope_parameters")
     factor = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, factor))
     rotary_dim = int(head_dim * factor)
@@ -37,7 +38,7 @@ def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopePara
 
 
 def read_limits(config: ConfigReader, key: str) -> tuple[float, float]:
-    """A lower and an upper limit. JSON has no infinity, so files write it in several ways."""
+    """Read a lower and an upper limit. JSON has no infinity, so files write it in several ways."""
     limits = config.get(key, list, [0.0, "inf"])
     values = [item["__float__"] if isinstance(item, dict) and "__float__" in item else item for item in limits]
     try:

@@ -1,6 +1,6 @@
 """Kimi-Linear: KDA layers, some latent attention layers without positions, and experts beside a shared one.
 
-Bailing-hybrid has the same parts in other forms and is derived from this in a file of its own.
+Bailing-hybrid has the same parts in other forms; its class, in another file, derives from this one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OTHER_NAMES = {
 
 
 class KimiLinear(HybridDecoder):
-    """KimiLinearForCausalLM."""
+    """Model class for KimiLinearForCausalLM."""
 
     kda_names = KDANames()
     mixer_name = "self_attn"
@@ -85,7 +85,7 @@ class KimiLinear(HybridDecoder):
         return with_common_names(config).with_values({"head_dim": None, **missing})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
-        """The rope of the latent layers' shared dimensions, which come in pairs although nothing turns them."""
+        """The rope of the latent layers' shared dimensions, which turns nothing. Their number must be even."""
         dim = self.config.required("qk_rope_head_dim", int)
         if dim % 2:
             raise self.config.refusal("qk_rope_head_dim", "it must be even")
@@ -101,7 +101,7 @@ class KimiLinear(HybridDecoder):
                         own.get("short_conv_kernel_size", int, 4, least=1))
 
     def read_kinds(self) -> list[str]:
-        """The kind of each layer: `layer_types`, or lists of layer numbers, which count from 1."""
+        """Read the kind of each layer: `layer_types`, or lists of layer numbers that count from 1."""
         config, num_layers = self.config, self.num_layers
         if config.has("layer_types") or not config.has(LINEAR_SECTION):
             kinds = config.required("layer_types", list[str])
@@ -133,8 +133,8 @@ class KimiLinear(HybridDecoder):
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
 
     def slot_name(self, name: str) -> str:
-        """transformers writes dense MLPs under the name that the makers' files have for experts alone, and its modules,
-        by which adapters name tensors, have one name for both."""
+        """The slot for a tensor's name. transformers writes dense MLPs under the name that the makers' files use for
+        experts only. Its modules, by which adapters name tensors, have one name for both."""
         name = name.replace(".forget_gate.", ".")
         prefix, found, rest = name.replace(f".{self.experts_name}.", ".mlp.").partition(".mlp.")
         index = prefix.removeprefix(f"{self.names.layers}.")
@@ -143,12 +143,12 @@ class KimiLinear(HybridDecoder):
         return f"{prefix}.{self.experts_name if self.is_sparse[int(index)] else 'mlp'}.{rest}"
 
     def ignores(self, name: str) -> bool:
-        """Without shared experts transformers saves matrices of no rows for them."""
+        """Ignore the empty matrices that transformers saves for models without shared experts."""
         return super().ignores(name) or not self.num_shared and ".shared_experts." in name
 
     @property
     def num_shared(self) -> int:
-        """Experts that every token takes."""
+        """The number of experts that every token takes."""
         return self.config.get("n_shared_experts", int, 1)
 
     def read_latent_shape(self) -> LatentShape:
@@ -182,6 +182,6 @@ class KimiLinear(HybridDecoder):
 
 
 def with_common_names(config: ConfigReader) -> ConfigReader:
-    """The config with the names of keys that other families have."""
+    """The config under the names of keys that other families use."""
     experts = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers' name wins
     return config.with_names(OTHER_NAMES | {"n_routed_experts": experts})

@@ -1,6 +1,6 @@
 """LFM2: short convolutions and a few attention layers with norms of q and k, all with a gated MLP.
 
-Its files have names of their own for the parts of attention and MLPs, which `slot_name` translates.
+Its files have their own names for the parts of attention and MLPs, which `slot_name` translates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROPE_THETA = 1e6  # of configs without one
 
 
 class Lfm2(HybridDecoder):
-    """Lfm2ForCausalLM."""
+    """Model class for Lfm2ForCausalLM."""
 
     names = DecoderNames(norm="model.embedding_norm")
 
@@ -43,7 +43,7 @@ class Lfm2(HybridDecoder):
         return next((name.replace(theirs, own) for theirs, own in TENSORS.items() if theirs in name), name)
 
     def _read_kinds(self) -> list[str]:
-        """The kind of each layer: `layer_types`, or attention in the layers of `full_attn_idxs`."""
+        """Read the kind of each layer: `layer_types`, or attention in the layers of `full_attn_idxs`."""
         config, num_layers = self.config, self.num_layers
         attending = config.get("full_attn_idxs", list[int], list(range(num_layers)))
         kinds = config.get("layer_types", list[str], [FULL if i in attending else CONV for i in range(num_layers)])

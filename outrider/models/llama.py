@@ -1,6 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2 and Qwen3.
 
-One kind of layer; the architectures differ in biases, windows and norms of q and k, which their configs switch on.
+There is one kind of layer. The architectures differ in biases, windows and norms of q and k.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.models.config import (
 
 
 class LlamaLayer(AttentionMLPLayer):
-    """Norm, attention, norm, MLP; each half adds to the residual stream. The layer of EAGLE heads."""
+    """Norm, attention, norm, MLP; each half adds to the residual stream. EAGLE heads use this layer too."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class LlamaLayer(AttentionMLPLayer):
 
 
 class Llama(Decoder):
-    """LlamaForCausalLM, and the base of the families that differ from it by switches or by a block. Those override what
-    they read of the config (`windows`, `biases`, ..) and the parts that they make (`make_...`)."""
+    """Model class for LlamaForCausalLM, and the base of families that differ from it by switches or by a block. They
+    override what they read from the config (`windows`, `biases`, ..) and the parts that they make (`make_...`)."""
 
     default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     default_theta = 10000.0  # for configs without a theta
@@ -99,7 +99,7 @@ class Llama(Decoder):
         self.layers = [self.make_layer(layer) for layer in self.attention_layers]
 
     def make_layer(self, layer: AttentionLayer) -> DecoderLayer:
-        """The decoder layer around an attention layer, which may be one more than the model's own, of a draft head."""
+        """The decoder layer around an attention layer, which may also be an extra layer of a draft head."""
         attention, mlp = self.make_attention(layer), self.make_feed_forward(layer.index)
         made: DecoderLayer
         if type(attention) is SelfAttention and isinstance(mlp, GatedMLP):
@@ -110,7 +110,7 @@ class Llama(Decoder):
         return made
 
     def make_still_rotary(self, max_len: int) -> Rotary:
-        """The rope of layers that have none."""
+        """The rope for layers without a rope, which turns nothing."""
         return StillRotary(self.sizes.head_dim, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
@@ -154,7 +154,7 @@ class Llama(Decoder):
 
 class Mistral(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """Every layer slides where there is a window, unless `layer_types` says which do."""
+        """The windows: every layer slides if there is a window, unless `layer_types` says which layers do."""
         kind = SLIDING if config.has("sliding_window") else FULL
         num_layers = config.required("num_hidden_layers", int)
         return layer_windows(config, config.get("layer_types", list, [kind] * num_layers))
@@ -167,7 +167,8 @@ class Mistral(Llama):
 
 class Qwen2(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """`layer_types`, or all layers from `max_window_layers` on; none unless `use_sliding_window`."""
+        """The windows: by `layer_types`, or in all layers from `max_window_layers` on; none unless
+        `use_sliding_window`."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)

@@ -1,8 +1,9 @@
-"""Llama 4: three layers of four see their own chunk of the text and have a rope, the fourth sees all of it without one.
+"""Llama 4: three layers of four see only their chunk of the text and have a rope; the fourth sees all of it without
+one.
 
-Queries of layers without a rope grow with their position, and those with a rope norm the heads of q and k. Experts get
-token rows that are multiplied by their score, beside a shared expert. The published models are the text of checkpoints
-that also see images.
+Queries of layers without a rope grow with their position. Layers with a rope norm the heads of q and k. Experts get
+token rows multiplied by their score, beside a shared expert. The published checkpoints also see images; only their text
+part is served.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ UNSTRETCHED = ("default", "linear", "llama3")  # ropes that keep the length of w
 
 
 class Llama4(Llama):
-    """Llama4ForCausalLM."""
+    """Model class for Llama4ForCausalLM."""
 
     default_head_dim = 128
     default_theta = 500_000.0
@@ -66,7 +67,8 @@ class Llama4(Llama):
         return rope
 
     def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
-        """The zeros of `no_rope_layers`, which is empty in the first files, or every n-th layer."""
+        """The layers without a rope: the zeros of `no_rope_layers`, or every n-th layer where this list is empty, as in
+        the first files."""
         interval = config.get("no_rope_layer_interval", int, 4, least=1)
         usual = [int((index + 1) % interval != 0) for index in range(self.num_layers)]
         turned = config.get("no_rope_layers", list[int], usual) or usual
@@ -75,7 +77,7 @@ class Llama4(Llama):
         return {index for index in range(self.num_layers) if not turned[index]}
 
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The size of the chunks that each layer sees; None for layers that see the whole text."""
+        """The chunk size of each layer. None for layers that see the whole text."""
         unturned = self.layers_without_rope(config, [])
         usual = [FULL if index in unturned else CHUNKED for index in range(self.num_layers)]
         kinds = config.get("layer_types", list, usual)
@@ -134,4 +136,4 @@ class Llama4(Llama):
 
 
 class Llama4Conditional(LanguagePart, Llama4):
-    """Llama4ForConditionalGeneration."""
+    """Model class for Llama4ForConditionalGeneration."""

@@ -1,7 +1,7 @@
-"""Builds models from their sources and fills them, one tensor at a time or at random. Drafters' models and heads too.
+"""Build models from their sources and fill them, one tensor at a time or at random; drafters' models and heads too.
 
-Every tensor of a source must find its slot and every slot its tensor; otherwise loading fails with their names. At
-most about one tensor of the files is in memory beside the model.
+Every tensor of a source must find its slot, and every slot its tensor; otherwise loading fails with their names. Beside
+the model, about one tensor of the files is in memory at most.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Watch: TypeAlias = Callable[[Tensors, int], Tensors]
 def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, load_format: str = "auto",
                seed: int = 0, max_len: int | None = None, keep_quantized: bool = False,
                group: RankGroup | None = None) -> Model:
-    """The model of a source, ready to run. `max_len`: positions it must serve, the config's own by default.
-    `keep_quantized`: weights stay in the format of their files where they can. `group`: ranks that hold it together."""
+    """Load the model of a source, ready to run. `max_len`: the number of positions that it must serve, by default the
+    config's. `keep_quantized`: weights stay in the format of their files where possible. `group`: the ranks that
+    hold the model together."""
     model = build_model(source.config, dtype=dtype, device=device, max_len=max_len, source=str(source.config_file))
     if group is not None:
         model.shard(group)
@@ -47,15 +48,15 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
 
 def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | None],
                     device: torch.device | None = None, quantization: str | None = None) -> None:
-    """Choose the formats of a model's weights by how its source stores them, before they are allocated. `device`: the
-    one on which the model will run, if it is only outlined on the meta device. `quantization`: codes into which linear
-    layers of numbers are brought when they are read."""
+    """Choose the formats of a model's weights from how its source stores them, before they are allocated. `device`:
+    where the model will run, if it is only outlined on the meta device. `quantization`: codes into which linear
+    layers of numbers are converted when they are read."""
     model.declare_formats(FormatChoice(stored_format, device or model.device, quantization))
 
 
 def stored_formats(model: Model, source: ModelSource) -> Callable[[str], StoredFormat | None]:
-    """How a source stores a matrix, by the model's name for it. The files may have another name for the matrix
-    (`slot_name`), or hold it in one tensor with those of all experts."""
+    """Return a function that tells how a source stores a matrix, by the model's name for it. The files may have another
+    name for the matrix (`slot_name`), or store it in a joint tensor of all experts."""
     try:
         names = source.tensor_names()
     except FileNotFoundError:  # a dummy model of a config alone
@@ -71,7 +72,7 @@ def stored_formats(model: Model, source: ModelSource) -> Callable[[str], StoredF
 
 
 def _joint_name(name: str) -> str:
-    """The matrix of all experts in which files of some families hold the matrix of one expert."""
+    """The name of the joint matrix of all experts in which files of some families store the matrix of one expert."""
     experts, _, projection = name.rpartition(".")
     joint = JOINT_PROJECTIONS.get(projection, projection)
     return f"{experts.rpartition('.')[0]}.{joint}"
@@ -79,8 +80,8 @@ def _joint_name(name: str) -> str:
 
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
                watch: Watch | None = None) -> None:
-    """Give a model its weights. load_format "dummy" draws them by `seed` and reads nothing. `watch` (a progress bar)
-    gets the tensors and their number, and hands the tensors on. An outline on the meta device has nothing to fill."""
+    """Give a model its weights. load_format "dummy" draws them from `seed` and reads nothing. `watch` (a progress bar)
+    gets the tensors and their number, and passes the tensors on. An outline on the meta device is not filled."""
     if model.device.type == "meta":
         return
     if load_format == "dummy":
@@ -124,7 +125,7 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
 
 
 class SlotNamed:
-    """The tensors of a source by the names of their slots."""
+    """The tensors of a source under the names of their slots."""
 
     def __init__(self, model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
         self._model, self._tensors = model, tensors
@@ -138,13 +139,13 @@ class SlotNamed:
             del tensor  # before the next one is read
 
     def explained(self, error: WeightError) -> WeightError:
-        """An error about the tensor that is being stored, with the name that the files have for it."""
+        """The error for the tensor being stored, with the files' name for it."""
         name = self.name_in_files
         return error if name is None or name in str(error) else WeightError(f"{error}; the files call it {name}")
 
 
 def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int]) -> None:
-    """Log in one line which weights keep their bits, and how many matrices of which kind had to become numbers."""
+    """Log one line: which weights keep their bits, and how many matrices of which kind were expanded to numbers."""
     if not expanded and all(slot.kind is None for slot in slots.values()):
         return
     dtypes = " or ".join(sorted({dtype_name(slot) for slot in slots.values() if slot.kind is None}))
@@ -173,7 +174,7 @@ def dtype_name(slot: WeightSlot) -> str:
 
 
 def some_names(names: Collection[str]) -> str:
-    """The first names, and how many more there are: a file of another model lacks hundreds."""
+    """The first names, and how many more there are, because a file of another model lacks hundreds."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
 
@@ -181,7 +182,7 @@ def some_names(names: Collection[str]) -> str:
 def one_by_one(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a source, each by the name of its slot where the model has one. Counts in `expanded`, by kind, the
+    """The tensors of a source, each under the name of its slot if the model has one. `expanded` counts, by kind, the
     stored weights that became numbers."""
     return _in_parts(_split_experts(tensors, slots), slots, expanded)
 
@@ -189,8 +190,8 @@ def one_by_one(
 def _in_parts(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, with the parts of a stored weight in its place where the layer's format keeps them, and its numbers
-    elsewhere."""
+    """The tensors, with each stored weight replaced by its parts if the layer's format keeps them, and otherwise by its
+    numbers."""
     for name, tensor in tensors:
         slot = slots.get(name)
         if slot is not None and slot.quantize is not None:
@@ -215,8 +216,8 @@ def _in_parts(
 def _kept_parts(
     name: str, stored: StoredWeight, slots: Mapping[str, WeightSlot]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a stored weight by their own names; none if no format keeps them. The name of a joint matrix of
-    experts has no ".weight", those of its scales follow it directly."""
+    """The tensors of a stored weight under their own names; none if no format keeps them. The name of a joint matrix of
+    experts has no ".weight", and the names of its scales are appended directly."""
     parts = [(name + part.removeprefix("weight"), tensor) for part, tensor in stored.parts().items()]
     if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
         return []
@@ -226,8 +227,8 @@ def _kept_parts(
 
 
 def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
-    """The tensors, with a tensor of all experts split into one for each expert and projection if the model has slots
-    for these. Files of one family have either form."""
+    """The tensors, with a joint tensor of all experts split into one for each expert and projection if the model has
+    slots for these. Files of one family have either form."""
     for name, tensor in tensors:
         experts, _, projection = name.rpartition(".")
         if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:
@@ -245,7 +246,7 @@ def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, We
 
 def load_dummy(model: Model, seed: int) -> None:
     """Fill every tensor from U(-1e-3, 1e-3), or with random bits of its format, and finalize. The same seed and device
-    give the same weights, and each of several ranks its part of them."""
+    give the same weights; each of several ranks gets its part of them."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for slot in model.weights().values():
         slot.fill(generator)
@@ -254,7 +255,7 @@ def load_dummy(model: Model, seed: int) -> None:
 
 
 def blank_model(model: Model) -> None:
-    """Fill every tensor with zeros and finalize: steps of the model can be traced, and `fill_model` can follow."""
+    """Fill every tensor with zeros and finalize, so that steps of the model can be traced. `fill_model` can follow."""
     for slot in model.weights().values():
         slot.target.zero_()
     model.finalize()

@@ -1,7 +1,7 @@
-"""The Markov head of DSpark drafters: what the token before a draft adds to the logits of that draft.
+"""The Markov head of DSpark drafters: it adds to the logits of a draft a term that depends on the token before it.
 
-The addition has a low rank: a row of `markov_w1` for the token before, times `markov_w2`. It may be gated by the
-block's hidden state, or come from a small recurrent state that runs along the block.
+The term has a low rank: a row of `markov_w1` for the token before, times `markov_w2`. The block's hidden state may gate
+it, or a small recurrent state that runs along the block may make it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from outrider.models.block_config import MarkovSizes
 class MarkovHead(Module):
     def __init__(self, sizes: MarkovSizes, *, vocab_size: int, num_outputs: int, hidden_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """vocab_size: of the target, whose ids the tokens before have. num_outputs: of the drafter's vocabulary."""
+        """vocab_size: the size of the target's vocabulary, which the tokens before have. num_outputs: the size of the
+        drafter's vocabulary."""
         rank, made = sizes.rank, {"dtype": dtype, "device": device}
         self.rank, self.kind = rank, sizes.kind
         self.before = Embedding(vocab_size, rank, dtype=dtype, device=device)
@@ -31,13 +32,13 @@ class MarkovHead(Module):
                 *((name, part) for name, part in optional.items() if part is not None)]
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[requests, rank] the recurrent state before the first draft. Other kinds pass it on unread."""
+        """The recurrent state [requests, rank] before the first draft. Kinds without a recurrence pass it on unread."""
         return hidden.new_zeros(len(hidden), self.rank)
 
     def addition(self, tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor,
                  context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """The addition to the logits of the drafts after `tokens` [requests], whose rows of the block have the states
-        `hidden`. Returns ([requests, outputs], the state for the next draft)."""
+        """The term for the logits of the drafts after `tokens` [requests]. `hidden`: the hidden states of their rows of
+        the block. Return ([requests, outputs], the state for the next draft)."""
         x = self.before.look_up(tokens)
         if self.gate is not None:
             x = torch.sigmoid(self.gate(torch.cat((hidden, x), dim=-1), context)) * x

@@ -1,5 +1,5 @@
-"""MiniMax-M2: one norm over all q heads and one over all k heads, a rope of half of each head, and experts whose scores
-are corrected for the choice.
+"""MiniMax-M2: one norm over all q heads and one over all k heads, a rope on half of each head, and experts with scores
+that are corrected for the choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.models.qwen3_moe import read_rule
 
 
 class MiniMaxM2(Llama):
-    """MiniMaxM2ForCausalLM."""
+    """Model class for MiniMaxM2ForCausalLM."""
 
     default_head_dim = 128
     default_theta = 5_000_000.0

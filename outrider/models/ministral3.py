@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with queries that grow with their position, beyond the length that the rope was trained for."""
+"""Ministral 3: Mistral with queries that grow with their position beyond the length that the rope was trained for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.models.llama import Mistral
 
 
 class TemperedMistral(Mistral):
-    """Mistral, with tempered queries where the rope has a strength of them."""
+    """Mistral with tempered queries, if the rope has a strength for them."""
 
     strength = 0.0
 
@@ -33,7 +33,7 @@ class TemperedMistral(Mistral):
 
 
 class Ministral3(TemperedMistral):
-    """Ministral3ForCausalLM."""
+    """Model class for Ministral3ForCausalLM."""
 
     default_head_dim = 128
     default_theta = 1_000_000.0

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, and experts in place of the MLP of every layer."""
+"""Mixtral: Mistral's attention, with experts instead of the MLP in every layer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SPARSE = "block_sparse_moe"  # experts and their router in the checkpoint
 
 
 def published_name(name: str) -> str:
-    """A tensor's name in the checkpoint, for that of transformers' module, by which adapters name it."""
+    """A tensor's name in the checkpoint, from the name of transformers' module, which adapters use."""
     return name.replace(".mlp.", f".{SPARSE}.")
 
 
 class Mixtral(Mistral):
-    """MixtralForCausalLM."""
+    """Model class for MixtralForCausalLM."""
 
     default_theta = 1_000_000.0
     default_eps = 1e-5

@@ -1,8 +1,8 @@
-"""The multi-token-prediction module: norms of embedding and hidden state, a projection of both, a decoder layer.
+"""The multi-token-prediction module: norms of embedding and hidden state, a projection of both, decoder layers.
 
-Families differ in the decoder layers (one or several), in the names of the tensors and in a few switches. An
-`MTPDescription` says all of it; a function for each family makes it for a target. Embedding and output are the target's
-own.
+Families differ in the decoder layers (one or several), in the names of tensors and in a few switches. An
+`MTPDescription` contains these differences; a function for each family makes it for a target. Embedding and output are
+the target's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LayerFactory = Callable[[int], tuple[list[DecoderLayer], Sequence[AttentionLayer
 
 @dataclass(frozen=True)
 class MTPNames:
-    """Names of the module's parts in the checkpoint. Tensors under `prefix` that are none of them are an error."""
+    """The names of the module's parts in the checkpoint. Any other tensor under `prefix` is an error."""
 
     prefix: str = "mtp."
     embedding_norm: str = "mtp.pre_fc_norm_embedding"
@@ -52,7 +52,7 @@ class MTPNames:
 
 @dataclass(frozen=True)
 class MTPDescription:
-    """One family's module."""
+    """The description of one family's module."""
 
     layers: LayerFactory
     eps: float
@@ -96,7 +96,7 @@ class MTPHead(SlotHead):
         ]
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's tensors. The files may be the target's, which loads the other tensors."""
+        """The module's tensors. The files may be the target's, which also contain its own tensors."""
         names = self.description.names
         return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
 
@@ -104,7 +104,7 @@ class MTPHead(SlotHead):
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
 
     def slot_name(self, name: str) -> str:
-        """The module's tensors are named like the target's."""
+        """The slot for a tensor's name. The module's tensors are named like the target's."""
         return self.target.slot_name(name)
 
     @property
@@ -130,11 +130,11 @@ class MTPHead(SlotHead):
         return self.projection(self._joined(tokens, hidden, context), context)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the input of `logits`, the residual stream before the final norm)."""
+        """Return (the input of `logits`, the residual stream before the final norm)."""
         return self.norm.add_norm(delta, residual)
 
     def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """[tokens, 2 x hidden] the norms of embedding and hidden state."""
+        """The norms of embedding and hidden state side by side: [tokens, 2 x hidden]."""
         description = self.description
         ids, table, scale = self._table(tokens, self.embedding.scale, context)
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
@@ -144,8 +144,8 @@ class MTPHead(SlotHead):
 
 
 class StreamMTPHead(MTPHead):
-    """A module that goes on with the target's residual streams: norms and products of embedding and of each stream,
-    whose sums are the streams before its layer; a gate in place of the final norm."""
+    """A module that continues the target's residual streams. The streams before its layer are sums of two products: of
+    the normed embedding, and of each normed stream. A gate replaces the final norm."""
 
     norm: StreamEnd  # type: ignore[assignment]
 
@@ -189,12 +189,12 @@ _FAMILIES: dict[type[Model], Callable[..., MTPDescription]] = {}
 
 
 def register_mtp(model_class: type[Model], describe: Callable[..., MTPDescription]) -> None:
-    """Let `describe(target)` describe the module of targets of this class and of classes derived from it."""
+    """Use `describe(target)` for targets of this class and of its subclasses."""
     _FAMILIES[model_class] = describe
 
 
 def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, device: torch.device) -> list[MTPHead]:
-    """All modules of the target, in the order of the drafts that they make."""
+    """Build all modules of the target, in the order of the drafts that they make."""
     first = describe_mtp(target)
     made: list[MTPHead] = []
     for description in (first, *first.following):
@@ -205,7 +205,7 @@ def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, de
 
 
 def no_module(where: str) -> ConfigError:
-    """The error for a checkpoint without a module. `where`: what says so."""
+    """The error for a checkpoint without a module. `where`: the file or key that shows it."""
     return ConfigError(f"{where}: the checkpoint has no multi-token-prediction module. Choose another method than "
                        "'mtp' in speculative_config (ngram and suffix need no files), or a checkpoint with a module")
 
@@ -229,7 +229,7 @@ def has_own_module(model_class: type[Model]) -> bool:
 
 
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
-    """One more layer like the target's own, with full attention."""
+    """One more layer like the target's, with full attention."""
     attention = target.attention_layer(index)
     return [target.make_layer(attention)], [attention]
 
@@ -269,8 +269,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
-    """One more layer with experts for each module, and with an indexer of its own where the target has them. The config
-    says whether further drafting passes keep the choice of the first."""
+    """DeepSeek's module: one more layer with experts, and with an indexer if the target has indexers. The config says
+    whether further drafting passes keep the choice of the first."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -279,7 +279,7 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
 
 
 def _names_behind(target: Decoder, number: int) -> MTPNames:
-    """Names of a module that the checkpoint has as one more layer, of this number."""
+    """The names of a module that the checkpoint stores as one more layer with this number."""
     module = f"{target.names.layers}.{number}"
     return MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=number,
@@ -300,9 +300,9 @@ def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
 
 
 def _describe_hy_v4(target: HYV4) -> MTPDescription:
-    """A layer with experts and an indexer for each module, which reads the final state: the streams have ended. The
-    config says whether further drafting passes keep the choice of the first. The makers let one module make three
-    drafts."""
+    """HY-V4's module: a layer with experts and an indexer, which reads the final state because the streams have ended.
+    The config says whether further drafting passes keep the choice of the first. The makers let one module make
+    three drafts."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -325,7 +325,7 @@ def _describe_hy_v4(target: HYV4) -> MTPDescription:
 
 
 def _describe_glm(target: Glm4Moe) -> MTPDescription:
-    """One more layer with experts for each module."""
+    """GLM's module: one more layer with experts."""
     first, *later = (MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
                                     _names_behind(target, target.num_layers + i), zeroes_first_embedding=True)
                      for i in range(target.num_predicted))
@@ -337,7 +337,7 @@ def _describe_nothing(target: Decoder) -> MTPDescription:
 
 
 def _describe_bailing(target: BailingHybrid) -> MTPDescription:
-    """One more layer with latent attention and experts."""
+    """Bailing's module: one more layer with latent attention and experts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     module = f"{target.names.layers}.{target.num_layers}"
     names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
@@ -353,8 +353,9 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
 
 
 def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
-    """One more layer with latent attention to blocks and experts, over the target's final state. The config says
-    whether further drafting passes keep the choice of the first: the makers let one module make several drafts."""
+    """GLM5-Next's module: one more layer with latent attention to blocks and with experts, over the target's final
+    state. The config says whether further drafting passes keep the choice of the first; the makers let one module
+    make several drafts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     lasts = target.config.get(SHARED_CHOICE, bool, False)
 
@@ -366,8 +367,9 @@ def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
 
 
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
-    """One more layer that attends to chosen blocks, over the target's streams. Every pass chooses anew, although
-    checkpoints may say that further passes keep the choice of the first: it sees the same and the newest tokens."""
+    """Qwen4-Exp's module: one more layer that attends to chosen blocks, over the target's streams. Every pass chooses
+    anew, even if the checkpoint says that further passes keep the first choice: a new choice sees the newest tokens
+    too."""
     target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
     for key in (PREDICTED, "mtp_num_hidden_layers"):
         target.config.must_equal(key, 1, default=1)

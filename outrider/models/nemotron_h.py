@@ -1,4 +1,4 @@
-"""NemotronH: every layer has one part, which a pattern names: Mamba-2, attention without positions, MLP, experts.
+"""NemotronH: every layer has one part, named by a pattern: Mamba-2, attention without positions, MLP or experts.
 
 A layer adds part(norm(x)) to the residual stream. MLPs and experts have no gate: down(relu(up(x)) squared).
 """
@@ -69,7 +69,7 @@ class UnplacedAttention(SelfAttention):
 
 
 class PlainMLP(FeedForward):
-    """down(relu(up(x)) squared)."""
+    """An MLP without a gate: down(relu(up(x)) squared)."""
 
     def __init__(self, hidden_size: int, width: int, *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.up = Linear(hidden_size, width, bias=bias, dtype=dtype, device=device)
@@ -94,7 +94,7 @@ class PlainMLP(FeedForward):
 
 
 class NemotronHLayer(DecoderLayer):
-    """x + part(norm(x)), whatever the part is."""
+    """A layer with one part of any kind: x + part(norm(x))."""
 
     def __init__(self, norm: RMSNorm, part: TokenMixer | FeedForward) -> None:
         self.norm, self.part = norm, part
@@ -122,7 +122,7 @@ class NemotronHLayer(DecoderLayer):
 
 
 class NemotronH(HybridDecoder):
-    """NemotronHForCausalLM."""
+    """Model class for NemotronHForCausalLM."""
 
     names = DecoderNames("backbone.embeddings", "backbone.norm_f", "backbone.layers")
 
@@ -184,7 +184,7 @@ class NemotronH(HybridDecoder):
 
 
 def read_kinds(config: ConfigReader) -> list[str]:
-    """The kind of each layer: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
+    """Read the kind of each layer: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
     kinds = kinds_under(config, "layers_block_type", "hybrid_override_pattern")
     if not kinds:
         raise config.refusal("hybrid_override_pattern", "a pattern or layers_block_type must name the layers")
@@ -222,8 +222,8 @@ def _in_common_words(config: ConfigReader, num_layers: int) -> ConfigReader:
 
 
 def read_shape(config: ConfigReader) -> Mamba2Shape:
-    """Read the shape of the Mamba-2 layers. Time steps (dt) are limited by `time_step_limit` alone: `time_step_min` and
-    the like are for initialisation, and a limit that held in prefill only would make text depend on how a prompt is
+    """Read the shape of the Mamba-2 layers. Only `time_step_limit` limits time steps (dt). `time_step_min` and similar
+    keys are for initialisation; a limit that applied to prefill only would make text depend on how a prompt is
     split."""
     num_heads = config.required("mamba_num_heads", int)
     num_groups = config.get("n_groups", int, 8)
@@ -243,7 +243,7 @@ def read_shape(config: ConfigReader) -> Mamba2Shape:
 
 
 def read_rule(config: ConfigReader, scale: float = 1.0) -> moe.RouteRule:
-    """scale: of the sum of a token's experts, in configs without one."""
+    """Read the rule of the router. scale: the default factor of the sum of a token's experts."""
     num_experts = config.required("n_routed_experts", int)
     top_k = config.required("num_experts_per_tok", int)
     num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)

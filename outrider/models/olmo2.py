@@ -16,7 +16,7 @@ ROPES = (FULL, SLIDING)  # the order of OLMo 3's rotaries
 
 
 class Olmo2(Llama):
-    """Olmo2ForCausalLM."""
+    """Model class for Olmo2ForCausalLM."""
 
     default_eps = 1e-5
 
@@ -33,7 +33,7 @@ class Olmo2(Llama):
 
 
 class Olmo3(Olmo2):
-    """Olmo3ForCausalLM."""
+    """Model class for Olmo3ForCausalLM."""
 
     default_theta = 500_000.0
 
@@ -47,7 +47,8 @@ class Olmo3(Olmo2):
         return self._rope(config, FULL)
 
     def _rope(self, config: ConfigReader, kind: str) -> RopeParams:
-        """`rope_parameters` by layer type; older configs have `rope_scaling`, for full layers only."""
+        """The rope of a layer type: `rope_parameters`, or the `rope_scaling` of older configs, which is for full layers
+        only."""
         theta = config.get("rope_theta", float, self.default_theta)
         rope = ConfigReader({}, f"{config.source}: rope")
         if config.raw("rope_parameters"):

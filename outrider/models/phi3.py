@@ -1,8 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with q, k and v, and gate and up, in one tensor each. Long contexts divide each
-frequency of the rope by a number of its own (longrope).
+"""Phi-3, Phi-3.5 and Phi-4: Llama with one tensor for q, k and v and one for gate and up. For long contexts each
+frequency of the rope has its own divisor (longrope).
 
-Which divisors are used depends on the length that an engine serves (`max_model_len`), not on a text's own: beyond the
-original length they are the long ones for every text, as keys in the cache cannot change while a text grows.
+The length that an engine serves (`max_model_len`) selects the divisors. Beyond the original length the long divisors
+are used for every text, because keys in the cache cannot change while a text grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OLD_TYPES = ("su", "yarn")  # what older files call longrope
 
 
 class Phi3(Mistral):
-    """Phi3ForCausalLM."""
+    """Model class for Phi3ForCausalLM."""
 
     default_eps = 1e-5
 

@@ -1,7 +1,7 @@
 """Qwen3.5, dense and with experts: Qwen3-Next's layers, with separate projections in the checkpoints.
 
-Text only: of a checkpoint with a vision tower the language model is read. Text positions are the same in all three
-components of its rope, which makes it an ordinary one.
+Only text is served: of a checkpoint with a vision tower the language model is read. Text positions are the same in all
+three components of its rope, which makes it an ordinary rope.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from outrider.models.qwen3_next import Qwen3Next
 
 
 class Qwen3_5(Qwen3Next):
-    """Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, and the language models of the ConditionalGeneration ones."""
+    """Model class for Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM, and for the language models of the
+    ConditionalGeneration architectures."""
 
     is_interleaved = False
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those the config leaves dense.
+"""Qwen3-MoE: Qwen3's attention, with experts instead of the MLP in all layers that the config does not leave dense.
 
 Experts are in `layers.moe`, which other families share.
 """
@@ -15,7 +15,7 @@ from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupp
 
 
 class Qwen3Moe(Decoder):
-    """Qwen3MoeForCausalLM."""
+    """Model class for Qwen3MoeForCausalLM."""
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -60,7 +60,7 @@ def read_rule(config: ConfigReader) -> RouteRule:
 
 
 def is_sparse(config: ConfigReader, index: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th one, but those in `mlp_only_layers`."""
+    """Whether a layer has experts: every `decoder_sparse_step`-th one does, except those in `mlp_only_layers`."""
     step = config.get("decoder_sparse_step", int, 1)
     if step < 1:
         raise config.refusal("decoder_sparse_step", "it must be at least 1")
@@ -81,5 +81,5 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def _experts_key(config: ConfigReader) -> str:
-    """Newer versions of transformers save the number of experts under another name."""
+    """The key of the number of experts, which newer versions of transformers save under another name."""
     return "num_experts" if config.has("num_experts") else "num_local_experts"

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta layers, every fourth a gated attention layer, and experts beside a gated shared expert.
 
-Qwen3.5 differs in the form of its checkpoints and is derived from this in a file of its own.
+Qwen3.5 differs in the form of its checkpoints; its class, in another file, derives from this one.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ SHAPE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head
 
 
 class GatedAttention(SelfAttention):
-    """Attention whose output is scaled by a sigmoid. The files hold q and gate head by head in `q_proj`; here all gates
-    lie before q, so that q and k heads are side by side.
-    """
+    """Attention with an output scaled by a sigmoid. The files store q and gate head by head in `q_proj`; here all gates
+    lie before q, so that q and k heads are side by side."""
 
     def __init__(self, layer: AttentionLayer, hidden_size: int, eps: float, *, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -61,7 +60,7 @@ class GatedAttention(SelfAttention):
 
 
 class Qwen3Next(HybridDecoder):
-    """Qwen3NextForCausalLM."""
+    """Model class for Qwen3NextForCausalLM."""
 
     norm_offset = True
     is_interleaved = True  # projections of gated delta layers in the files: two, key head by key head
@@ -109,7 +108,7 @@ class Qwen3Next(HybridDecoder):
 
 
 def make_experts(model: HybridDecoder, index: int) -> MoE:
-    """Experts beside a shared expert with a gate of its own, in layer `index`."""
+    """The experts of layer `index`, beside a shared expert with its own gate."""
     config, hidden_size, dtype, device = model.config, model.hidden_size, model.dtype, model.device
     rule = read_rule(config.with_values({"norm_topk_prob": config.get("norm_topk_prob", bool, True)}))
     width = config.required("moe_intermediate_size", int)
@@ -124,7 +123,7 @@ def make_experts(model: HybridDecoder, index: int) -> MoE:
 
 
 def read_kinds(config: ConfigReader) -> list[str]:
-    """The kind of each layer: `layer_types`, or attention in every `full_attention_interval`-th layer."""
+    """Read the kind of each layer: `layer_types`, or attention in every `full_attention_interval`-th layer."""
     num_layers = config.required("num_hidden_layers", int)
     interval = config.get("full_attention_interval", int, 4, least=1)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]

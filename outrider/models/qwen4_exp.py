@@ -1,9 +1,9 @@
 """Qwen4-Exp (Qwen3.8-Flash-Next): gated delta layers, every fourth a layer that attends to chosen blocks of its
 context; several residual streams; experts beside a gated shared expert; embeddings of hashed n-grams in some layers.
 
-Text only: of a checkpoint with a vision tower the language model is read. A layer with n-gram embeddings keeps the
-state of its recurrence and the last inputs of a convolution. The convolution has a layer index of its own, behind those
-of all layers.
+Only text is served: of a checkpoint with a vision tower the language model is read. A layer with n-gram embeddings
+keeps the state of its recurrence and the last inputs of a convolution. The convolution has a separate layer index,
+after those of all layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MULTIPLIERS, PRIMES, OFFSETS = DERIVED = ("layer_multipliers", "ngram_heads_voca
 
 
 class Qwen4Exp(HybridDecoder):
-    """Qwen4ExpForCausalLM, and the language model of the ConditionalGeneration one."""
+    """Model class for Qwen4ExpForCausalLM, and for the language model of the ConditionalGeneration architecture."""
 
     names = DecoderNames(norm="model.hyper_connection_mixer")
     norm: StreamEnd  # type: ignore[assignment]
@@ -85,14 +85,14 @@ class Qwen4Exp(HybridDecoder):
         return self.sizes.hidden_size, self.num_streams, self.stream_rank, self.sizes.eps
 
     def indexed_layer(self, index: int, anchor: int = 0) -> IndexedLayer:
-        """anchor: the position at which the first block begins."""
+        """An attention layer with an indexer. anchor: the position at which the first block begins."""
         heads, size = self.choice, self.choice.blocks.size
         sizes, choice = self.sizes, BlockChoice(heads.num_heads, heads.head_dim, heads.top_k, TokenBlocks(size, anchor))
         return IndexedLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim**-0.5,
                             choice=choice)
 
     def predicting_layer(self, index: int) -> tuple[DecoderLayer, IndexedLayer]:
-        """A layer of a prediction module. Its texts begin at position 1, and so do its blocks."""
+        """The layer of a prediction module. Its texts begin at position 1, and so do its blocks."""
         attention = self.indexed_layer(index, anchor=1)
         mixer = IndexedAttention(attention, self.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
         return self._layer(mixer, index, None), attention
@@ -112,7 +112,7 @@ class Qwen4Exp(HybridDecoder):
                           dtype=self.dtype, device=self.device, gate="silu" if gate == "swish" else gate)
 
     def _ngram_embeddings(self, kinds: Sequence[str]) -> dict[int, NgramEmbedding]:
-        """The n-gram embeddings by the layers that have them. Config and files count layers from 1 on."""
+        """The n-gram embeddings, by the layers that have them. Config and files count layers from 1 on."""
         config = self.config
         numbers = sorted(set(config.get("ple_layer_ids", list[int], [])))
         bad = [number for number in numbers if not 1 <= number <= self.num_layers or kinds[number - 1] != LINEAR]
@@ -144,7 +144,7 @@ class Qwen4Exp(HybridDecoder):
         return super().ignores(name) or name.startswith("model.visual.") or name.endswith(DERIVED)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse files whose n-grams are hashed in another way than the config says."""
+        """Refuse files with n-grams hashed in another way than the config says."""
         prefix, _, part = name.rpartition(".ple.ple_embedding.")
         index = prefix.removeprefix(f"{self.names.layers}.")
         if part not in DERIVED or not index.isdecimal() or int(index) not in self.ngrams:
@@ -161,7 +161,7 @@ class Qwen4Exp(HybridDecoder):
         return embedded.repeat(1, self.num_streams)
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """The mean of the streams."""
+        """The auxiliary state: the mean of the streams."""
         streams = residual if delta is None else delta.added_to(residual)
         return streams.unflatten(1, (self.num_streams, -1)).mean(dim=1)
 
@@ -170,7 +170,7 @@ class Qwen4Exp(HybridDecoder):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Layers with n-gram embeddings get the last ids of every token."""
+        """The last ids of every token, for layers with n-gram embeddings."""
         if not self.reads_history:
             return super().layer_inputs(tokens, embedded, context)
         assert context.history is not None, "n-gram embeddings need the history of the token rows"
@@ -179,7 +179,7 @@ class Qwen4Exp(HybridDecoder):
 
 
 def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
-    """The indexer. The budget is in tokens of whole blocks."""
+    """Read the indexer's choice. The budget is a number of tokens, in whole blocks."""
     config.must_equal("indexer_kv_heads", 1)
     size, budget = config.required("indexer_compress_ratio", int), config.required("indexer_budget", int)
     dim = config.required("indexer_head_dim", int)
@@ -193,7 +193,7 @@ def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
 
 
 def read_end_id(config: ConfigReader) -> int:
-    """The id beyond which no n-gram reaches: the first of the ids that end a text."""
+    """The id at which n-grams end: the first of the ids that end a text."""
     given = config.raw("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     if not isinstance(first, int) or isinstance(first, bool):
@@ -202,7 +202,7 @@ def read_end_id(config: ConfigReader) -> int:
 
 
 def _with_full_layers(config: ConfigReader) -> ConfigReader:
-    """The config with the one name for layers that attend: files have two."""
+    """The config with one name for attending layers, of the two that files use."""
     kinds = config.raw("layer_types")
     if not isinstance(kinds, list):
         return config

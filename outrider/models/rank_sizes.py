@@ -1,8 +1,7 @@
-"""A first look at a config before ranks are started: whether they can share its attention heads. No torch.
+"""A first check of a config before ranks are started: whether they can share its attention heads. No torch.
 
-Models say by their layers how they are sharded, which needs torch in every rank (`layers.check_ranks`). Here stands
-what holds for every family: without it, a number of ranks that no model allows was refused after each of them had
-started.
+Layers say how a model is sharded, which needs torch in every rank (`layers.check_ranks`). This file checks what holds
+for every family, so that a number of ranks that no model allows is refused before each of them has started.
 """
 
 from __future__ import annotations
@@ -47,13 +46,14 @@ def check_heads(config: Mapping[str, Any], num_ranks: int, source: str) -> None:
 
 
 def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> ShardSize | None:
-    """None where the config does not say it. A value of a wrong type is refused where the model is built."""
+    """The size under a key; None if the config does not have it. A value of a wrong type is refused later, where the
+    model is built."""
     size = values.get(key)
     return ShardSize((key,), size, may_copy) if type(size) is int and size > 0 else None
 
 
 def _attends(values: Mapping[str, Any]) -> bool:
-    """Whether the pattern of a hybrid, if there is one, has attention layers."""
+    """Whether the model has attention layers; a hybrid's pattern may have none."""
     patterns = [values.get(key) for key in ("layers_block_type", "hybrid_override_pattern", "layer_types")]
     named = [pattern for pattern in patterns if isinstance(pattern, str | list) and pattern]
     has_layers = values.get("attn_layer_indices") != []

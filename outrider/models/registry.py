@@ -1,4 +1,6 @@
-"""The table from architectures to model classes, and build_model: from a config to a model without its weights."""
+"""The table from architectures to model classes, and build_model, which builds a model without its weights from a
+config.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
 
 
 def architectures() -> Mapping[str, type[Model]]:
-    """Every architecture that is served, with its class."""
+    """Every served architecture with its class."""
     return {name: _class_of(name) for name in _ARCHITECTURES}
 
 
@@ -104,8 +106,9 @@ def build_model(
     source: str = "config.json",
     model_impl: str = "auto",
 ) -> Model:
-    """A model without its weights. max_len: positions it must serve, the config's own by default. Its config is checked
-    first, without memory for weights. source: the file, for messages. model_impl: see `EngineConfig`."""
+    """Build a model without its weights; its config is checked first, without memory for weights. max_len: the number
+    of positions that it must serve, by default the config's. source: the file, for messages. model_impl: see
+    `EngineConfig`."""
     reader = ConfigReader(config, source)
     make = partial(_family(reader, model_impl), reader, dtype=dtype)
     try:
@@ -127,8 +130,8 @@ def build_model(
 
 
 def named_architectures(reader: ConfigReader) -> list[Any]:
-    """The `architectures` of a config; of one that has none the family that its `model_type` names: tools that turn
-    other files into folders write that alone."""
+    """The `architectures` of a config. If it has none, use the family that `model_type` names: tools that convert files
+    to folders write only that."""
     if reader.has("architectures"):
         return reader.required("architectures", list)
     model_type = reader.get("model_type", str, "")
@@ -147,7 +150,7 @@ def _plain(name: str) -> str:
 
 
 def has_family(architectures: Sequence[object]) -> bool:
-    """Whether a family here computes the model of a config with these `architectures`, unless transformers is asked."""
+    """Whether a family here serves a config with these `architectures`, rather than transformers."""
     return bool(architectures) and str(architectures[0]) in _ARCHITECTURES
 
 

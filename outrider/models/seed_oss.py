@@ -7,7 +7,7 @@ from outrider.models.llama import Llama
 
 
 class SeedOss(Llama):
-    """SeedOssForCausalLM."""
+    """Model class for SeedOssForCausalLM."""
 
     default_head_dim = 128
 

@@ -7,7 +7,7 @@ from outrider.models.llama import Llama
 
 
 class SmolLM3(Llama):
-    """SmolLM3ForCausalLM."""
+    """Model class for SmolLM3ForCausalLM."""
 
     default_theta = 2_000_000.0
     default_tied = True
@@ -16,7 +16,7 @@ class SmolLM3(Llama):
         return read_unturned(config)
 
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """`layer_types`, or the layers without a rope; none unless `use_sliding_window`."""
+        """The windows: by `layer_types`, or in the layers without a rope; none unless `use_sliding_window`."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)
@@ -26,7 +26,7 @@ class SmolLM3(Llama):
 
 
 def read_unturned(config: ConfigReader) -> set[int]:
-    """The layers without a rope: zeros of `no_rope_layers`, or every n-th layer."""
+    """Read the layers without a rope: the zeros of `no_rope_layers`, or every n-th layer."""
     num_layers = config.required("num_hidden_layers", int)
     interval = config.get("no_rope_layer_interval", int, 4, least=1)
     turned = config.get("no_rope_layers", list[int], [int((i + 1) % interval != 0) for i in range(num_layers)])

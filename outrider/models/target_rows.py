@@ -1,22 +1,17 @@
-"""Outputs of heads that are made of the target's: TargetRows, for heads with a reduced vocabulary, and RoundedOutput,
-the whole output in 8 bits.
+"""Outputs of heads that are copied from the target's: TargetRows, for heads with a reduced vocabulary, and
+RoundedOutput, the whole output in 8 bits.
 
-A wrong draft is rejected and never changes the text, so both may be rounded.
+A wrong draft is rejected and never changes the text, so both copies may be rounded.
 
-A head without an output of its own, as MTP modules and EAGLE-1 heads are, makes the logits of its drafts with the
-target's output. In a model with a large vocabulary and few active parameters much of a draft's time is the reading of
-that matrix. So on a GPU such a head draws drafts from a copy of the output in 8 bits, with a scale for every 32
-inputs (`RoundedOutput` in `models/target_rows.py`): the reading takes half the time, and a draft that rounding makes
-wrong is rejected like any other. With SmolLM2's output the likeliest token is the same at 99.5% of 1,210 places of
-prompts; in fp8 with a scale for each token it would be at 90%, with 4 bits at 85%. With a copy in fp8, which has 6%
-fewer bytes, Qwen4-Exp with MTP was 3.1 and 1.2% faster with 1 and 8 requests, in one run; with 256, which do not use
-the copy, it was 1.9% faster too, so that this is about what chance makes. The copy of integers has not been timed on
-a card.
+MTP modules and EAGLE-1 heads have no output and use the target's. In a model with a large vocabulary and few active
+parameters, reading this matrix takes much of a draft's time. On a GPU such a head reads a copy in 8 bits with a scale
+for every 32 inputs, in half the time. With SmolLM2's output the likeliest token is the same at 99.5% of 1,210 places;
+it would be 90% in fp8 with a scale for each token, and 85% with 4 bits.
 
-A copy is made of outputs of 2^26 numbers or more (smaller ones are read in 30 us as they are). It serves up to 64
-token rows, follows `update_weights`, and takes a byte for each number of the output: 0.5 GB for a vocabulary of
-248,320 tokens and a hidden size of 2,048. `keep_quantized=False` leaves it out; with several ranks, with an output
-that is quantised already, and with `adapt_drafter` there is none.
+A copy is made of outputs of 2^26 numbers or more; smaller ones are read in 30 us as they are. It serves up to 64 token
+rows, follows `update_weights`, and takes a byte for each number: 0.5 GB for 248,320 tokens and a hidden size of 2,048.
+There is no copy with `keep_quantized=False`, with several ranks, with an output that is quantised already, or with
+`adapt_drafter`.
 """
 
 from __future__ import annotations
@@ -40,12 +35,12 @@ _EIGHT_BITS = ScaledFormat(INT8, GROUP, torch.bfloat16)  # in fp8 one likeliest 
 
 
 class TargetRows:
-    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has the target's bits if these
-    are those of a GGUF file, and 8 bits if the target's own rows are other codes: rounding can cost a draft, and never
-    changes the text."""
+    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has the target's bits if they
+    are a GGUF file's, and 8 bits if the target has other codes: rounding can cost a draft but never changes the
+    text."""
 
     def __init__(self, output: Linear, ids: torch.Tensor, dtype: torch.dtype, may_round: bool) -> None:
-        """ids: [outputs] the tokens whose rows are taken. may_round: the copy may have 8 bits. `take` fills the copy,
+        """ids: [outputs], the tokens of the copied rows. may_round: the copy may have 8 bits. `take` fills the copy
         when the target has its weights."""
         self._output, self._ids = output, ids
         inputs, device = output.declared.in_features, ids.device
@@ -64,7 +59,7 @@ class TargetRows:
         return _tensors(self.linear)
 
     def take(self) -> None:
-        """Copy the rows as they are now, in place. Products are prepared by the caller."""
+        """Copy the current rows in place. The caller prepares the products."""
         held, own = self._output.format, self.linear.format
         if isinstance(own, GgufLinear):
             assert isinstance(held, GgufLinear)
@@ -81,11 +76,10 @@ class TargetRows:
 
 
 class RoundedOutput:
-    """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU. A draft reads the output
-    once, and in a model with few active parameters and a large vocabulary that is much of what a draft costs."""
+    """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU."""
 
     def __init__(self, target: Decoder) -> None:
-        """`take` fills the copy, when the target has its weights."""
+        """`take` fills the copy when the target has its weights."""
         self._target = target
         declared = target.lm_head.declared
         self.linear = Linear(declared.in_features, declared.num_outputs, bias=False, dtype=declared.dtype,
@@ -94,8 +88,8 @@ class RoundedOutput:
 
     @classmethod
     def try_build(cls, target: Model) -> RoundedOutput | None:
-        """None where a copy saves nothing: the output is small, is coded already, or has no fast product with codes on
-        its device."""
+        """Build the copy. None if it saves nothing: the output is small, is coded already, or has no fast product with
+        codes on its device."""
         if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
             return None
         declared = target.lm_head.declared
@@ -107,18 +101,18 @@ class RoundedOutput:
         return cls(target) if ScaledLinear.serves(declared, [_EIGHT_BITS], declared.device) else None
 
     def serves(self, hidden: torch.Tensor) -> bool:
-        """Whether the copy makes the logits of these token rows faster than the output itself."""
+        """Whether the copy computes the logits of these token rows faster than the output itself."""
         return len(hidden) <= MOST_TOKEN_ROWS
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """hidden and result as in `Model.logits`."""
+        """See `Model.logits`."""
         return self._target.limited(self.linear.wide(hidden, context))
 
     def tensors(self) -> list[torch.Tensor]:
         return _tensors(self.linear)
 
     def take(self) -> None:
-        """Round the output as it is now, in place."""
+        """Round the current output into the copy, in place."""
         numbers = self._target.lm_head.format.dense()
         assert numbers is not None, "only plain outputs are rounded"
         _fill(self.linear, _EIGHT_BITS.make(numbers).parts())
@@ -130,7 +124,7 @@ def _tensors(linear: Linear) -> list[torch.Tensor]:
 
 
 def _fill(linear: Linear, parts: Mapping[str, torch.Tensor]) -> None:
-    """Store the parts of a weight, by their names, where they may have been stored and arranged before."""
+    """Store the parts of a weight, by name, in slots that may already be filled and arranged."""
     linear.format.restore_order()
     for name, slot in linear.format.slots("").items():
         slot.store(parts[name].to(slot.target.dtype))

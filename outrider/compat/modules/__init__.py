@@ -1,1 +1,3 @@
-"""Modules at the places where vLLM has them: each has the package's own names, or raises what to use instead."""
+"""Modules at the places where vLLM has them. Each has the package's own names, or raises an error that says what to
+use.
+"""

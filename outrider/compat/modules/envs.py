@@ -1,4 +1,4 @@
-"""outrider.envs: environment variables of vLLM. Settings are arguments here, and each name says which."""
+"""outrider.envs: vLLM's environment variables. Settings are arguments here; the error of each name says which."""
 
 from outrider.compat.environment import VARIABLES
 

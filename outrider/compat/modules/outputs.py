@@ -1,4 +1,4 @@
-"""Outputs of requests, importable from the path that vLLM uses."""
+"""outrider.outputs: outputs of requests, at vLLM's place."""
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from outrider.core.pooling import (

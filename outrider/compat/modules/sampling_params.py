@@ -1,4 +1,4 @@
-"""Parameters of requests, at the place where vLLM has them."""
+"""outrider.sampling_params: parameters of requests, at vLLM's place."""
 
 from outrider.beam_search import BeamSearchParams
 from outrider.compat.guided_decoding import GuidedDecodingParams

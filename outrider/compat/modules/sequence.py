@@ -1,4 +1,4 @@
-"""outrider.sequence: parts of outputs, at the place where earlier versions of vLLM have them."""
+"""outrider.sequence: parts of outputs, at the place of earlier versions of vLLM."""
 
 from outrider.core.outputs import Logprob, RequestMetrics
 

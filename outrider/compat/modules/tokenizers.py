@@ -1,4 +1,4 @@
-"""outrider.tokenizers: tokenizers at the place where vLLM has them."""
+"""outrider.tokenizers: tokenizers at vLLM's place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TokenizerLike = Tokenizer
 
 def get_tokenizer(tokenizer_name: str, *, tokenizer_mode: str = "auto", trust_remote_code: bool = False,
                   revision: str | None = None, download_dir: str | None = None) -> Tokenizer:
-    """The tokenizer of a folder, a GGUF file or a hub id. No remote code is run; the files say how they are read."""
+    """The tokenizer of a folder, a GGUF file or a hub id. No remote code is run; the files describe the tokenizer."""
     return Tokenizer.load(tokenizer_files(str(tokenizer_name), revision, download_dir))
 
 

@@ -1,4 +1,5 @@
-"""outrider.version: the version of vLLM whose names are here. Outrider's own is `outrider.__version__`."""
+"""outrider.version: the version of vLLM that the names here follow. Outrider's own version is `outrider.__version__`.
+"""
 
 from outrider.compat.alias import VLLM_VERSION
 

@@ -1,7 +1,7 @@
 """The engine's attention as an attention function of transformers, and the function that outlines a model with it.
 
 transformers' attention modules call the function that their config names with q, k and v of the token rows of one
-sequence. Here that sequence is a step's ragged batch: which rows belong together is known to the engine's mixer alone.
+sequence. Here this sequence is a step's ragged batch; only the engine's mixer knows which rows belong together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CALLED = "outrider_attention"  # attribute of an attention module: what its func
 
 
 class StepAttention:
-    """Attention of one layer over the pages of the current step."""
+    """The attention of one layer over the pages of the current step."""
 
     def __init__(self, layer: int, head_dim: int, step: CurrentStep) -> None:
         self.layer, self.head_dim, self.step = layer, head_dim, step
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim]; keys and values of different sizes are padded
-        to the cache's. Returns [1, tokens, heads, value dim]."""
+        """Attend: [1, tokens, heads, value dim]. q: [1, heads, tokens, dim]; k, v: [1, kv heads, tokens, dim]. Keys and
+        values of different sizes are padded to the cache's size."""
         num_tokens, value_dim = q.shape[2], v.shape[3]
         if q.is_meta:
             return q.new_empty(1, num_tokens, q.shape[1], value_dim)
@@ -40,8 +40,8 @@ class StepAttention:
         return out if value_dim == self.head_dim else out[..., :value_dim]
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [tokens, heads, dim] in the cache's size, with the heads of a token side by side as in layers of this
-        package: kernels are compiled for that order."""
+        """Pad rows [tokens, heads, dim] to the cache's size, with the heads of a token side by side, which is the order
+        that kernels are compiled for."""
         missing = self.head_dim - rows.shape[-1]
         if missing:
             return F.pad(rows, (0, missing))
@@ -50,12 +50,12 @@ class StepAttention:
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
-    """The signature that transformers' modules call."""
+    """The attention function, with the signature that transformers' modules call."""
     return getattr(module, CALLED)(query, key, value, attention_mask=attention_mask, **options), None
 
 
 class MaskDescriptions:
-    """The windows of masks that transformers' code has asked for, by the tensors that it was given in their place."""
+    """The windows of the masks that transformers' code asked for, by the tensors that it got instead of masks."""
 
     def __init__(self) -> None:
         self._windows: dict[int, tuple[torch.Tensor, int | None]] = {}
@@ -74,8 +74,8 @@ class MaskDescriptions:
 
 
 def _window_of(mask_function: Callable[..., Any], local_size: int | None) -> int | None:
-    """The window of a mask: None if a token sees everything before it. Raises ValueError for a mask of another form,
-    which is found out by asking for tokens around the window's edges."""
+    """Find the window of a mask by asking for tokens around the window's edges. None if a token sees everything before
+    it. Raise ValueError for a mask of another form."""
     reach = local_size or 8
     queries = torch.tensor([0, 1, reach - 1, reach, reach + 1, 2 * reach + 3])
     offsets = torch.tensor([-1, 0, 1, reach - 1, reach, reach + 1])
@@ -99,7 +99,7 @@ def _describe_mask(**options: Any) -> torch.Tensor:
 
 
 def register_attention() -> None:
-    """Tell transformers of the two attention functions. Registering them again changes nothing."""
+    """Register the two attention functions with transformers. A second call changes nothing."""
     import_transformers()
     functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
@@ -110,7 +110,7 @@ def register_attention() -> None:
 
 @contextmanager
 def describing(masks: MaskDescriptions) -> Iterator[None]:
-    """Within this context the masks of outlines are written into `masks`."""
+    """A context in which the masks of outlines are written into `masks`."""
     token = _DESCRIBED.set(masks)
     try:
         yield
@@ -119,7 +119,7 @@ def describing(masks: MaskDescriptions) -> Iterator[None]:
 
 
 def use_function(model: torch.nn.Module, name: str) -> None:
-    """Let all attention modules of a model call this function."""
+    """Make all attention modules of a model call this function."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for config in configs.values():
         config._attn_implementation = name

@@ -1,7 +1,7 @@
-"""Gives the parameters and buffers that stay transformers' own their memory on the device.
+"""Give memory on the device to the parameters and buffers that stay transformers' own.
 
 A model is built on the meta device, so the values that its constructors computed, such as the frequencies of ropes, are
-lost. transformers can compute them again, and does so whenever it loads a model; here it is checked that it did.
+lost. transformers recomputes them whenever it loads a model; here it does so too, and the result is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 
 
 def allocate(model: Any, sinks: set[str], *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Give all parameters and buffers of a model memory on the device. Returns those that a checkpoint fills, by name.
+    """Give all parameters and buffers of a model memory on the device. Return those that a checkpoint fills, by name.
     sinks: parameters that attention reads itself."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kept = _kept_wide(model, dtype)
@@ -48,7 +48,7 @@ def allocate(model: Any, sinks: set[str], *, dtype: torch.dtype, device: torch.d
 
 
 def _kept_wide(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """Names of parameters that transformers keeps in float32 in a model of 16 bits."""
+    """The names of parameters that transformers keeps in float32 in a model of 16 bits."""
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -58,8 +58,8 @@ def _kept_wide(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
 
 
 def _compute_buffers(model: Any, prefix: str, module: nn.Module, device: torch.device) -> None:
-    """Let transformers compute a module's buffers. It is done twice over different values: what both leave as it was
-    would be memory without a value."""
+    """Let transformers compute a module's buffers, twice over different old values. Memory that neither run changes has
+    no value and is an error."""
     own = dict(_lost_buffers(module))
     if not own:
         return

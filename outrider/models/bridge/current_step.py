@@ -1,7 +1,7 @@
 """CurrentStep: the step that a bridged model computes. Its modules share one object of this class.
 
-transformers' code hands no context from module to module, so the modules that replace its own read this one. The model
-sets it for the length of a forward.
+transformers' code passes no context from module to module, so the modules that replace its own read this object. The
+model sets it for the duration of a forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CurrentStep:
 
     @contextmanager
     def of(self, context: StepContext) -> Iterator[None]:
-        """The modules compute token rows of this context."""
+        """A context in which the modules compute the token rows of this step."""
         before, self._context = self._context, context
         try:
             yield
@@ -44,15 +44,15 @@ class CurrentStep:
         return paged
 
     def angles_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
-        """The rotation that transformers has computed for the token rows, [1, tokens, rotary dim] each; made once, the
-        layers share it."""
+        """The rotation from the cos and sin that transformers computed for the token rows, [1, tokens, rotary dim]
+        each. It is made once and shared by the layers."""
         if id(cos) not in self._angles:
             self._angles[id(cos)] = cos, _StepRotary(cos, sin).angles()
         return self._angles[id(cos)][1]
 
 
 class _StepRotary(Rotary):
-    """A table with a row for every token row of one step, in the place of a row for every position."""
+    """A rope table with a row for every token row of one step, instead of a row for every position."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._num_tokens, half = cos.shape[1], cos.shape[-1] // 2

@@ -1,6 +1,6 @@
-"""Streams: the residual streams that one forward of a bridged model leaves behind.
+"""Streams: the residual streams of one forward of a bridged model.
 
-transformers' decoder layers are called by its own loop, so the streams are taken by hooks at the layers.
+transformers' own loop calls its decoder layers, so hooks at the layers record the streams.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Streams:
-    """Stream i is what the first i layers made of the embedding."""
+    """The recorded streams. Stream i is the residual stream after the first i layers."""
 
     def __init__(self) -> None:
         self._wanted: set[int] = set()
@@ -27,7 +27,7 @@ class Streams:
 
     @contextmanager
     def kept(self, wanted: set[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Within this context the wanted streams are kept, by number: [tokens, hidden] each."""
+        """A context in which the wanted streams are recorded, by number: [tokens, hidden] each."""
         self._wanted, self._found = wanted, {}
         try:
             yield self._found
@@ -55,7 +55,8 @@ def stream_of(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
 
 
 class PassingModule(nn.Module):
-    """A decoder layer that adds nothing, in the place of one that is like another while kernels are compiled."""
+    """A decoder layer that adds nothing. While kernels are compiled it replaces layers that are equal to another
+    one."""
 
     def __init__(self, layer: nn.Module, number: int, streams: Streams, *, makes_tuple: bool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The installed transformers' model class and config object for a config, or a refusal by name.
+"""Find the installed transformers' model class and config object for a config, or refuse the config by name.
 
-No code of a checkpoint is run: `auto_map` is never followed, and classes come from the installed package alone.
+No code of a checkpoint is run: `auto_map` is never followed, and classes come only from the installed package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _decoders() -> set[str]:
 
 
 def find_class(reader: ConfigReader) -> type[Any]:
-    """transformers' class of the config's architecture, if its attention can be the engine's."""
+    """The class in transformers for the config's architecture. Refuse it if the engine's attention cannot replace its
+    own."""
     try:
         library = import_transformers()
     except ImportError as error:
@@ -65,7 +66,7 @@ class MadeConfig(NamedTuple):
 
 
 def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
-    """The config of a model class, from the engine's config. Raises ConfigError for what the bridge cannot serve."""
+    """Make the config of a model class from the engine's config. Raise ConfigError for what the bridge cannot serve."""
     for key in ("is_encoder_decoder", "add_cross_attention"):
         reader.must_equal(key, False, default=False)
     if quantization := reader.get(KEY, dict, {}):
@@ -94,7 +95,7 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
 
 
 def declared_keys(config_class: Any) -> set[str]:
-    """Keys that a config class of transformers reads."""
+    """The keys that a config class of transformers reads."""
     names = getattr(config_class, "attribute_map", {})
     keys = {*OLDER_NAMES, *names, *names.values()}
     for base in config_class.__mro__[:-1]:
@@ -108,8 +109,8 @@ def _config_of(model_type: str) -> type[Any] | None:
 
 
 def _check_layers(reader: ConfigReader, config: Any) -> None:
-    """Refuse layers and ropes that depend on more than a token, its position and the keys and values before it, and a
-    number of layers that no model has: making them would take hours."""
+    """Refuse layers and ropes that depend on more than a token, its position, and the keys and values before it. Also
+    refuse absurd numbers of layers, which would take hours to build."""
     count, most = getattr(config, LAYERS, None), LARGEST[LAYERS]
     if isinstance(count, int) and not 0 <= count <= most:
         raise reader.refusal(LAYERS, f"it must be from 0 to {most}")
@@ -126,7 +127,7 @@ def _check_layers(reader: ConfigReader, config: Any) -> None:
 
 
 def positions_of(reader: ConfigReader, config: Any) -> int:
-    """Positions that the model was made for."""
+    """The number of positions that the model was made for."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         raise ConfigError(f"{reader.source}: max_position_embeddings is missing: {type(config).__name__} does not say "

@@ -1,9 +1,9 @@
-"""Recognises modules of transformers by what they compute.
+"""Recognise modules of transformers by what they compute.
 
-A copy of the module gets small random weights, and its results for inputs of several sizes are compared with the
-arithmetic of a layer of this package: limits show in large ones, epsilons in small ones. Names of classes do not count,
-so models that copy each other's code, and those of later versions, are known too. A module that computes anything else
-is left as it is: slower, and as correct.
+A copy of the module gets small random weights. Its results for inputs of several sizes are compared with a layer of
+this package: large inputs show limits, small ones epsilons. Class names do not matter, so copies of a module in other
+models, and in later versions, are recognised too. A module that computes something else stays as it is: slower, but as
+correct.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QKV_NAMES, OUT_NAME, NORM_NAMES = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_
 
 
 class KnownNorm(NamedTuple):
-    """A norm over the last axis with one scale for each feature."""
+    """A recognised norm over the last axis with one scale for each feature."""
 
     size: int
     eps: float
@@ -41,7 +41,7 @@ class KnownNorm(NamedTuple):
 
 
 class KnownMLP(NamedTuple):
-    """down(act(gate(x)) * up(x))."""
+    """A recognised gated MLP: down(act(gate(x)) * up(x))."""
 
     activation: str
     is_packed: bool  # gate and up are one product
@@ -79,8 +79,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, is_cen
 
 
 def find_embedding_scale(module: nn.Module, compute_buffers: Callable[[nn.Module], None]) -> float | None:
-    """The factor by which a module multiplies the rows of its table; None if it does anything else. compute_buffers:
-    gives the module's buffers the values that its constructor gave them."""
+    """The factor by which an embedding module scales the rows of its table. None if it computes something else.
+    compute_buffers: a function that gives the module's buffers their initial values."""
     draw, tokens = _Draw(), torch.tensor([[3, 0, 2]])
     table = draw(5, 8)
     small = _copy_of(module, parameters={"weight": table.clone()})
@@ -111,7 +111,7 @@ def find_mlp(module: nn.Module) -> KnownMLP | None:
 
 
 def find_experts(module: nn.Module) -> KnownExperts | None:
-    """Experts whose weights lie in two tensors, [experts, gate | up, hidden] and [experts, hidden, inner]."""
+    """Recognise experts with weights in two tensors, [experts, gate | up, hidden] and [experts, hidden, inner]."""
     joint, down = (module._parameters.get(name) for name in PACKED_NAMES)
     if {*module._parameters} != {*PACKED_NAMES} or joint is None or down is None or joint.dim() != 3:
         return None
@@ -139,9 +139,9 @@ def find_experts(module: nn.Module) -> KnownExperts | None:
 
 def is_plain_attention(module: nn.Module, heads: tuple[int, int, int], rotary_dim: int,
                        norms: tuple[KnownNorm, KnownNorm] | None) -> bool:
-    """Whether an attention module computes q, k and v by three products, norms q and k heads if there are norms, turns
-    the halves of q and k heads by the rope, attends, and multiplies by its output matrix. heads: q, kv, and their
-    size."""
+    """Whether an attention module computes q, k and v by three products, norms q and k heads (if there are norms),
+    turns halves of q and k heads by the rope, attends, and multiplies by its output matrix. heads: the numbers of q
+    and kv heads, and their size."""
     num_heads, num_kv_heads, dim = heads
     draw, hidden, tokens = _Draw(), 8, 5
     weights = {name: draw(count * dim, hidden) for name, count in
@@ -190,7 +190,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class _Draw:
-    """Random numbers, the same in every check."""
+    """Random numbers that are the same in every check."""
 
     def __init__(self) -> None:
         self._generator = torch.Generator("cpu").manual_seed(0)
@@ -217,7 +217,7 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = None,
              modules: dict[str, nn.Module] | None = None) -> Any:
-    """The module with some parameters and modules replaced in it; the module itself is not changed."""
+    """A copy of the module with some parameters and modules replaced. The module itself is not changed."""
     made = copy.copy(module)
     made._parameters = {**module._parameters, **{name: nn.Parameter(value, requires_grad=False)
                                                  for name, value in (parameters or {}).items()}}
@@ -226,7 +226,7 @@ def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = 
 
 
 def _result(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """The module's result; None if it cannot be called with these arguments, so that it is no module known here."""
+    """The module's result. None if it cannot be called with these arguments, and so is not a module known here."""
     try:
         with torch.no_grad(), torch.device("cpu"):
             return module(*args, **options)

@@ -1,7 +1,7 @@
 """BridgedModel: a model that transformers' code computes on the token rows of the engine's steps.
 
-Attention, products, norms, MLPs and experts are layers of this package wherever transformers' modules compute the same;
-what remains is the code that calls them, and it never sees that its one long sequence is a ragged batch.
+Attention, products, norms, MLPs and experts are layers of this package wherever transformers' modules compute the same.
+The rest is the code that calls them, and it never sees that its one long sequence is a ragged batch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger("outrider")
 
 
 class BridgedModel(Model):
-    """A model of transformers. Its modules have the names that their tensors have in the checkpoint."""
+    """A model of transformers. Its modules have the names of their tensors in the checkpoint."""
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        """max_len: not needed, positions are turned when they come."""
+        """max_len: not used, because positions are turned when they come."""
         model_class = find_class(config)
         hf_config, ignored = make_config(config, model_class)
         self.config, self.dtype, self.device = config, dtype, device
@@ -81,8 +81,8 @@ class BridgedModel(Model):
         model._modules[model.base_model_prefix] = self._states
 
     def _check_run(self) -> None:
-        """Run the model while it has no memory, with all modules replaced and called as a step calls them. Refuses code
-        that cannot be run so, and notes whether it waits for values of tensors."""
+        """Run the model without memory, with all modules replaced, as a step does. Refuse code that fails, and note
+        whether it reads values of tensors."""
         tokens = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
         context = StepContext(NothingAttends(), tokens)
         reads = HostReads()
@@ -96,7 +96,7 @@ class BridgedModel(Model):
         self.reads_device = reads.found
 
     def _replace_ends(self, model: Any, hf_config: Any, replacements: Replacements) -> None:
-        """The embedding and the output projection."""
+        """Replace the embedding and the output projection."""
         by_module = {module: name for name, module in model.named_modules()}
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         if type(output) is not nn.Linear or "." in by_module[output]:
@@ -118,7 +118,8 @@ class BridgedModel(Model):
                                   dtype=self.dtype, device=self.device)
 
     def _replace_attention(self, model: nn.Module, outline: Outline, replacements: Replacements) -> None:
-        """Replace plain attention by whole blocks, and join the products of other modules that read the same tensor."""
+        """Replace plain attention by whole blocks. In other attention modules join the products that read the same
+        tensor."""
         self.attention_layers = []
         done: list[str] = []
         for index, call in enumerate(outline.calls):
@@ -131,13 +132,13 @@ class BridgedModel(Model):
                 replacements.join(names)
 
     def _bind_attention(self, model: nn.Module, outline: Outline) -> None:
-        """Let every attention module that is left call the engine's attention of its layer."""
+        """Make the remaining attention modules call the engine's attention of their layer."""
         for index, call in enumerate(outline.calls):
             attention = StepAttention(index, self.attention_layers[index].head_dim, self._step)
             object.__setattr__(model.get_submodule(call.name), CALLED, attention)
 
     def _allocate(self, model: nn.Module, outline: Outline) -> None:
-        """Give tensors that stay transformers' own their memory. Sinks are read by the engine's attention."""
+        """Give memory to the tensors that stay transformers' own. The engine's attention reads the sinks."""
         calls = enumerate(outline.calls)
         sinks = {f"{call.name}.{call.sinks}": index for index, call in calls if call.sinks is not None}
         own = allocate(model, {*sinks}, dtype=self.dtype, device=self.device)
@@ -154,8 +155,8 @@ class BridgedModel(Model):
                          "model_impl='transformers': use one rank, or replicas")
 
     def set_exact(self, exact: bool) -> None:
-        """Refuse exact mode: torch computes the last elements of a tensor by other code than those before, so what
-        transformers' own code makes of a token row may depend on the row's place in the batch."""
+        """Refuse exact mode. torch computes the last elements of a tensor by other code than the rest, so the result of
+        transformers' own code for a token row may depend on the row's place in the batch."""
         if exact:
             raise ValueError("exact=True is not supported with model_impl='transformers': ropes and activations of "
                              "transformers' own code may have other bits in another batch; leave exact out")
@@ -169,8 +170,8 @@ class BridgedModel(Model):
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """Within this context only the first of equal layers runs, and the last one: enough to compile the kernels of
-        all."""
+        """A context in which only the first of equal layers runs, and the last layer, which is enough to compile the
+        kernels of all."""
         layers = [*self._layers]
         for index in self._repeated():
             made = PassingModule(layers[index], index + 1, self._streams, makes_tuple=self._makes_tuples)
@@ -182,7 +183,7 @@ class BridgedModel(Model):
                 self._layers._modules[str(index)] = layer
 
     def _repeated(self) -> list[int]:
-        """Layers whose weights and attention are like those of an earlier layer, without the last one."""
+        """The layers with the same weights' shapes and attention as an earlier layer, without the last layer."""
         shapes: list[list[Any]] = [[replace(layer, index=0)] for layer in self.attention_layers]
         for name, slot in self.weights().items():
             if name.startswith(f"{self._layer_names}."):
@@ -205,8 +206,8 @@ class BridgedModel(Model):
         return WantedHidden(final[wanted], before_norm[wanted], seen, context, wanted)
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """transformers' own forward with these states in the place of the base model's, so that scales and limits of
-        the logits are its own too."""
+        """Make logits by transformers' own forward, with these states instead of the base model's, so that its scales
+        and limits of logits apply."""
         self._states.states = hidden[None]
         try:
             with self._step.of(context):
@@ -218,7 +219,7 @@ class BridgedModel(Model):
 
 
 def _make(model_class: type[Any], hf_config: Any, dtype: torch.dtype) -> Any:
-    """transformers' model on the meta device."""
+    """Build transformers' model on the meta device."""
     for key in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(hf_config, key, False):
             setattr(hf_config, key, False)
@@ -236,11 +237,11 @@ def _make(model_class: type[Any], hf_config: Any, dtype: torch.dtype) -> Any:
 
 
 def _pass(*_: Any, **__: Any) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 class _GivenStates(nn.Module):
-    """Stands in the place of the base model, and of modules in it, while logits are made of states that exist."""
+    """A replacement of the base model, and of modules in it, while logits are made from given states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class _GivenStates(nn.Module):
 
 
 class _States:
-    """The output of a base model that made nothing but hidden states."""
+    """The output of a base model with nothing but hidden states."""
 
     def __init__(self, states: torch.Tensor | None) -> None:
         self.last_hidden_state = states

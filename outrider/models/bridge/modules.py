@@ -1,7 +1,7 @@
-"""Modules that stand in transformers' models in the place of its own, each around a layer of this package.
+"""Modules that replace transformers' own, each around a layer of this package.
 
-They take what transformers' modules take, [.., features] with any axes in front, and call layers with token rows and
-the step's context. On the meta device, where a model is outlined, they only make the shape of their result.
+They take what transformers' modules take, [.., features] with any leading axes, and call layers with token rows and the
+step's context. On the meta device, where a model is outlined, they only compute the shape of their result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.models.bridge.current_step import CurrentStep
 
 
 class BridgedModule(nn.Module):
-    """A module without parameters of its own: the layer has them, in a format."""
+    """A module without parameters. The layer inside has them, in a format."""
 
     def __init__(self, step: CurrentStep) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class BridgedModule(nn.Module):
 
 
 class WeightIsRead(AttributeError):
-    """Code asks a linear module for its weight or bias. The layer has them, in a form that no other code knows."""
+    """Raised if code reads the weight or bias of a linear module. The layer has them, in a form that other code cannot
+    use."""
 
 
 class BridgedLinear(BridgedModule):
@@ -47,7 +48,7 @@ class BridgedLinear(BridgedModule):
 
 
 class JoinedProduct:
-    """One product for several linear modules that are called with the same tensor, one after the other."""
+    """One product for several linear modules that are called one after the other with the same tensor."""
 
     def __init__(self, linear: Linear, sizes: list[int], step: CurrentStep) -> None:
         self.linear, self.sizes, self.step = linear, sizes, step
@@ -55,7 +56,7 @@ class JoinedProduct:
         self._results: tuple[torch.Tensor, ...] = ()
 
     def result(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """The output of module `index` for x. All outputs are computed for the first module that brings x."""
+        """The output of module `index` for x. The first module called with x computes the outputs of all."""
         if self._input is not x:
             if x.is_meta:
                 joined = x.new_empty(*x.shape[:-1], sum(self.sizes))
@@ -81,7 +82,7 @@ class BridgedPart(BridgedModule):
 
 
 class BridgedHead(BridgedModule):
-    """The output projection. Its logits are float32, or float64 in a float64 model."""
+    """The output projection. Its logits are float32 (float64 in a float64 model)."""
 
     def __init__(self, linear: Linear, step: CurrentStep) -> None:
         super().__init__(step)
@@ -95,7 +96,7 @@ class BridgedHead(BridgedModule):
 
 
 class BridgedEmbedding(BridgedModule):
-    """The embedding of token ids, or what stands in for them."""
+    """The embedding of token ids, or of the embeddings that replace them."""
 
     def __init__(self, embedding: Embedding, step: CurrentStep) -> None:
         super().__init__(step)
@@ -145,8 +146,8 @@ class BridgedExperts(BridgedModule):
 
 
 class BridgedAttention(BridgedModule):
-    """Self-attention as one block of this package: one product for q, k and v, then norms, rope, cache write and
-    attention by the kernels that do these together."""
+    """Self-attention as one block of this package: one product for q, k and v, then kernels that do norms, rope, cache
+    write and attention together."""
 
     def __init__(self, attention: SelfAttention, step: CurrentStep) -> None:
         super().__init__(step)

@@ -1,7 +1,7 @@
-"""CheckpointNames: from the names of tensors in files to those of a bridged model's slots.
+"""CheckpointNames: maps the names of tensors in files to the names of a bridged model's slots.
 
-transformers renames tensors of older files, and joins the matrices of experts, while it loads; its own tables say how.
-Here experts keep their matrices apart, so of its joins only the names are used.
+transformers renames tensors of older files and joins the matrices of experts while it loads; its own tables say how.
+Experts keep separate matrices here, so only the names of these joins are used.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class CheckpointNames:
         return f"{experts}.{expert[1]}.{parts[order.index(pattern)]}.weight"
 
     def ignores(self, name: str) -> bool:
-        """Whether transformers leaves a tensor of this name out."""
+        """Whether transformers skips a tensor of this name."""
         return any(pattern.search(name) for pattern in self._ignored)

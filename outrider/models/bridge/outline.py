@@ -1,8 +1,8 @@
-"""Runs a model of transformers once on torch's meta device, which takes no memory, and writes down what it does.
+"""Run a model of transformers once on torch's meta device, which takes no memory, and record what it does.
 
-The attention layers of the engine are described by the calls that were really made: heads, sizes, scale, window,
-softcap and sinks come from the code that will run, not from names in a config. A model that does what pages cannot
-serve is refused here, with the reason.
+The engine's attention layers are described by the recorded calls: heads, sizes, scale, window, softcap and sinks come
+from the code that will run, not from names in a config. A model that does something that pages cannot serve is refused
+here with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KNOWN_OPTIONS = {"sliding_window", "is_causal", "dropout", "position_ids", "use_
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention module, as it called its attention function."""
+    """A recorded call of the attention function by one attention module."""
 
     name: str  # of the module
     num_heads: int
@@ -45,12 +45,12 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a block of this package may compute the whole module."""
+        """Whether a block of this package can replace the whole module."""
         return self.rotary_dim > 0 and self.key_dim == self.value_dim and self.sinks is None
 
     def layer(self, index: int) -> AttentionLayer:
-        """The engine's layer, without its sinks. A cache has keys and values of one size: the smaller ones are padded
-        with zeros."""
+        """The engine's layer, without its sinks. A cache has keys and values of one size, so the smaller ones are
+        padded with zeros."""
         head_dim = max(self.key_dim, self.value_dim)
         return AttentionLayer(index, self.num_heads, self.num_kv_heads, head_dim, self.scale, self.window, self.softcap)
 
@@ -65,7 +65,8 @@ class Outline:
 
 
 class HostReads(TorchDispatchMode):
-    """Notes that code asks for the value of a tensor, which on the meta device has none, and answers 0."""
+    """A mode that records whether code asks for a tensor's value. A tensor on the meta device has none, so the answer
+    is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +80,15 @@ class HostReads(TorchDispatchMode):
 
 
 def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse modules that mix tokens beside attention: in a batch they would mix those of different requests."""
+    """Refuse modules that mix tokens outside attention: in a batch they would mix tokens of different requests."""
     for name, module in model.named_modules():
         if isinstance(module, MIXING):
             raise Unservable(f"{name} ({type(module).__name__}) mixes neighbouring tokens, which needs a state")
 
 
 def outline_model(model: Any, base: nn.Module) -> Outline:
-    """Outline a model on the meta device. model: transformers' model; base: the part of it that makes hidden states."""
+    """Outline a model on the meta device. model: transformers' model; base: the part of it that computes hidden
+    states."""
     _refuse_mixing(model)
     outline, masks = Outline(), MaskDescriptions()
     inputs: list[tuple[str, torch.Tensor]] = []  # keeps the tensors alive, so that an identity has one owner
@@ -128,7 +130,7 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
 
 
 def _reason(error: Exception) -> str:
-    """Why a module cannot be run, in the engine's words where it knows them."""
+    """The reason why a module cannot run, in the engine's words where possible."""
     if isinstance(error, WeightIsRead):
         return f"the code reads the {error} of a linear layer by itself, and the engine keeps it in a form of its own"
     if isinstance(error, NotImplementedError) and "meta tensor" in str(error):
@@ -137,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Recorder:
-    """Writes down a module's call of its attention function."""
+    """The attention function that records the call of one module."""
 
     def __init__(self, name: str, module: nn.Module, outline: Outline, masks: MaskDescriptions,
                  ropes: dict[str, int]) -> None:
@@ -199,7 +201,7 @@ def _note_output(name: str, makes_tuple: dict[str, bool], running: list[str]) ->
 
 
 def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
-    """The name of the list of decoder layers, each of which must have attended once, in order."""
+    """The name of the list of decoder layers. Each of them must have called attention once, in order."""
     if not calls:
         raise Unservable("its code never calls its attention function")
     parts = calls[0].name.split(".")
@@ -223,7 +225,7 @@ def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
 
 
 def _shared(inputs: list[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    """Linear modules of one parent that were called one after the other with the same tensor."""
+    """The linear modules of one parent that were called one after the other with the same tensor."""
     runs: list[list[str]] = []
     before: torch.Tensor | None = None
     for name, x in inputs:

@@ -1,7 +1,7 @@
-"""Puts layers of this package into a model of transformers, in the place of the modules that they compute alike.
+"""Replace modules of a transformers model by layers of this package that compute the same.
 
-Every module that is replaced becomes a part of the bridged model, by its name in the checkpoint, so that formats, the
-loader and adapters see it as they see the layers of a family.
+Every replaced module becomes a part of the bridged model, under its name in the checkpoint. So formats, the loader and
+adapters see it like a layer of a family.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Replacements:
         self._find_experts = _once_for_each_kind(known.find_experts)
 
     def replace_known(self, kept: set[str]) -> None:
-        """Replace experts, MLPs, norms and linear modules; `kept`: names of modules that stay."""
+        """Replace experts, MLPs, norms and linear modules. `kept`: the names of modules that stay."""
         self._replace(nn.Module, self._experts, kept)
         self._replace(nn.Module, self._mlp, kept)
         self._replace(nn.Module, self._norm, kept)
@@ -56,7 +56,8 @@ class Replacements:
                 raise Unservable(f"{name}: experts of this kind ({type(module).__name__}) are not known here")
 
     def replace_embedding(self, name: str) -> Embedding | None:
-        """The embedding of token ids, with the factor that its module applies. None if it computes something else."""
+        """Replace the embedding of token ids, with the factor that its module applies. None if the module computes
+        something else."""
         module: Any = self.model.get_submodule(name)
         scale: float | None = 1.0
         if type(module) is not nn.Embedding:
@@ -69,7 +70,7 @@ class Replacements:
         return embedding
 
     def replace_attention(self, name: str, layer: AttentionLayer, rotary_dim: int) -> bool:
-        """Replace an attention module by one block, if it is plain attention with a rope. Returns whether it was."""
+        """Replace an attention module by one block, if it is plain attention with a rope. Return whether it was."""
         module = self.model.get_submodule(name)
         linears = [module._modules.get(part) for part in (*known.QKV_NAMES, known.OUT_NAME)]
         if not all(isinstance(linear, BridgedLinear) for linear in linears):
@@ -98,7 +99,7 @@ class Replacements:
         return True
 
     def join(self, names: list[str]) -> None:
-        """Compute linear modules of one parent that were called with the same tensor, in this order, as one product."""
+        """Compute linear modules of one parent that are called with the same tensor as one product, in this order."""
         modules = [self.model.get_submodule(name) for name in names]
         linears = [module.linear for module in modules if isinstance(module, BridgedLinear)]
         parents = {name.rpartition(".")[0] for name in names}
@@ -176,7 +177,7 @@ def _fits(qkv: list[Linear], out: Linear, layer: AttentionLayer) -> bool:
 
 
 def _once_for_each_kind(find: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """`find`, called once for modules of one class with equal settings and shapes."""
+    """Cache `find` over modules of one class with equal settings and shapes."""
     examples: dict[Any, nn.Module] = {}
     cached = lru_cache(maxsize=None)(lambda kind: find(examples[kind]))
 

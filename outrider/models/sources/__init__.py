@@ -41,13 +41,13 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
 
 
 def tokenizer_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | dict[str, Any]:
-    """A tokenizer of its own: a folder that need not hold a model, or a model's."""
+    """Find a tokenizer given separately: a folder that may have no model, or a model's name."""
     path = Path(name).expanduser()
     return path if path.is_dir() else resolve(name, revision, False, download_dir).tokenizer()
 
 
 def _local_folder(path: Path) -> ModelSource:
-    """A folder that holds nothing but a GGUF file means that file."""
+    """The source of a local folder. A folder with nothing but a GGUF file means this file."""
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:

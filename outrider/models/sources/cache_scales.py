@@ -1,5 +1,6 @@
-"""Scales of an fp8 cache among a model's tensors: `k_scale` and `v_scale` below a layer's attention, or `kv_scale` for
-both, each one number or one for every key/value head. No torch."""
+"""The scales of an fp8 cache among a model's tensors: `k_scale` and `v_scale` below a layer's attention, or `kv_scale`
+for both, each one number or one for every key/value head. No torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ScalePairs = dict[int, tuple[list[float], list[float]]]
 
 
 def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
-    """The scales among the names of tensors. section: the `quantization_config`, which may say that they are not for
+    """Find scales among the names of tensors. section: the `quantization_config`, which may say that they are not for
     fp8."""
     found = [name for name in names if _NAME.search(name) and OTHERS.isdisjoint(name.split("."))]
     scheme = section.get("kv_cache_scheme")
@@ -30,7 +31,7 @@ def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
 
 
 def pair_scales(tensors: Iterable[tuple[str, Any]]) -> ScalePairs:
-    """The scales of all layers that have some, from their tensors."""
+    """Pair the scales of all layers that have some."""
     made: dict[int, dict[str, list[float]]] = {}
     for name, tensor in tensors:
         match = _NAME.search(name)

@@ -1,7 +1,7 @@
 """Files with `quant_method: compressed-tensors`: groups of modules, each with a scheme of its weights and activations.
 
-Weights are read as codes with scales. Activations are rounded to fp8 where weights are fp8 and the scheme rounds them,
-by scales of each token row; elsewhere they stay as they are, which is more exact than any scheme here asks for.
+Weights are read as codes with scales. Activations are rounded to fp8, with a scale for each token row, where weights
+are fp8 and the scheme rounds them. Elsewhere they are not rounded, which is more exact than any scheme here asks for.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_scheme(reader: ConfigReader, default_format: str | None) -> Scheme:
 
 
 def _sizes(weights: ConfigReader, form: str) -> tuple[int, int]:
-    """Inputs (0: all) and outputs that share a scale."""
+    """The numbers of inputs (0: all) and outputs that share a scale."""
     strategy = weights.must_equal("strategy", "tensor", "channel", "group", "block", "tensor_group", default="tensor")
     given = weights.raw("group_size")
     if strategy in ("tensor", "channel"):

@@ -44,7 +44,8 @@ class FolderSource(ModelSource):
 
     @cached_property
     def _held_names(self) -> set[str] | None:
-        """Names of the tensors, asked for every matrix; None if the weights are not here, for a dummy model."""
+        """The names of all tensors; None if the weights are not here, as for a dummy model. Every matrix asks for
+        them."""
         try:
             return self.tensor_names()
         except FileNotFoundError:
@@ -92,7 +93,7 @@ def _quantization_beside(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text: of a folder (generation_config.json first, then config.json) or of a config."""
+    """The tokens that end a text, from a folder (generation_config.json first, then config.json) or from a config."""
     if isinstance(source, Mapping):
         return _eos_of(source)
     generation, own, config = Path(source) / "generation_config.json", Path(source) / "config.json", read_config(source)

@@ -1,8 +1,8 @@
-"""Files with `quant_method: fp8` or `fbgemm_fp8`: e4m3 numbers with a scale for a matrix, an output or a block of
-128 x 128.
+"""Files with `quant_method: fp8` or `fbgemm_fp8`: e4m3 numbers with a scale for a matrix, an output or a block of 128 x
+128.
 
-Static scales of activations, and bounds of dynamic ones, are passed over: every token row has a scale of its own, which
-is at least as fine. The cache has a setting of its own.
+Static scales of activations, and bounds of dynamic ones, are ignored: every token row has its own scale, which is at
+least as fine. The type of the cache is a separate setting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under HF names.
+"""A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under Hugging Face names.
 
-Unsupported settings are refused by their key or tensor name. The tokenizer's metadata is handed on unread. Torch is
+Unsupported settings are refused by their key or tensor name. The tokenizer's metadata is passed on unread. Torch is
 imported only when weights are read.
 """
 
@@ -50,7 +50,7 @@ class GgufSource(ModelSource):
 
     @cached_property
     def _placed(self) -> dict[str, tuple[TensorPlace, TensorEntry]]:
-        """The place and the file's tensor of every tensor of the model, by its name there."""
+        """The place and the file's tensor of every tensor of the model, by the model's name for it."""
         num_layers = Metadata(self.header).num_layers
         return {place.name.replace("{expert}", str(expert)): (place, entry) for entry in self.header.tensors.values()
                 for place in self.family.places(entry.name, num_layers) or ()
@@ -127,8 +127,8 @@ def build_config(header: Header) -> dict[str, Any]:
 
 
 def _stored_dtype(header: Header) -> str:
-    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies with their bits in 16-bit
-    arithmetic, and would have to expand them for float32."""
+    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies their bits in 16-bit arithmetic,
+    and would have to expand them for float32."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
         dtype = {"F16": "float16", "F32": "float32"}.get(entry.kind.name, "bfloat16")
@@ -137,7 +137,8 @@ def _stored_dtype(header: Header) -> str:
 
 
 def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:
-    """End of text, of turn and of message: a chat model may end with any of them."""
+    """The tokens that end a text: end of text, of turn and of message, because a chat model may end with any of
+    them."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = {key: header.metadata[key] for key in keys if key in header.metadata}
     for key, token in found.items():

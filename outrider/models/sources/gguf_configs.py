@@ -1,4 +1,4 @@
-"""Configs of GGUF files in Hugging Face's words: what the metadata of each architecture means."""
+"""Convert the metadata of each GGUF architecture to a config in Hugging Face's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGMOID = 2  # expert_gating_func
 
 
 def plain_config(meta: Metadata) -> dict[str, Any]:
-    """A model all of whose layers have the same attention, with a rope on whole heads."""
+    """The config of a model with the same attention in all layers and a rope on whole heads."""
     heads = meta.need_number("attention.head_count")
     head_dim = meta.get("attention.key_length", meta.need("embedding_length") // heads)
     meta.must_equal("rope.dimension_count", head_dim, f" where the head size is {head_dim}")
@@ -48,7 +48,8 @@ def _experts(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
-    """Every sixth layer has full attention. Queries of the 27B model, of 62 layers, are scaled by another size."""
+    """The config of Gemma 3: every sixth layer has full attention. The 27B model, with 62 layers, scales queries by
+    another size."""
     layers, heads = meta.need("block_count"), meta.need_number("attention.head_count")
     scalar = meta.need("embedding_length") // heads if layers == 62 else meta.need("attention.key_length")
     return plain_config(meta) | {
@@ -58,8 +59,8 @@ def gemma3_config(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma4_config(meta: Metadata) -> dict[str, Any]:
-    """Full layers have heads of their own; those without values take their keys as values. The rope of full layers
-    turns a part of each head."""
+    """The config of Gemma 4: full layers have different heads, and those without values use their keys as values. The
+    rope of full layers turns a part of each head."""
     count, sliding = meta.num_layers, meta.by_layer("attention.sliding_window_pattern")
     head_dim, full_dim = meta.need("attention.key_length_swa"), meta.need("attention.key_length")
     for key, size in (("attention.value_length", full_dim), ("attention.value_length_swa", head_dim),
@@ -90,7 +91,7 @@ def gemma4_config(meta: Metadata) -> dict[str, Any]:
 
 
 def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
-    """Sizes of the MLPs, which may be twice as wide in layers without a cache of their own, and of the experts."""
+    """The sizes of the MLPs, which may be twice as wide in layers without their own cache, and of the experts."""
     widths = meta.by_layer("feed_forward_length")
     is_wide = num_own < len(widths) and widths[-1] == 2 * widths[0]
     if any(width != widths[0] * (2 if is_wide and i >= num_own else 1) for i, width in enumerate(widths)):
@@ -104,7 +105,7 @@ def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
 
 
 def deepseek_config(meta: Metadata) -> dict[str, Any]:
-    """Older files have the sizes of a head under the keys that newer ones use for the sizes of the cache."""
+    """The config of DeepSeek models. Older files have head sizes under keys that newer files use for cache sizes."""
     gating = meta.get("expert_gating_func", SIGMOID)
     if gating != SIGMOID or not meta.layers_with("exp_probs_b.bias"):
         raise meta.refusal("expert_gating_func", "only experts that are chosen by a sigmoid and a bias "
@@ -149,7 +150,7 @@ def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
-    """The tensors of a layer tell its kind."""
+    """The config of Nemotron-H. A layer's tensors tell its kind."""
     letters = {layer: letter for letter, tensor in (("M", "ssm_in"), ("*", "attn_q"), ("-", "ffn_up"),
                                                     ("E", "ffn_gate_inp"))
                for layer in meta.layers_with(f"{tensor}.weight")}
@@ -181,7 +182,8 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
 
 
 def qwen_hybrid_config(meta: Metadata) -> dict[str, Any]:
-    """Qwen3-Next and Qwen3.5: gated delta layers, and gated attention with a rope on a part of each head."""
+    """The config of Qwen3-Next and Qwen3.5: gated delta layers, and gated attention with a rope on a part of each
+    head."""
     heads, delta = meta.need_number("attention.head_count"), DeltaHeads.read(meta)
     head_dim, turning = meta.need("attention.key_length"), meta.need("rope.dimension_count")
     count, interval = meta.num_layers, meta.get("full_attention_interval", 4)

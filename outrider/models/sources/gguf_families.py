@@ -1,6 +1,6 @@
-"""The architectures of GGUF files that are read: for each what its metadata means and where its tensors lie.
+"""The table of GGUF architectures: what the metadata of each means and where its tensors lie in the model.
 
-Meanings are in `gguf_py_config`, places in `gguf_places.py`.
+`gguf_configs.py` reads the metadata, `gguf_places.py` places the tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from outrider.models.sources.gguf_rope import ROPE_FACTORS
 
 
 class TopNames(NamedTuple):
-    """Names of the tensors around the layers."""
+    """The names of the tensors outside the layers."""
 
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
@@ -65,7 +65,7 @@ class Family:
 
     def places(self, name: str, num_layers: int) -> tuple[TensorPlace, ...] | None:
         """The places of a tensor, or None if the family has none of this name. Layers behind the last one predict
-        further tokens; nothing reads them."""
+        further tokens and are not read."""
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if found is not None:
             held = () if int(found[1]) >= num_layers else self.layer.get(found[2])

@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file: its metadata and where each tensor lies.
+"""Read the header of a GGUF file: its metadata, and where each tensor lies.
 
-The gguf library decodes the tensors of kinds that need it. Its own reader of headers is not used: it makes an array per
+The gguf library decodes tensors of kinds that need it. Its reader of headers is not used: it makes an array for every
 metadata string, which takes seconds for a vocabulary, and does not say what is wrong with a cut file. This file knows
 nothing of models.
 """
@@ -57,7 +57,7 @@ class Header:
 
 
 class _Cursor:
-    """A position in the file that can only move forward and never past the end."""
+    """A position in the file that moves only forward and never past the end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.path, self.at = data, path, 0
@@ -80,7 +80,7 @@ class _Cursor:
         return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
 
     def name(self, what: str) -> str:
-        """A text of few bytes: a damaged length would make a name of all that follows."""
+        """Read a short text. Its length is bounded, so that a damaged length does not read the rest of the file."""
         begin, length = self.at, self.scalar("Q")
         if length > MAX_NAME:
             raise SourceError(f"{self.path} is damaged: the {what} at byte {begin} would have {length} bytes. Fetch it "
@@ -88,7 +88,7 @@ class _Cursor:
         return self.take(length).decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """Many strings in one loop without calls: a vocabulary and its merges have a hundred thousand."""
+        """Read many strings in one loop without calls: a vocabulary with its merges has a hundred thousand."""
         data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         found: list[str] = []
         for _ in range(count):
@@ -124,7 +124,7 @@ class _Cursor:
 
 
 def named(key: str) -> str:
-    """A key for a message: as it is, unless a damaged file made it long or unprintable."""
+    """A key for a message, shortened and escaped if a damaged file made it long or unprintable."""
     return key if key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
 
 

@@ -1,4 +1,4 @@
-"""Metadata: typed reads of the keys that describe a GGUF file's architecture. Keys that are never read are refused."""
+"""Metadata: typed reads of the keys that describe a GGUF file's architecture. Keys that no code reads are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Metadata:
         self._read = {self.prefix + key for key in HARMLESS}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key below the architecture's name. One of another type or size than the key has is refused."""
+        """The value of a key below the architecture's name. A value of another type or size is refused."""
         name = self.prefix + key
         self._read.add(name)
         if name not in self.header.metadata:
@@ -67,14 +67,14 @@ class Metadata:
         return value
 
     def need_number(self, key: str) -> Any:
-        """A value that is the same in all layers."""
+        """A required value that is the same in all layers."""
         value = self.need(key)
         if isinstance(value, list):
             raise SourceError(f"{self.header.path}: {self.prefix}{key} per layer is not supported")
         return value
 
     def by_layer(self, key: str) -> list[Any]:
-        """The value of each layer; a single value stands for all of them."""
+        """The value of each layer. A single value in the file counts for all layers."""
         value, count = self.need(key), self.need("block_count")
         if not isinstance(value, list):
             return [value] * count
@@ -83,7 +83,7 @@ class Metadata:
         return value[:count]
 
     def check_shown_sizes(self) -> None:
-        """Refuse sizes that are not those of the tensors, by their keys."""
+        """Refuse sizes that contradict the tensors' shapes, by their keys."""
         for key, tensor, axis in SHOWN_SIZES:
             for layer in range(self.num_layers):
                 entry = self.header.tensors.get(tensor) or self.header.tensors.get(f"blk.{layer}.{tensor}")
@@ -96,7 +96,7 @@ class Metadata:
                                       "again")
 
     def check_rows(self, key: str, tensor: str, rows: int) -> None:
-        """Refuse a number of heads if a matrix of the first layer that has it does not have their rows."""
+        """Refuse a number of heads that contradicts the rows of a matrix, in the first layer that has the matrix."""
         for layer in self.layers_with(tensor)[:1]:
             entry = self.header.tensors[f"blk.{layer}.{tensor}"]
             if entry.shape[0] != rows:
@@ -119,7 +119,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """The layers of the model itself: those behind them predict further tokens and are not read."""
+        """The number of the model's own layers. Layers behind them predict further tokens and are not read."""
         count: int = self.need("block_count") - self.get("nextn_predict_layers", 0)
         if count < 1:
             raise self.refusal("nextn_predict_layers", f"the file has {self.need('block_count')} layers in all")

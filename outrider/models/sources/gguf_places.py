@@ -1,7 +1,8 @@
-"""The places of a GGUF file's tensors in the models: their names in Hugging Face's form, and what converters change.
+"""The places of a GGUF file's tensors in the models: their Hugging Face names, and the changes that converters make.
 
-Converters store norms that add one with the one added, decays as their values, and rows of some matrices in another
-order. Orders of rows are put back without touching the bits of a row; changed numbers are expanded first.
+Converters store norms of 1 + weight with the one added, decays as their values, and the rows of some matrices in
+another order. The order of rows is restored without touching the bits of a row. Tensors with changed numbers are
+expanded first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ RowOrder: TypeAlias = Callable[[Metadata, int], np.ndarray]  # of a tensor's row
 
 
 class HeadGrid(NamedTuple):
-    """Input features of heads that the file holds transposed: the model has [groups, heads, features of a head]."""
+    """Input features of heads that the file stores transposed. The model has [groups, heads, features of a head]."""
 
     groups: int
     heads: int  # of a group
@@ -30,7 +31,7 @@ class HeadGrid(NamedTuple):
 
 
 class TensorPlace(NamedTuple):
-    """A place in the model for a tensor of the file. With "{expert}" in its name, one matrix for each expert."""
+    """The place in the model for a tensor of the file. A name with "{expert}" means one matrix for each expert."""
 
     name: str
     rows: RowOrder | None = None  # None: all rows, as they are
@@ -44,7 +45,7 @@ Places: TypeAlias = Mapping[str, tuple[TensorPlace, ...]]
 
 
 def weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, tuple[TensorPlace, ...]]:
-    """Weights that lie in the model as in the file, by their names without ".weight"."""
+    """Weights that the model stores like the file, by their names without ".weight"."""
     return {f"{ours}.weight": (TensorPlace(f"{theirs}.weight", change=change),) for ours, theirs in names.items()}
 
 
@@ -54,7 +55,7 @@ def attention(prefix: str = "self_attn") -> dict[str, tuple[TensorPlace, ...]]:
 
 
 def experts(prefix: str = "mlp.", router: str = "mlp.gate") -> dict[str, tuple[TensorPlace, ...]]:
-    """The router and the experts, gate and up of which may lie in one tensor."""
+    """The router and the experts. Gate and up may be in one tensor."""
     parts = {f"ffn_{part}_exps": f"{prefix}experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
     gate_up = (TensorPlace(f"{prefix}experts.{{expert}}.gate_proj.weight", _first_half),
                TensorPlace(f"{prefix}experts.{{expert}}.up_proj.weight", _second_half))
@@ -81,7 +82,7 @@ def _flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_row(tensor: torch.Tensor) -> torch.Tensor:
-    """Writers leave out a dimension of one."""
+    """Restore a dimension of size one that writers leave out."""
     return tensor.view(1, -1)
 
 
@@ -90,7 +91,8 @@ def _one_filter_each(conv: torch.Tensor) -> torch.Tensor:
 
 
 def _join_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[heads, latent, nope] and [heads, value, latent] -> [heads * (nope + value), latent]."""
+    """Join the key and value parts of a latent expansion: [heads, latent, nope] and [heads, value, latent] -> [heads *
+    (nope + value), latent]."""
     import torch
 
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
@@ -100,7 +102,8 @@ def _join_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def halves_of_heads(key: str) -> RowOrder:
-    """Llama's rope: the file interleaves the two halves of each head. `key`: that of the number of heads."""
+    """The order of rows for Llama's rope: the file interleaves the two halves of each head. `key`: the metadata key
+    with the number of heads."""
 
     def rows(meta: Metadata, count: int) -> np.ndarray:
         heads = _largest(meta.get(key)) or _largest(meta.need("attention.head_count"))
@@ -110,13 +113,13 @@ def halves_of_heads(key: str) -> RowOrder:
 
 
 def reordered(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
-    """Queries and keys of a converter that interleaves them for Llama's rope."""
+    """Queries and keys from a converter that interleaves them for Llama's rope."""
     return {"attn_q.weight": (TensorPlace(f"{prefix}.q_proj.weight", halves_of_heads("attention.head_count")),),
             "attn_k.weight": (TensorPlace(f"{prefix}.k_proj.weight", halves_of_heads("attention.head_count_kv")),)}
 
 
 def _largest(value: int | list[int] | None) -> int:
-    """A number of heads, of which layers without attention have none."""
+    """The largest number of heads; layers without attention have none."""
     return max(value) if isinstance(value, list) else value or 0
 
 
@@ -129,7 +132,7 @@ def _second_half(meta: Metadata, count: int) -> np.ndarray:
 
 
 class DeltaHeads(NamedTuple):
-    """Sizes of a gated delta layer."""
+    """The head sizes of a gated delta layer."""
 
     keys: int  # key heads
     repeats: int  # value heads of a key head
@@ -147,8 +150,8 @@ class DeltaHeads(NamedTuple):
 
 
 def _tiled_value_rows(meta: Metadata, count: int) -> np.ndarray:
-    """The file has the first value head of every key head, then the second of every one; the model has the value heads
-    of a key head together. Rows of queries and keys, where there are any, come first and stay."""
+    """The order of value rows. The file has the first value head of every key head, then the second of every one; the
+    model has the value heads of a key head together. Rows of queries and keys, if any, come first and stay."""
     heads = DeltaHeads.read(meta)
     num_values = heads.keys * heads.repeats
     before = 2 * heads.keys * heads.key_size if count > num_values * heads.value_size else 0
@@ -162,7 +165,7 @@ def _tiled_value_columns(meta: Metadata) -> HeadGrid | None:
 
 
 def _share_of_key_heads(start: int, stop: int) -> RowOrder:
-    """Parts of a tensor that lie key head by key head: the parts from `start` to `stop` of (q, k, v, z) or (b, a)."""
+    """The parts from `start` to `stop` of a tensor that stores (q, k, v, z) or (b, a) key head by key head."""
 
     def rows(meta: Metadata, count: int) -> np.ndarray:
         heads = DeltaHeads.read(meta)
@@ -236,7 +239,7 @@ NEMOTRON_H = {
 
 
 def _gated_delta(value_rows: RowOrder | None) -> dict[str, tuple[TensorPlace, ...]]:
-    """A gated delta layer. `value_rows`: the order of value heads in the file."""
+    """The places of a gated delta layer's tensors. `value_rows`: the order of value heads in the file."""
     columns = None if value_rows is None else _tiled_value_columns
     return {
         "attn_qkv.weight": (TensorPlace("linear_attn.in_proj_qkv.weight", value_rows),),

@@ -1,5 +1,5 @@
-"""The ropes of GGUF files as Hugging Face configs describe them. Some files hold a rope's result instead of its
-parameters: a divisor for each frequency, from which the parameters are found here.
+"""The ropes of GGUF files as Hugging Face configs describe them. Some files store a divisor for each frequency instead
+of the rope's parameters; the parameters are found from the divisors here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn
 
 
 def read_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """The keys of a model with one rope. `head_dim`: the dimensions of a head that rotate."""
+    """The rope's config keys, for a model with one rope. `head_dim`: the number of a head's dimensions that rotate."""
     return {"rope_theta": meta.get("rope.freq_base", 10000.0), "rope_scaling": rope_scaling(meta, head_dim)}
 
 
@@ -53,7 +53,7 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
 
 
 def turning_share(header: Header, head_dim: int) -> float:
-    """The share of a head's dimensions that rotate, where the file has divisors that make the others stand still."""
+    """The share of a head's dimensions that rotate, in files with divisors that stop the others."""
     if ROPE_FACTORS not in header.tensors:
         return 1.0
     stored = _factors(header)
@@ -70,7 +70,7 @@ def _factors(header: Header) -> np.ndarray:
 
 
 def _llama3_scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as its result, a factor per frequency; find the parameters that give it."""
+    """Find the parameters of Llama 3.1's scaling from the stored factor of each frequency."""
     stored = _factors(header)
     factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)

@@ -1,4 +1,4 @@
-"""Single tensors of a GGUF file: which kinds are read, and their bytes."""
+"""Single tensors of a GGUF file: the kinds that are read, and their bytes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 
 
 def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
-    """A tensor's bytes, mapped: the system reads them from the file when they are first looked at, and keeps one copy
-    for all processes. What is written into the array does not change the file."""
+    """A tensor's bytes, mapped: the system reads them from the file at first use, and keeps one copy for all processes.
+    Writing into the array does not change the file."""
     if path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
     return np.asarray(np.memmap(path, np.uint8, "c", entry.offset, entry.num_bytes))
 
 
 def dequantised(raw: np.ndarray, kind: int) -> np.ndarray:
-    """The numbers of stored rows, by the gguf library."""
+    """The numbers of stored rows, computed by the gguf library."""
     from gguf.constants import GGMLQuantizationType  # with YAML and more, which most files do not need
     from gguf.quants import dequantize
 

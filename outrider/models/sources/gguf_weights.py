@@ -24,8 +24,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class LibraryRows:
-    """A weight [outputs, inputs] whose bits only the gguf library reads, as bytes [outputs, bytes of a row]: no format
-    keeps it."""
+    """A weight [outputs, inputs] with bits that only the gguf library reads, as bytes [outputs, bytes of a row]. No
+    format keeps it."""
 
     kind: str
     data: torch.Tensor
@@ -55,7 +55,7 @@ def read_tensors(header: Header, family: Family) -> Iterator[tuple[str, torch.Te
 
 
 def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
-    """[.., rows, numbers of a row], or bytes of a row where the file has other bits than floats."""
+    """A tensor's rows: [.., rows, numbers of a row], or bytes of a row if the file does not store floats."""
     data = torch.from_numpy(raw_bytes(header.path, entry))
     if entry.kind.name in FLOAT_KINDS:
         data = data.view(FLOATS[entry.kind.name])
@@ -83,7 +83,7 @@ def _stored(
 def _placed(
     rows: torch.Tensor, shape: tuple[int, ...], entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """A tensor, or one expert's part of it, as the model has it."""
+    """A tensor, or one expert's part of it, in the model's form."""
     if place.rows is not None:
         rows = _reordered(rows, place.rows(meta, shape[0]))
     weight = _weight(entry.kind.name, rows, (rows.shape[0], *shape[1:]), place, meta)
@@ -91,7 +91,7 @@ def _placed(
 
 
 def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
-    """The rows in another order. numpy copies a row at once; torch would copy byte by byte and wake its threads."""
+    """Reorder the rows by numpy, which copies a row at once; torch would copy byte by byte and start its threads."""
     in_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
     return torch.from_numpy(in_bytes.take(order, 0)).view(rows.dtype).view(len(order), *rows.shape[1:])
 
@@ -99,7 +99,7 @@ def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
 def _weight(
     kind: str, rows: torch.Tensor, shape: tuple[int, ...], place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """A tensor whose rows are in the model's order, as numbers if the file has numbers."""
+    """A tensor with rows in the model's order; as numbers if the file has numbers."""
     grid = None if place.columns is None else place.columns(meta)
     if kind in FLOAT_KINDS:
         return rows if grid is None else grouped_heads(rows, *grid)
@@ -112,7 +112,7 @@ def _weight(
 def _changed(
     weight: torch.Tensor | StoredWeight, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> torch.Tensor:
-    """The model's numbers from those of one tensor of the file, or of two of a layer."""
+    """Compute the model's numbers from one tensor of the file, or from two of a layer."""
     assert place.change is not None
     if place.beside is None:
         return place.change(_numbers(weight))

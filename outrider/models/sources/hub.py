@@ -1,6 +1,6 @@
-"""A model id of the hub: its files come into huggingface_hub's own cache (HF_HOME), and stay there.
+"""A model id of the hub: its files are fetched into huggingface_hub's own cache (HF_HOME) and stay there.
 
-HF_HUB_OFFLINE and the library's tokens and mirrors hold as everywhere. Only what a model needs is fetched.
+HF_HUB_OFFLINE and the library's tokens and mirrors work as usual. Only what a model needs is fetched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCAL = "Or give a local folder or .gguf file."
 
 def hub_folder(model: str, revision: str | None = None, weights: bool = True,
                download_dir: str | None = None) -> Path:
-    """The local folder of a hub id, fetched if need be. `download_dir`: instead of the hub's cache folder."""
+    """The local folder of a hub id, fetched if needed. `download_dir`: used instead of the hub's cache folder."""
     patterns = DESCRIPTIONS + WEIGHTS if weights else DESCRIPTIONS
     # Subfolders hold other forms of the same weights (original/, onnx/).
     try:

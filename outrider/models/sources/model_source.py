@@ -1,7 +1,7 @@
 """ModelSource: a model's config, weights and tokenizer, whatever the form of its files.
 
-A source knows nothing of layers or devices: it hands out a config in Hugging Face's names, and tensors one at a time.
-Torch is imported only when weights are read, so the engine reads a model's config and tokenizer without it.
+A source knows nothing of layers or devices: it yields a config under Hugging Face's names, and tensors one at a time.
+Torch is imported only when weights are read, so the engine reads config and tokenizer without it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class SourceError(ValueError):
-    """A model's files are missing, damaged or not supported. The message says which, and what to do."""
+    """Raised when a model's files are missing, damaged or not supported. The message says which, and what to do."""
 
 
 class WeightError(ValueError):
-    """Weights that do not fit the model, or a file that cannot be read."""
+    """Raised when weights do not fit the model, or a file cannot be read."""
 
 
 @dataclass(frozen=True)
 class ModelSource(ABC):
-    """Plain data, so that it can be sent to another process."""
+    """A model's files. It is plain data, so it can be sent to another process."""
 
     name: str
     path: Path  # the folder or the file
@@ -44,16 +44,15 @@ class ModelSource(ABC):
         return self.path
 
     def reader(self) -> ConfigReader:
-        """The config, for reads whose errors name its file."""
+        """A reader of the config; its errors name the config's file."""
         return ConfigReader(self.config, str(self.config_file))
 
     def without_keys(self, keys: Collection[str]) -> Self:
-        """The source with a config that lacks some keys."""
+        """The source with some keys removed from its config."""
         return replace(self, config=without_keys(self.config, keys)) if keys else self
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """The source with a config some of whose values are replaced or added; a section (`text_config`) keeps its
-        other values."""
+        """The source with some config values replaced or added. A section (`text_config`) keeps its other values."""
         if "eos_token_id" in values:
             raise ValueError("hf_overrides: eos_token_id is not supported: use stop_token_ids and ignore_eos of "
                              "SamplingParams")
@@ -66,20 +65,20 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tensor_names(self) -> set[str]:
-        """Names of all tensors in the files, of which no tensor is read."""
+        """The names of all tensors in the files. No tensor is read."""
 
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the files store the matrix of this name (without ".weight"), told from headers alone; None for plain
+        """How the files store the matrix of this name (without ".weight"), read from headers only. None for plain
         numbers."""
         return None
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """The tensors of the files, one at a time; matrices with a stored format as stored weights, with their scales.
-        Each call reads the files anew."""
+        """The tensors of the files, one at a time. Quantised matrices are stored weights with their scales. Each call
+        reads the files anew."""
 
     def cache_scales(self) -> ScalePairs:
-        """The scales that the files have for a cache in fp8, by layer."""
+        """The files' scales for an fp8 cache, by layer."""
         return {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,4 +91,4 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self) -> Path | dict[str, Any]:
-        """A folder with tokenizer files, or a GGUF file's metadata."""
+        """The tokenizer: a folder with its files, or a GGUF file's metadata."""

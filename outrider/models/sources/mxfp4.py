@@ -19,7 +19,7 @@ GROUP = 32  # inputs that share a scale
 
 class Mxfp4Experts(Quantization):
     """Experts in MXFP4: tensors of codes [experts, outputs, groups, 16 bytes] and of scales [experts, outputs, groups].
-    All else is plain numbers."""
+    Everything else is plain numbers."""
 
     suffix, beside, plain_suffix = "_blocks", ("_scales",), ""
 
@@ -38,13 +38,14 @@ class Mxfp4Experts(Quantization):
         return ScaledFormat("fp4", GROUP, torch.bfloat16) if is_stored else None
 
     def proof(self, name: str) -> str:
-        """A model may ask for the matrices of each expert ("experts.0.up_proj"): the files have those of all in one."""
+        """The tensor that stores a matrix. A model may ask for the matrix of one expert ("experts.0.up_proj"); the
+        files have one tensor for all experts."""
         experts, _, projection = name.rpartition(".")
         joint = "gate_up_proj" if projection in ("gate_proj", "up_proj") else projection
         return re.sub(r"\.\d+$", "", experts) + f".{joint}{self.beside[0]}"
 
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """[experts, outputs, inputs], the rows of gate before those of up."""
+        """Join the tensors to a weight [experts, outputs, inputs], with the rows of gate before those of up."""
         from outrider.models.sources.scaled_weights import fp4_weight
 
         blocks, scales = tensors["_blocks"].flatten(-2), tensors["_scales"]

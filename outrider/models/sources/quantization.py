@@ -1,7 +1,7 @@
-"""Quantization: how weights are stored by a folder's `quantization_config`. `register_quantization` adds a method.
+"""Quantization: how a folder's `quantization_config` stores weights. `register_quantization` adds a method.
 
-A method says which tensors of the files belong together, and in which format each matrix is stored. Which formats a
-model keeps is decided by `outrider.formats`; all others are dequantised while they are loaded.
+A method says which tensors of the files belong together, and in which format each matrix is stored. `outrider.formats`
+decides which formats a model keeps; all others are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class Quantization(ABC):
 
     @abstractmethod
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """settings: the config's section. Raises ValueError, with the key, for what is not supported."""
+        """settings: the config's section. Raises ValueError, with the key, for unsupported settings."""
 
     @abstractmethod
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the matrix of this name is stored, if it is; None for plain numbers."""
+        """How the matrix of this name is stored; None for plain numbers."""
 
     @abstractmethod
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """The stored weight of a matrix, from its tensors by their suffixes."""
+        """Join a matrix's tensors, given by suffix, to its stored weight."""
 
     def proof(self, name: str) -> str:
-        """Name of the tensor whose presence in the files proves that the matrix of this name is stored so."""
+        """The name of a tensor that is in the files only if the matrix of this name is quantised."""
         return name + self.beside[0]
 
     def is_beside(self, name: str, names: Collection[str]) -> bool:
-        """Whether the tensor belongs to another one, with which it is read; or to the cache (`cache_scales.py`)."""
+        """Whether the tensor is read together with another one, or belongs to the cache (`cache_scales.py`)."""
         return name.endswith(SUFFIXES) or any(name.endswith(end) and name.removesuffix(end) + self.suffix in names
                                               for end in self.beside)
 
 
 class ModuleNames:
-    """A list of modules in a config, which says which matrices it means."""
+    """A config's list of modules, which selects matrices."""
 
     def __init__(self, reader: ConfigReader, *keys: str) -> None:
-        """keys: names that different tools give the list."""
+        """keys: the names that different tools give the list."""
         self.patterns = [name for key in keys for name in reader.get(key, list[Any], [])]
         for key in keys:
             for name in reader.get(key, list[Any], []):
@@ -71,8 +71,9 @@ class ModuleNames:
 
 
 def is_module(pattern: str, name: str) -> bool:
-    """Whether a pattern of a config means the module of this name, or one around it: "re:" begins a regular expression
-    from the name's start, "*" stands for anything, and other patterns are whole components of the name."""
+    """Whether a pattern of a config matches the module of this name, or one around it. "re:" starts a regular
+    expression that matches from the name's start, "*" matches anything, and other patterns match whole components of
+    the name."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     if "*" in pattern:
@@ -99,12 +100,12 @@ def methods() -> list[str]:
 
 
 def register_quantization(quant_method: str, quantization: type[Quantization]) -> None:
-    """Read checkpoints whose `quantization_config` has this `quant_method` so from now on."""
+    """Read checkpoints with this `quant_method` in their `quantization_config` by this class from now on."""
     _METHODS[quant_method] = quantization
 
 
 def read_quantization(settings: Mapping[str, Any]) -> Quantization:
-    """The method of a `quantization_config`. Raises ValueError with the reason if it is not supported."""
+    """The method of a `quantization_config`. Raise ValueError with the reason if it is not supported."""
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(f"{KEY}: quant_method={method!r} is not one of {', '.join(_METHODS)}; use files in one of "
@@ -118,10 +119,10 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a model's config that says how its weights are stored; empty for plain numbers."""
+    """The section of a model's config about how weights are stored; empty for plain numbers."""
     return config.get(KEY) or (config.get("text_config") or {}).get(KEY) or {}
 
 
 def find_quantization(config: Mapping[str, Any]) -> Quantization:
-    """The method of a model's config. Without a section: files may hold fp8 numbers with block scales all the same."""
+    """The method of a model's config. Without a section files may still have fp8 numbers with block scales."""
     return read_quantization(quantization_section(config) or {"quant_method": "fp8", "weight_block_size": [128, 128]})

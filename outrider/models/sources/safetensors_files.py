@@ -1,4 +1,4 @@
-"""Tensors of a folder's safetensors files, one at a time. Never holds more of the files than about one tensor."""
+"""The tensors of a folder's safetensors files, one at a time. About one tensor of the files is in memory at most."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def safetensors_tensors(
     """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json. With a
     quantization, tensors that belong together are yielded as one stored weight.
 
-    Largest first: a tensor is in memory twice while it is copied, and what the model has not yet been given is not
-    in memory at all, so the largest costs nothing extra when it comes first."""
+    The largest come first: a tensor is in memory twice while it is copied, so the largest one costs nothing extra while
+    most of the model is not yet filled.
+    """
     sizes = [(size, name, path) for path, names in _files(Path(folder)).items() for name, size in _sizes(path, names)]
     sizes.sort(key=lambda item: (-item[0], item[1]))
     path_of = {name: path for _, name, path in sizes}
@@ -48,7 +49,7 @@ def safetensors_tensors(
 def _joined(
     quantization: Quantization, name: str, tensor: torch.Tensor, path_of: Mapping[str, Path]
 ) -> tuple[str, torch.Tensor | StoredWeight]:
-    """The tensor, or the stored weight that it makes with those beside it."""
+    """The tensor, or the stored weight that it forms with the tensors beside it."""
     matrix = name.removesuffix(quantization.suffix)
     beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
     if not name.endswith(quantization.suffix) or not beside:
@@ -63,7 +64,7 @@ def _joined(
 
 
 class MatrixTensors(dict[str, torch.Tensor]):
-    """The tensors of a stored matrix by their suffixes. One that is not in the files is refused by its name."""
+    """The tensors of a stored matrix by suffix. A tensor that is missing in the files is refused by its name."""
 
     def __init__(self, matrix: str, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -81,7 +82,7 @@ def safetensors_names(folder: str | Path) -> set[str]:
 
 
 def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some tensors of a folder, as they are stored."""
+    """Read some tensors of a folder as they are stored."""
     for path, held in _files(folder).items() if names else ():
         handle = _open(path)
         for name in sorted(set(names).intersection(handle.keys() if held is None else held)):
@@ -89,7 +90,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, to
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file, with the tensors that the index expects in it (None: all there are). `folder` may also be a file."""
+    """Each file, with the tensors that the index expects in it (None: all that it has). `folder` may also be a file."""
     if folder.is_file():
         return {folder: None}
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -112,7 +113,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _sizes(path: Path, names: set[str] | None) -> list[tuple[str, int]]:
-    """Name and bytes (of float32, which is near enough to sort by) of the tensors in a file."""
+    """The names of tensors and their bytes, counted as float32, which is good enough to sort by."""
     handle = _open(path)
     held = set(handle.keys())
     if names is not None and names != held:

@@ -1,4 +1,4 @@
-"""Brings the tensors of a quantised matrix into the one form that formats keep (`kernels.scaled.Scaled`)."""
+"""Convert the tensors of a quantised matrix to the one form that formats keep (`kernels.scaled.Scaled`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BFLOAT16_FRACTION = 7  # bits below the exponent
 
 
 def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int = 0, block: int = 1) -> ScaledWeight:
-    """codes [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or [outputs / block,
-    inputs / group], where the last block of either axis may be cut short. The matrices of all experts may come in one
-    tensor: codes [experts, outputs, inputs], and scales [experts, ..]."""
+    """An fp8 matrix. codes: [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or
+    [outputs / block, inputs / group], where the last block of either axis may be short. For a joint tensor of all
+    experts both have a leading axis of experts."""
     require(name, "weight", codes, torch.float8_e4m3fn, dims=(2, 3))
     spread_scales = spread_of_each(name, scales, codes.shape, group, block)
     return ScaledWeight(Scaled(FP8, group or codes.shape[-1], codes, spread_scales))
@@ -25,7 +25,7 @@ def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int 
 
 def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group: int = 0,
                    block: int = 1) -> torch.Tensor:
-    """`spread` for a matrix, or for each expert's matrix where `shape` is that of all experts."""
+    """`spread` for a matrix, or for each expert's matrix if `shape` has an axis of experts."""
     *experts, outputs, inputs = shape
     if not experts:
         return spread(name, scales, outputs, inputs, group, block)
@@ -38,7 +38,8 @@ def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group:
 def spread(
     name: str, scales: torch.Tensor, outputs: int, inputs: int, group: int = 0, block: int = 1
 ) -> torch.Tensor:
-    """Scales as [outputs, groups], in float32 unless they are e4m3. Powers of two come as their exponents' bytes."""
+    """Repeat scales to [outputs, groups], in float32 unless they are e4m3. Scales that are powers of two may come as
+    bytes of exponents."""
     scales = from_exponents(scales) if scales.dtype in EXPONENTS else scales
     if not scales.is_floating_point():
         raise WeightError(f"the scales of {name} have dtype {scales.dtype}, a float type is needed")
@@ -55,7 +56,7 @@ def spread(
 
 
 def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
-    """Powers of two from bytes (E8M0), in bfloat16, which has exactly these."""
+    """Powers of two from bytes (E8M0), in bfloat16, which represents them exactly."""
     bytes_ = exponents.view(torch.uint8)
     if bool((bytes_ == 255).any()):
         raise WeightError("a scale of type E8M0 is NaN")
@@ -64,8 +65,8 @@ def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> ScaledWeight:
-    """codes [outputs, inputs] int8, with scales and zero points for each output or the whole matrix. Those of all
-    experts may come in one tensor, as in `fp8_weight`."""
+    """An int8 matrix. codes: [outputs, inputs], with scales and zero points for each output or for the whole matrix. A
+    joint tensor of all experts is read as in `fp8_weight`."""
     require(name, "weight", codes, torch.int8, dims=(2, 3))
     offsets = None if zeros is None else spread_of_each(name, zeros.float(), codes.shape).half()
     return ScaledWeight(Scaled(INT8, codes.shape[-1], codes, spread_of_each(name, scales, codes.shape), offsets))
@@ -73,9 +74,9 @@ def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: tor
 
 def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
                    zeros: torch.Tensor | None) -> Scaled:
-    """values [outputs, inputs]: integers from 0 on, of 4 or 8 bits. zeros [outputs, groups] likewise; None stands for
-    the middle of the range. Codes of 4 bits whose last group is short come in 8 bits: formats keep whole groups of 4
-    bits alone, and such a matrix is dequantised."""
+    """A matrix of integers in groups. values: [outputs, inputs], integers from 0 on, of 4 or 8 bits. zeros: [outputs,
+    groups]; None means the middle of the range. If the last group of 4-bit codes is short, the codes become 8 bits:
+    formats keep only whole groups of 4 bits, so such a matrix is dequantised."""
     outputs, inputs = values.shape
     middle, width = 1 << bits - 1, group or inputs
     require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
@@ -92,8 +93,8 @@ def require_groups(name: str, what: str, tensor: torch.Tensor | None, outputs: i
 
 
 def order_by_groups(name: str, groups: torch.Tensor, inputs: int, width: int) -> torch.Tensor:
-    """The column of the file for each of those sorted by group. groups [inputs]: the group of each input; all groups
-    but the last must have `width` of them."""
+    """The file's columns in the order of their groups. groups: [inputs], the group of each input. All groups but the
+    last must have `width` inputs."""
     order = groups.argsort(stable=True)
     if tuple(groups.shape) != (inputs,) or not torch.equal(groups[order].long(), torch.arange(inputs) // width):
         raise WeightError(f"the indices of groups of {name} (g_idx, shape {list(groups.shape)}) do not give each of "
@@ -102,7 +103,7 @@ def order_by_groups(name: str, groups: torch.Tensor, inputs: int, width: int) ->
 
 
 def unpack(name: str, words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
-    """Unsigned integers of so many bits from int32 words, the lowest bits first, along an axis."""
+    """Unpack unsigned integers of this many bits from int32 words along an axis, the lowest bits first."""
     require(name, "packed tensor", words, torch.int32)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (words.movedim(axis, -1).unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
@@ -111,8 +112,8 @@ def unpack(name: str, words: torch.Tensor, bits: int, axis: int) -> torch.Tensor
 
 def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int,
                factor: torch.Tensor | None = None) -> ScaledWeight:
-    """packed [.., outputs, inputs / 2] bytes, the even column in the low bits; scales [.., outputs, inputs / group];
-    factor: multiplies the whole matrix."""
+    """A 4-bit float matrix. packed: [.., outputs, inputs / 2] bytes, the even column in the low bits; scales: [..,
+    outputs, inputs / group]; factor: multiplies the whole matrix."""
     require(name, "packed weight", packed, torch.uint8, dims=(2, 3))
     *outputs, width = packed.shape
     if tuple(scales.shape) != (*outputs, 2 * width // group) or 2 * width % group:

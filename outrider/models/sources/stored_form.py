@@ -1,4 +1,4 @@
-"""The form in which a model's files are stored, held against the one that a caller expects. No torch."""
+"""Compare the form in which a model's files are stored with the form that a caller expects. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HOLDS = {"fp8": ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"), "int4":
 
 
 def check_form(asked: str, source: ModelSource) -> None:
-    """Raise ValueError if the files of a model are not in the form that `quantization` names, or are quantised in
-    another one."""
+    """Raise ValueError if a model's files are not in the form that `quantization` names, or are quantised in another
+    form."""
     form = "gguf" if isinstance(source, GgufSource) else quantization_section(source.config).get("quant_method")
     if asked in FILE_FORMS and form != FILE_FORMS[asked]:
         found = "numbers that are not quantised" if form is None else f"of the form {form!r}"

@@ -1,1 +1,1 @@
-"""outrider.benchmarks: a package of vLLM with modules that are here, too."""
+"""outrider.benchmarks: a package of vLLM; the modules that exist here are inside."""

@@ -1,6 +1,6 @@
-"""outrider.benchmarks.datasets: prompts for a script's own benchmark, at the place where vLLM has them.
+"""outrider.benchmarks.datasets: prompts for a script's own benchmark, at vLLM's place.
 
-There are two sets: random words, and the lines of a file of one's own. Others are refused with what to do instead.
+There are two sets: random words, and the lines of a given file. Others are refused with what to do instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
-    """`tokenizer`: of transformers, or `llm.get_tokenizer()`."""
+    """`tokenizer`: transformers' tokenizer, or `llm.get_tokenizer()`."""
     match args.dataset_name:
         case "random":
             draw = random.Random(args.seed)

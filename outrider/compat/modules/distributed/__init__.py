@@ -1,4 +1,4 @@
-"""outrider.distributed: ranks are processes of the engine, so that only the clean-up is here."""
+"""outrider.distributed: the clean-up function only, because the engine starts its ranks itself."""
 
 import gc
 
@@ -8,7 +8,7 @@ __all__ = ["cleanup_dist_env_and_memory"]
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect engines that are no longer used, which gives their memory back. LLM.close does so at once."""
+    """Collect engines that are no longer used, which frees their memory. LLM.close does this at once."""
     gc.collect()
 
 

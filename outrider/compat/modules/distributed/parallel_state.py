@@ -1,12 +1,12 @@
-"""outrider.distributed.parallel_state: ranks are processes of the engine, so that there is nothing to take
-down here."""
+"""outrider.distributed.parallel_state: functions that do nothing, because the engine starts and ends its ranks itself.
+"""
 
 __all__ = ["destroy_distributed_environment", "destroy_model_parallel"]
 
 
 def destroy_model_parallel() -> None:
-    """Does nothing. LLM.close gives an engine's memory back."""
+    """Do nothing. LLM.close frees an engine's memory."""
 
 
 def destroy_distributed_environment() -> None:
-    """Does nothing. LLM.close gives an engine's memory back."""
+    """Do nothing. LLM.close frees an engine's memory."""

@@ -1,1 +1,1 @@
-"""outrider.entrypoints: a package of vLLM with modules that are here, too."""
+"""outrider.entrypoints: a package of vLLM; the modules that exist here are inside."""

@@ -1,4 +1,4 @@
-"""Prompts as dicts, importable from the path that vLLM uses."""
+"""outrider.inputs: prompts as dicts, at vLLM's place."""
 
 from outrider.core.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 

@@ -1,1 +1,1 @@
-"""outrider.usage: a package of vLLM with a module that is here, too."""
+"""outrider.usage: a package of vLLM; the module that exists here is inside."""

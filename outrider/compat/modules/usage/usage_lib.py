@@ -1,4 +1,4 @@
-"""outrider.usage.usage_lib: what vLLM's front doors call themselves. No statistics of use are collected here."""
+"""outrider.usage.usage_lib: the names of vLLM's entry points. No usage statistics are collected here."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""outrider.utils: those helpers of vLLM that scripts use."""
+"""outrider.utils: the helpers of vLLM that scripts use."""
 
 import uuid
 
@@ -18,7 +18,7 @@ NOT_HERE = {
 
 
 def random_uuid() -> str:
-    """An id for a request."""
+    """A random id for a request."""
     return uuid.uuid4().hex
 
 

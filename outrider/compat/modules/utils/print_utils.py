@@ -1,4 +1,4 @@
-"""outrider.utils.print_utils: how vLLM's examples show a vector."""
+"""outrider.utils.print_utils: the function by which vLLM's examples print a vector."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ MOST_SHOWN = 4
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
-    """The first numbers of a vector, and how many there are."""
+    """Print the first numbers of a vector, and how many numbers it has."""
     more = ", ..." if len(embeds) > MOST_SHOWN else ""
     first = ", ".join(map(str, embeds[:MOST_SHOWN]))
     print(f"{prefix}: [{first}{more}] (size={len(embeds)})")

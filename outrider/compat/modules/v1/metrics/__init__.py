@@ -1,1 +1,1 @@
-"""outrider.v1.metrics: a package of vLLM with modules that are here, too."""
+"""outrider.v1.metrics: a package of vLLM; the modules that exist here are inside."""

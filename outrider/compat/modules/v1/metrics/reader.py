@@ -1,4 +1,4 @@
-"""outrider.v1.metrics.reader: the place of the metrics of LLM.get_metrics in vLLM."""
+"""outrider.v1.metrics.reader: the metrics of LLM.get_metrics, at vLLM's place."""
 
 from outrider.compat.metrics import CounterMetric as Counter
 from outrider.compat.metrics import GaugeMetric as Gauge
