@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import DraftBuild, Drafts, Step
 from outrider.drafters.mtp import mtp_drafter
 from outrider.layers import StepContext
 from outrider.models.base import Model
-from outrider.models.mtp import MTPHead
+from outrider.models.mtp import MTPHead, build_mtp_modules
+from outrider.models.registry import build_model
+from outrider.models.sources.folder import read_config
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
 from tests.engine.harness import tokens_of as texts_of
 from tests.models.oracle import LOGIT_ROWS, DenseAttend, tokens_of
@@ -21,6 +25,42 @@ from tests.models.oracle import LOGIT_ROWS, DenseAttend, tokens_of
 NUM_DRAFTS = 3
 NaiveDrafts = Callable[[Sequence[int], int], tuple[list[int], torch.Tensor]]  # k drafts after known tokens, and logits
 SHORT = ((1, 12, ()), (2, 12, (1, 5)), (3, 12, (7,)))  # seed, tokens and chunks of each context
+
+# The beginning of a family's name -> keys of the config of a checkpoint with modules. The first that fits counts.
+_PREDICTED = "num_nextn_predict_layers"
+_SHARED_CHOICE = {_PREDICTED: 1, "index_share_for_mtp_iteration": True}
+MODULES: dict[str, dict[str, Any]] = {
+    "nemotron_h_latent": {_PREDICTED: 1, "mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*-E*"},
+    "nemotron_h": {_PREDICTED: 1, "mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*E"},
+    "qwen3_next": {"mtp_num_hidden_layers": 1}, "qwen3_5": {"mtp_num_hidden_layers": 1},
+    "qwen4_exp": {"mtp_num_hidden_layers": 1}, "deepseek_v3_direct": {_PREDICTED: 2}, "deepseek_v32": _SHARED_CHOICE,
+    "deepseek_v3": {_PREDICTED: 1}, "glm_moe_dsa": _SHARED_CHOICE, "glm4_moe": {_PREDICTED: 1},
+    "glm5_next_free": _SHARED_CHOICE, "glm5_next": {_PREDICTED: 1}, "hy_v4_yarn": {_PREDICTED: 2},
+    "hy_v4": {_PREDICTED: 1}, "bailing_hybrid": {_PREDICTED: 1},
+}
+
+
+def has_modules(family: str) -> bool:
+    """Whether checkpoints of the family are published with prediction modules."""
+    return family.startswith(tuple(MODULES))
+
+
+def add_modules(family: str, folder: Path, seed: int = 6) -> Path:
+    """Write modules with random weights into the folder of a target, which has none."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text.update(next(changes for begin, changes in MODULES.items() if family.startswith(begin)))
+    (folder / "config.json").write_text(json.dumps(config))
+    target = build_model(read_config(folder), dtype=torch.float32, device="cpu")
+    heads = build_mtp_modules(target, first_layer=target.num_layers, dtype=torch.float32, device=torch.device("cpu"))
+    generator, file = torch.Generator().manual_seed(seed), folder / "model.safetensors"
+    tensors = load_file(file)
+    for head in heads:
+        for name, slot in head.weights().items():
+            mean = 1.0 if "norm" in name and not head.description.norm_offset else 0.0
+            tensors[name] = torch.empty(slot.shape).normal_(mean, 0.2, generator=generator)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
 
 
 def head_of(folder: Path, target: Model, k: int = 3) -> MTPHead:

@@ -26,9 +26,11 @@ from outrider.models.sources.folder import read_config
 from outrider.runner.target import with_index_keys
 from outrider.training.mtp import MTPTrainee
 from outrider.training.settings import TrainingSettings
+from tests.models.double_oracle import DoubleOracle
 from tests.models.oracle import (
     POOLED_FAMILIES,
     DenseAttend,
+    all_logits,
     assert_chunked_equals_whole,
     assert_greedy_text_equals,
     assert_logits_equal,
@@ -58,6 +60,14 @@ def test_chunked_equals_whole(folder_of: Folders, family: str) -> None:
 @pytest.mark.parametrize("family", QUICK)
 def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> None:
     assert_greedy_text_equals(folder_of(family))
+
+
+@pytest.mark.parametrize("family", POOLED_FAMILIES)
+def test_logits_of_text_that_repeats_itself_equal_transformers(folder_of: Folders, family: str) -> None:
+    """Its blocks have equal scores, of which the earliest are chosen. A float32 score would choose others."""
+    tokens = torch.tensor([7, 8, 9, 10] * 9)
+    logits = all_logits(load(folder_of(family), torch.float64), tokens)
+    assert (logits - DoubleOracle(folder_of(family)).logits(tokens.tolist())).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(("changes", "message"), [
